@@ -1,0 +1,38 @@
+"""SparseBP: try which gradients are worth computing when a transformer is fine-tuned.
+
+    import sparsebp_cli as sbp
+
+    policy = sbp.make_policy("topk", keep=0.1, along="rows")
+    engine = sbp.attach(model, [policy], sites="linears", optimizer=optimizer)
+    engine.backward(loss)      # in place of loss.backward()
+    engine.report()
+    engine.detach()
+
+Importing this package is light: what needs torch is loaded when it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward import Engine, attach
+    from sparsebp_cli.policy import find_policies, make_policy
+
+__version__ = version("sparsebp")
+__all__ = ["Engine", "__version__", "attach", "find_policies", "make_policy"]
+
+_ROOMS = {
+    "attach": "sparsebp_cli.backward",
+    "Engine": "sparsebp_cli.backward",
+    "find_policies": "sparsebp_cli.policy",
+    "make_policy": "sparsebp_cli.policy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return getattr(import_module(_ROOMS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

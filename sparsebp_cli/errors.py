@@ -1,0 +1,109 @@
+"""Every error that a user of SparseBP can meet, drawn as a tree.
+
+    SparseBPError                  any of the below; ``exit_code`` is what the command line ends with
+    ├── UsageError            2    an argument, option or call that makes no sense
+    │   ├── RecipeError       2    the recipe: has file, line, column and key
+    │   ├── PolicyError       2    a policy or its options: unknown, broken, out of range
+    │   ├── UnsupportedError  2    a combination that is not built, refused by name before anything starts
+    │   └── DataError         2    a model or dataset that cannot be found, read or trusted
+    ├── RunNotFoundError    102    no run (or more than one) answers to a name
+    ├── RunBusyError        101    the run is being written by another process
+    ├── RunFailedError      100    the run stopped by an error
+    │   ├── DivergedError   100    NaN or Inf in loss or gradient
+    │   └── CheckpointError 100    no checkpoint is good, or one cannot be written
+    └── TrackingError       100    the tracking store cannot be used (a warning while a run lives)
+
+The text of an error says what is wrong, the value got, and what is allowed, in one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class SparseBPError(Exception):
+    """Base of every error that is meant for the user: its text is one line, shown without a traceback."""
+
+    exit_code: ClassVar[int] = 100
+
+
+class UsageError(SparseBPError):
+    """An argument, option or call that makes no sense."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """A recipe that cannot be used: ``file:line:column: key: what is wrong``."""
+
+    def __init__(self, text: str, *, file: str = "", line: int = 0, column: int = 0, key: str = "") -> None:
+        """Place the error.
+
+        Args:
+            text: What is wrong, the value got, what is allowed.
+            file: The recipe's path as the user gave it; empty when the value came from the command line.
+            line: Counted from 1; 0 when unknown.
+            column: Counted from 1; 0 when unknown.
+            key: Dotted path of the key, ``policy.0.keep``.
+        """
+        self.text, self.file, self.line, self.column, self.key = text, file, line, column, key
+        place = ":".join(str(part) for part in (file, line, column) if part)
+        super().__init__(": ".join(part for part in (place, key, text) if part))
+
+
+class PolicyError(UsageError):
+    """A policy or its options: unknown name, broken plugin, value out of range."""
+
+
+class UnsupportedError(UsageError):
+    """A combination that is not built. Refused by name, before anything starts."""
+
+
+class DataError(UsageError):
+    """A model or dataset that cannot be found, read or trusted."""
+
+
+class RunNotFoundError(SparseBPError):
+    """No run, or more than one, answers to the name given."""
+
+    exit_code = 102
+
+
+class RunBusyError(SparseBPError):
+    """Another process is writing this run."""
+
+    exit_code = 101
+
+
+class RunFailedError(SparseBPError):
+    """The run stopped by an error."""
+
+    exit_code = 100
+
+
+class DivergedError(RunFailedError):
+    """A loss or a gradient is not finite."""
+
+
+class CheckpointError(RunFailedError):
+    """No checkpoint is good, or one cannot be written."""
+
+
+class TrackingError(SparseBPError):
+    """The tracking store cannot be used."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean X?`` for the nearest known name, or an empty string.
+
+    Args:
+        name: What the user wrote.
+        known: Every name that would have been accepted.
+
+    Returns:
+        A text to be appended to an error line.
+    """
+    near = difflib.get_close_matches(name, [str(k) for k in known], n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,7 @@
+"""The resolved recipe, its content hash, and the arithmetic of ceilings."""
+
+from sparsebp_cli.plan.cost import ceiling, realised_share
+from sparsebp_cli.plan.plan import Plan, content_hash
+from sparsebp_cli.plan.provenance import Provenance, find_provenance
+
+__all__ = ["Plan", "Provenance", "ceiling", "content_hash", "find_provenance", "realised_share"]

@@ -1,0 +1,173 @@
+"""What a recipe may say. Unknown keys are refused; the words are those of ``transformers.TrainingArguments``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+CountFromZero = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Section(BaseModel):
+    """A part of a recipe: strict types, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class LoraSection(Section):
+    """Low-rank adapters, through peft; the names are ``peft.LoraConfig``'s."""
+
+    r: PositiveInt = Field(8, description="Rank of the adapters.")
+    lora_alpha: PositiveInt = Field(16, description="Scale: the update is multiplied by lora_alpha / r.")
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout before the adapters.")
+    target_modules: list[str] | Literal["all-linear"] = Field("all-linear", description="Which linears get adapters.")
+
+
+class ModelSection(Section):
+    """The model: by name, or with random weights from a config."""
+
+    name: str | None = Field(
+        None,
+        description="Hub id, local folder, an installed model's name, or package:PACKAGE/FOLDER. Safetensors only.",
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="Random weights instead: a transformers config with its model_type."
+    )
+    tokenizer: str | None = Field(None, description="Where the tokenizer is, when not with the model.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights; bfloat16 is pure bfloat16.")
+    attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation.")
+    lora: LoraSection | None = Field(None, description="Train low-rank adapters only.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelSection:
+        if (self.name is None) == (self.config is None):
+            raise ValueError("give either name or config, not both")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("config needs model_type")
+        if self.config is not None and self.tokenizer is None:
+            raise ValueError("a config has no tokenizer: give tokenizer as well")
+        return self
+
+
+class DatasetSection(Section):
+    """The data, and how it becomes tokens."""
+
+    name: str = Field(description="Hub id, local file or folder, an installed dataset's name, or package:PACKAGE/FILE.")
+    subset: str | None = Field(None, description="Configuration of a hub id.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
+    format: Literal["text", "completion", "classification"] = Field(
+        "text", description="text: packed; completion: the prompt is masked; classification: one label a text."
+    )
+    max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Positions an example has at most.")
+    split: str = Field("train", description="Split that is trained on.")
+    eval_split: str | None = Field(None, description="Held-out split; none: eval_fraction of the training split.")
+    eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.1, description="Share held out, from the end.")
+    text_column: str = Field("text", description="Column of text and classification.")
+    prompt_column: str = Field("prompt", description="Column of completion: not trained on.")
+    completion_column: str = Field("completion", description="Column of completion: trained on.")
+    label_column: str = Field("label", description="Column of classification: integers from 0, or names.")
+    max_examples: PositiveInt | None = Field(None, description="Use the first so many rows of each split.")
+
+
+class PolicyEntry(BaseModel):
+    """A gradient policy by name, with its options beside the name."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    name: str = Field(description="A name that `sparsebp policies` lists.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The policy's own options."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class BackwardSection(Section):
+    """How a step is executed. None of these changes which gradient is meant."""
+
+    engine: Literal["fast", "reference"] = Field(
+        "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."
+    )
+    sites: Literal["linears"] = Field("linears", description="Where gradient policies are asked.")
+    exclude: list[str] = Field(
+        default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
+    )
+    update: Literal["deferred"] = Field("deferred", description="When parameters change: after the backward pass.")
+    checkpointing: Literal["none", "full"] = Field("none", description="Activation checkpointing of every layer.")
+
+
+class TrainingSection(Section):
+    """Optimisation, in the words of transformers.TrainingArguments."""
+
+    max_steps: PositiveInt = Field(200, description="Optimizer steps.")
+    learning_rate: Annotated[float, Field(gt=0.0)] = Field(3e-4, description="Peak learning rate.")
+    per_device_train_batch_size: PositiveInt = Field(8, description="Examples a forward pass.")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes an optimizer step.")
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(1.0, description="Clip to this norm; null: never.")
+    optim: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad", "adamax", "nadam", "radam", "adafactor"] = Field(
+        "adamw", description="Class of torch.optim, in lower case."
+    )
+    optim_args: dict[str, Any] = Field(
+        default_factory=dict, description="The optimizer's other arguments: weight_decay, betas, momentum."
+    )
+    lr_scheduler_type: Literal[
+        "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts"
+    ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
+    warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
+    mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast, weights stay as they are.")
+    seed: CountFromZero = Field(0, description="Of data order, dropout, adapters and policies.")
+
+
+class MeasureSection(Section):
+    """What is measured beside training, and how often. None of it changes the run."""
+
+    eval_every: PositiveInt = Field(50, description="Steps between evaluations of the held-out split.")
+    eval_batches: PositiveInt | None = Field(None, description="Batches an evaluation has at most; null: all.")
+    probe_every: PositiveInt | None = Field(
+        50, description="Steps between probes: dense and policy on one batch, timed in turn, FLOPs counted; null: none."
+    )
+    warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that no time statistic counts.")
+
+
+class CheckpointSection(Section):
+    """When the run can be picked up again."""
+
+    every: PositiveInt = Field(50, description="Steps between checkpoints.")
+    keep_last: PositiveInt = Field(2, description="Checkpoints that are kept.")
+
+
+class TargetSection(Section):
+    """Where the plan runs."""
+
+    kind: Literal["local"] = Field("local", description="local: a process of its own on this machine.")
+    threads: PositiveInt | None = Field(None, description="CPU threads of torch; null: one a physical core.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
+
+
+class TrackingSection(Section):
+    """Where the numbers go."""
+
+    uri: str | None = Field(None, description="MLflow store; null: MLFLOW_TRACKING_URI, else the default database.")
+    experiment: str = Field("sparsebp", min_length=1, max_length=250, description="MLflow experiment.")
+
+
+class Recipe(Section):
+    """One experiment: a model, a dataset, a gradient policy and a target."""
+
+    version: Literal[1] = Field(description="Of this format.")
+    name: Name = Field(description="What the run is called; letters, digits, dot, dash, underscore.")
+    model: ModelSection
+    dataset: DatasetSection
+    policy: list[PolicyEntry] = Field(
+        default_factory=lambda: [PolicyEntry(name="dense")], description="Applied in this order; none: dense."
+    )
+    backward: BackwardSection = Field(default_factory=BackwardSection)
+    training: TrainingSection = Field(default_factory=TrainingSection)
+    measure: MeasureSection = Field(default_factory=MeasureSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    target: TargetSection = Field(default_factory=TargetSection, description="A target, or its kind alone.")
+    tracking: TrackingSection = Field(default_factory=TrackingSection)

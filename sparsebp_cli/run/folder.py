@@ -1,0 +1,189 @@
+"""Where runs live, how they are locked, what state they are in, and by which words a person names them.
+
+    $SPARSEBP_HOME/runs/RUN_ID/
+        plan.json        all that the worker needs
+        journal.jsonl    the truth (see journal.py)
+        worker.log       what the worker printed
+        worker.lock      held by the worker while it lives, whatever its pid
+        target.lock      held by the process that watches over the worker
+        cancelled        exists once somebody asked for the run to be cancelled
+        tracking.json    how far the journal was sent, and to which MLflow run
+        checkpoints/     step-00000050/, ...
+        model/           the trained model, as transformers saves it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from platformdirs import user_data_path
+
+from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
+from sparsebp_cli.run.journal import read
+
+SHORTEST_PREFIX = 3
+
+
+class State(StrEnum):
+    """What a run is doing. Only the last four are final until somebody resumes it."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing works on the run any more."""
+        return self not in {State.QUEUED, State.RUNNING}
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """One run on this machine's disk.
+
+    Args:
+        path: Its folder; the folder's name is the run id.
+    """
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.path.name
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan."""
+        return self.path / "plan.json"
+
+    @property
+    def log_file(self) -> Path:
+        """What the worker printed."""
+        return self.path / "worker.log"
+
+    @property
+    def cancel_file(self) -> Path:
+        """Exists once the run was asked to be cancelled."""
+        return self.path / "cancelled"
+
+    def brief(self) -> tuple[str, float]:
+        """Return name and creation time (seconds since 1970) without checking the whole plan."""
+        try:
+            plan = json.loads(self.plan_file.read_bytes())
+            return str(plan["recipe"]["name"]), float(plan["created"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return "?", 0.0
+
+    def state(self) -> State:
+        """Return what the run is doing, from its locks and its journal: right even when no process was able to say."""
+        if self.is_locked("worker"):
+            return State.RUNNING
+        if self.is_locked("target"):
+            return State.QUEUED
+        last_attempt, end = 0, None
+        for record, _ in read(self.path):
+            if record["kind"] == "attempt":
+                last_attempt, end = record["attempt"], None
+            elif record["kind"] == "end":
+                end = record
+        if end is not None:
+            return State(end["status"])
+        return State.INTERRUPTED if last_attempt else State.QUEUED
+
+    def lock(self, role: str) -> FileLock:
+        """Take the lock of a role (``worker`` or ``target``) for as long as the returned lock lives.
+
+        Args:
+            role: Which lock.
+
+        Returns:
+            The lock, held; the system releases it when the process dies.
+
+        Raises:
+            RunBusyError: Another process holds it.
+        """
+        lock = FileLock(self.path / f"{role}.lock", thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RunBusyError(f"run {self.run_id} is already being worked on by another process") from None
+        return lock
+
+    def is_locked(self, role: str) -> bool:
+        """Whether a living process holds the lock of a role."""
+        if not (self.path / f"{role}.lock").exists():
+            return False
+        try:
+            self.lock(role).release()
+        except RunBusyError:
+            return True
+        return False
+
+
+def home() -> Path:
+    """Return the folder for everything that SparseBP keeps: ``$SPARSEBP_HOME``, else the user's data folder."""
+    chosen = os.environ.get("SPARSEBP_HOME")
+    return Path(chosen).expanduser().absolute() if chosen else user_data_path("sparsebp", appauthor=False)
+
+
+def create_run(run_id: str) -> RunFolder:
+    """Make the folder of a new run.
+
+    Args:
+        run_id: The plan's.
+
+    Returns:
+        The run.
+    """
+    path = home() / "runs" / run_id
+    path.mkdir(parents=True)
+    return RunFolder(path)
+
+
+def list_runs() -> list[RunFolder]:
+    """Return every run on this machine, newest first."""
+    folders = [RunFolder(path.parent) for path in (home() / "runs").glob("*/plan.json")]
+    return sorted(folders, key=lambda run: (run.brief()[1], run.run_id), reverse=True)
+
+
+def find_run(word: str) -> list[RunFolder]:
+    """Return the runs that a word names.
+
+    Args:
+        word: An id, a unique prefix of one (3 digits or more), a recipe's name (all its runs), ``@last`` or ``@N``
+            (the newest N), or a run's folder.
+
+    Returns:
+        One run; more for a name or ``@N``, oldest first.
+
+    Raises:
+        RunNotFoundError: Nothing answers, or a prefix is not unique.
+    """
+    runs = list_runs()
+    if word.startswith("@"):
+        count = "1" if word == "@last" else word[1:]
+        if not count.isdecimal() or not 0 < int(count) <= len(runs):
+            raise RunNotFoundError(f"{word}: there are {len(runs)} runs; use @last or @N with N from 1 to {len(runs)}")
+        return runs[: int(count)][::-1]
+    if os.sep in word and (Path(word) / "plan.json").is_file():
+        return [RunFolder(Path(word).absolute())]
+    if exact := [run for run in runs if run.run_id == word]:
+        return exact
+    if named := [run for run in runs if run.brief()[0] == word]:
+        return named[::-1]
+    prefixed = [run for run in runs if len(word) >= SHORTEST_PREFIX and run.run_id.startswith(word)]
+    if len(prefixed) == 1:
+        return prefixed
+    if prefixed:
+        raise RunNotFoundError(f"{word} is not unique: {', '.join(run.run_id for run in prefixed[:5])}")
+    near = did_you_mean(word, [run.run_id for run in runs] + [run.brief()[0] for run in runs])
+    raise RunNotFoundError(f"no run answers to {word!r} under {home()}{near}; `sparsebp runs` lists them")

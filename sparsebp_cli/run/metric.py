@@ -1,0 +1,55 @@
+"""The names of all metrics, each with its unit and which way is better. The only place where they are spelled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number that is logged over steps.
+
+    Args:
+        name: In MLflow and in the journal.
+        unit: Of the value; empty for pure numbers.
+        better: Which way is better; empty when neither.
+        timing: Whether it depends on the machine's speed, so that repeating the run gives another value.
+    """
+
+    name: str
+    unit: str = ""
+    better: Literal["lower", "higher", ""] = ""
+    timing: bool = False
+
+
+TRAIN_LOSS = Metric("train/loss", "nats/token", "lower")
+GRAD_NORM = Metric("train/grad_norm")
+LEARNING_RATE = Metric("train/learning_rate")
+TRAIN_TOKENS = Metric("train/tokens", "tokens")
+EVAL_LOSS = Metric("eval/loss", "nats/token", "lower")
+EVAL_ACCURACY = Metric("eval/accuracy", "share", "higher")
+FORWARD_SECONDS = Metric("time/forward_seconds", "s", "lower", timing=True)
+BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
+OPTIMIZER_SECONDS = Metric("time/optimizer_seconds", "s", "lower", timing=True)
+STEP_SECONDS = Metric("time/step_seconds", "s", "lower", timing=True)
+TOKENS_PER_SECOND = Metric("throughput/tokens_per_sec", "tokens/s", "higher", timing=True)
+PEAK_ALLOCATED_BYTES = Metric("memory/peak_allocated_bytes", "B", "lower", timing=True)  # CUDA's allocator
+PEAK_RESIDENT_BYTES = Metric("memory/peak_resident_bytes", "B", "lower", timing=True)  # the process, on CPU
+WEIGHT_BYTES = Metric("memory/weight_bytes", "B", "lower")
+GRADIENT_BYTES = Metric("memory/gradient_bytes", "B", "lower")
+OPTIMIZER_BYTES = Metric("memory/optimizer_bytes", "B", "lower")
+SAVED_BYTES = Metric("memory/saved_for_backward_bytes", "B", "lower")
+FORWARD_FLOPS = Metric("flops/forward", "FLOP", "lower")
+BACKWARD_EXECUTED = Metric("flops/backward_executed", "FLOP", "lower")
+BACKWARD_DENSE = Metric("flops/backward_dense", "FLOP", "lower")
+PROBE_DENSE_SECONDS = Metric("probe/dense_seconds", "s", "lower", timing=True)  # forward + backward, one micro-batch
+PROBE_POLICY_SECONDS = Metric("probe/policy_seconds", "s", "lower", timing=True)
+CEILING = Metric("speed/ceiling", "x", "higher")
+SPEEDUP = Metric("speed/speedup", "x", "higher", timing=True)  # forward + backward against dense, in the same run
+REALISED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
+COSINE = Metric("fidelity/cosine", "", "higher")
+RELATIVE_ERROR = Metric("fidelity/relative_error", "", "lower")
+KEPT_SHARE = Metric("policy/kept_share", "share")
+
+METRICS: dict[str, Metric] = {value.name: value for value in list(globals().values()) if isinstance(value, Metric)}
