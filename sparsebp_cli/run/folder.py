@@ -6,6 +6,8 @@
         worker.log       what the worker printed
         worker.lock      held by the worker while it lives, whatever its pid
         target.lock      held by the process that watches over the worker
+        target.json      which processes these are, and how many attempts there were before them
+        watcher.log      what the watching process printed
         cancelled        exists once somebody asked for the run to be cancelled
         tracking.json    how far the journal was sent, and to which MLflow run
         checkpoints/     step-00000050/, ...
@@ -14,6 +16,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from dataclasses import dataclass
@@ -27,6 +30,7 @@ from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
 from sparsebp_cli.run.journal import read
 
 SHORTEST_PREFIX = 3
+LOCK_PATIENCE_SECONDS = 0.5  # somebody who asks for the state holds a shared lock for a moment
 
 
 class State(StrEnum):
@@ -75,6 +79,11 @@ class RunFolder:
         """Exists once the run was asked to be cancelled."""
         return self.path / "cancelled"
 
+    @property
+    def target_file(self) -> Path:
+        """Which processes work on the run."""
+        return self.path / "target.json"
+
     def brief(self) -> tuple[str, float]:
         """Return name and creation time (seconds since 1970) without checking the whole plan."""
         try:
@@ -85,19 +94,36 @@ class RunFolder:
 
     def state(self) -> State:
         """Return what the run is doing, from its locks and its journal: right even when no process was able to say."""
+        state = self._recorded_state()
+        if state in {State.QUEUED, State.INTERRUPTED} and self.cancel_file.exists():
+            return State.CANCELLED
+        return state
+
+    def _recorded_state(self) -> State:
         if self.is_locked("worker"):
             return State.RUNNING
-        if self.is_locked("target"):
-            return State.QUEUED
-        last_attempt, end = 0, None
+        watched, before = self.is_locked("target"), self._attempts_before()
+        attempts, end = 0, None
         for record, _ in read(self.path):
+            attempts = max(attempts, record["attempt"])
             if record["kind"] == "attempt":
-                last_attempt, end = record["attempt"], None
+                end = None
             elif record["kind"] == "end":
                 end = record
+        if watched and attempts <= (before or 0):
+            return State.QUEUED
         if end is not None:
             return State(end["status"])
-        return State.INTERRUPTED if last_attempt else State.QUEUED
+        # Between the two looks a worker may have started, or have died with its watcher about to say how.
+        if watched or self.is_locked("worker"):
+            return State.RUNNING
+        return State.INTERRUPTED if attempts or before is not None else State.QUEUED
+
+    def _attempts_before(self) -> int | None:
+        try:
+            return int(json.loads(self.target_file.read_bytes())["after_attempt"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def lock(self, role: str) -> FileLock:
         """Take the lock of a role (``worker`` or ``target``) for as long as the returned lock lives.
@@ -113,19 +139,23 @@ class RunFolder:
         """
         lock = FileLock(self.path / f"{role}.lock", thread_local=False)
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=LOCK_PATIENCE_SECONDS, poll_interval=0.01)
         except Timeout:
             raise RunBusyError(f"run {self.run_id} is already being worked on by another process") from None
         return lock
 
     def is_locked(self, role: str) -> bool:
         """Whether a living process holds the lock of a role."""
-        if not (self.path / f"{role}.lock").exists():
-            return False
         try:
-            self.lock(role).release()
-        except RunBusyError:
+            descriptor = os.open(self.path / f"{role}.lock", os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:  # shared: those who ask never get into each other's way
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
+        finally:
+            os.close(descriptor)
         return False
 
 

@@ -1,0 +1,40 @@
+"""Make a plan of a recipe: paths become absolute, because a plan is executed in another process, perhaps elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sparsebp_cli.plan.plan import Plan
+from sparsebp_cli.plan.provenance import find_provenance
+from sparsebp_cli.recipe.schema import Recipe
+
+
+def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
+    """Make the plan of one run.
+
+    Args:
+        recipe: As loaded.
+        recipe_file: Where it was loaded from: local models and data are looked for beside it first, then in the
+            working folder.
+
+    Returns:
+        A plan with a new run id.
+    """
+    folder = recipe_file.resolve().parent
+    model, dataset = recipe.model, recipe.dataset
+    model = model.model_copy(
+        update={"name": _absolute(model.name, folder), "tokenizer": _absolute(model.tokenizer, folder)}
+    )
+    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folder)})
+    resolved = recipe.model_copy(update={"model": model, "dataset": dataset})
+    return Plan(recipe=resolved, provenance=find_provenance(recipe_file))
+
+
+def _absolute(name: str | None, folder: Path) -> str | None:
+    if name is None or name.startswith("package:"):
+        return name
+    path = Path(name).expanduser()
+    for start in (folder, Path.cwd()):
+        if (start / path).exists() and (start / path) != start:
+            return str((start / path).resolve())
+    return name

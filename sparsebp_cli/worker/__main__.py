@@ -1,0 +1,67 @@
+"""``python -m sparsebp_cli.worker RUN/plan.json``: execute one plan, or go on with it where it was left.
+
+Exit codes: 0 finished; 1 failed; 2 the recipe cannot be carried out here; 130 interrupted; 143 terminated. The
+reason goes into the journal and, with the traceback of anything unexpected, to standard error.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+
+from sparsebp_cli.errors import RunBusyError, SparseBPError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.run import JournalWriter, RunFolder, State
+from sparsebp_cli.worker.stop import StopRequest
+
+
+def main(plan_file: Path) -> int:
+    """Execute a plan in its folder.
+
+    Args:
+        plan_file: ``plan.json`` in the run's folder.
+
+    Returns:
+        The exit code of the process.
+    """
+    stop = StopRequest.install()
+    run = RunFolder(plan_file.absolute().parent)
+    try:
+        plan = Plan.load(plan_file)
+        lock = run.lock("worker")
+    except (RunBusyError, SparseBPError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    with lock:
+        if run.ended() is State.FINISHED:
+            return 0
+        with JournalWriter(run.path) as journal:
+            return _execute(plan, run, journal, stop)
+
+
+def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> int:
+    from sparsebp_cli.worker.failure import explain
+    from sparsebp_cli.worker.training import Training
+
+    training: Training | None = None
+    try:
+        training = Training.build(plan, run, journal, stop)
+        training.run_to_end()
+    except Exception as error:
+        text, code = explain(error)
+        if not isinstance(error, SparseBPError):
+            traceback.print_exc()
+        print(f"error: {text}", file=sys.stderr)
+        journal.write("end", status=State.FAILED, step=training.step if training else 0, text=text)
+        return code
+    if stop.signal is not None and not training.is_done:
+        text = f"{stop.signal.name}: stopped after step {training.step}; `sparsebp resume {plan.run_id}` goes on"
+        journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
+        return 128 + stop.signal
+    journal.write("end", status=State.FINISHED, step=training.step, text="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

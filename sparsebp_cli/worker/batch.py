@@ -1,0 +1,82 @@
+"""Which examples a micro-batch holds, and how they become tensors. A pure function of seed and position: nothing to
+save but a number, and a resumed run sees the same data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.worker.data import IGNORED, Example
+
+PAD_TO = 8  # lengths are padded to a multiple, so that kernels see few shapes
+
+
+class BatchOrder:
+    """An endless order of micro-batches: a new permutation every epoch, nothing dropped between epochs."""
+
+    def __init__(self, examples: Sequence[Example], batch_size: int, seed: int, pad_token_id: int) -> None:
+        """Set the order.
+
+        Args:
+            examples: What is drawn from; at least one.
+            batch_size: Examples a micro-batch.
+            seed: Of the permutations.
+            pad_token_id: Fills short examples.
+        """
+        self.examples, self.batch_size, self.seed, self.pad_token_id = examples, batch_size, seed, pad_token_id
+        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """Return micro-batch ``number``, counted from 0 over the whole run."""
+        positions = range(number * self.batch_size, (number + 1) * self.batch_size)
+        return collate([self.examples[self._example(position)] for position in positions], self.pad_token_id)
+
+    def _example(self, position: int) -> int:
+        epoch, offset = divmod(position, len(self.examples))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            self._epoch, self._permutation = epoch, torch.randperm(len(self.examples), generator=generator)
+        return int(self._permutation[offset])
+
+
+def in_order(examples: Sequence[Example], batch_size: int, pad_token_id: int) -> Iterator[dict[str, Tensor]]:
+    """Yield all examples in their order, for evaluation; the last batch may be short."""
+    for start in range(0, len(examples), batch_size):
+        yield collate(examples[start : start + batch_size], pad_token_id)
+
+
+def collate(examples: Sequence[Example], pad_token_id: int) -> dict[str, Tensor]:
+    """Put examples into one batch, padded on the right.
+
+    Args:
+        examples: At least one.
+        pad_token_id: Fills short examples.
+
+    Returns:
+        ``input_ids`` (B, T), ``labels`` (B, T) or (B,), and ``attention_mask`` (B, T) where anything is padded.
+    """
+    longest = max(len(example.input_ids) for example in examples)
+    if all(len(example.input_ids) == longest for example in examples):
+        ids_BT = torch.stack([torch.from_numpy(example.input_ids) for example in examples])
+        return {"input_ids": ids_BT, "labels": torch.stack([torch.from_numpy(e.labels) for e in examples])}
+    length = -(-longest // PAD_TO) * PAD_TO
+    ids_BT = torch.full((len(examples), length), pad_token_id)
+    mask_BT = torch.zeros((len(examples), length), dtype=torch.int64)
+    labels_BT = torch.full((len(examples), length), IGNORED)
+    for row, example in enumerate(examples):
+        count = len(example.input_ids)
+        ids_BT[row, :count] = torch.from_numpy(example.input_ids)
+        mask_BT[row, :count] = 1
+        if example.labels.ndim:
+            labels_BT[row, :count] = torch.from_numpy(example.labels)
+    single = examples[0].labels.ndim == 0
+    labels = torch.stack([torch.from_numpy(e.labels) for e in examples]) if single else labels_BT
+    return {"input_ids": ids_BT, "labels": labels, "attention_mask": mask_BT}
+
+
+def num_targets(batch: dict[str, Tensor]) -> int:
+    """Return how many predictions of a batch the loss counts: trained next tokens, or examples of a classification."""
+    labels = batch["labels"]
+    return labels.numel() if labels.ndim == 1 else int((labels[:, 1:] != IGNORED).sum())

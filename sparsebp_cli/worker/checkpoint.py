@@ -1,0 +1,215 @@
+"""Checkpoints: a folder that is there whole or not at all, in safetensors and JSON, and never trusted unseen.
+
+Written beside its place, synced to the disk, listed with the sha256 of every file, then renamed. Reading goes from the
+newest step down to the first folder whose files are all as listed. The order is that of steps: clocks play no part.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sparsebp_cli.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a run needs to go on as if nothing had happened.
+
+    Args:
+        step: Optimizer steps done.
+        weights: Trained parameters and buffers by name.
+        optimizer: The optimizer's ``state_dict()``.
+        rest: JSON content: schedule, policy state, counters.
+        rng: State of every global random generator.
+    """
+
+    step: int
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    rest: dict[str, Any]
+    rng: dict[str, Any]
+
+
+class CheckpointFolder:
+    """The checkpoints of one run."""
+
+    def __init__(self, folder: Path, keep_last: int) -> None:
+        """Open the folder, and clear away what a killed process left half written.
+
+        Args:
+            folder: ``checkpoints`` in the run's folder.
+            keep_last: Checkpoints that are kept, at least 1.
+        """
+        self.folder, self.keep_last = folder, keep_last
+        folder.mkdir(exist_ok=True)
+        for part in folder.glob(".part-*"):
+            shutil.rmtree(part)
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Write a checkpoint; when this returns it is on the disk, and older ones are rotated away.
+
+        Args:
+            snapshot: What to keep.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: It cannot be written; the previous ones are untouched.
+        """
+        place = self._place(snapshot.step)
+        part = self.folder / f".part-{snapshot.step:08d}"
+        try:
+            part.mkdir()
+            _write(part, snapshot)
+            if place.exists():  # a damaged one of the same step, passed over when reading
+                shutil.rmtree(place)
+            part.rename(place)
+            _sync(self.folder)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+            raise CheckpointError(
+                f"checkpoint of step {snapshot.step} cannot be written: {reason}; the ones before it are untouched"
+            ) from None
+        for step in self.steps()[self.keep_last :]:
+            shutil.rmtree(self._place(step))
+        return place
+
+    def load_newest_good(self) -> tuple[Snapshot | None, list[str]]:
+        """Read the newest checkpoint whose files are all as they were written.
+
+        Returns:
+            The snapshot, None when there is no checkpoint at all; and one line for each damaged one passed over.
+
+        Raises:
+            CheckpointError: There are checkpoints and none is good. Nothing is deleted.
+        """
+        damaged = []
+        for step in self.steps():
+            place = self._place(step)
+            if problem := _find_damage(place):
+                damaged.append(f"checkpoint {place.name} is damaged ({problem})")
+                continue
+            return _read(place), damaged
+        if damaged:
+            raise CheckpointError(f"no checkpoint is good: {'; '.join(damaged)}; nothing was deleted")
+        return None, []
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, newest first."""
+        return sorted((int(place.name.removeprefix("step-")) for place in self.folder.glob("step-*")), reverse=True)
+
+    def _place(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of every global random generator."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Put every global random generator back.
+
+    Args:
+        state: As :func:`capture_rng` returned it.
+    """
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *others = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
+
+
+def _write(part: Path, snapshot: Snapshot) -> None:
+    tensors, plain = {}, {}
+    for number, values in snapshot.optimizer["state"].items():
+        for name, value in values.items():
+            (tensors if isinstance(value, Tensor) else plain)[f"{number}.{name}"] = value
+    random_tensors = {"torch": snapshot.rng["torch"]} | {f"cuda.{i}": s for i, s in enumerate(snapshot.rng["cuda"])}
+    save_file(_contiguous(snapshot.weights), part / "weights.safetensors")
+    save_file(_contiguous(tensors), part / "optimizer.safetensors")
+    save_file(random_tensors, part / "random.safetensors")
+    state = {
+        "step": snapshot.step,
+        "optimizer_plain": plain,
+        "optimizer_groups": snapshot.optimizer["param_groups"],
+        "rest": snapshot.rest,
+        "random": {"python": snapshot.rng["python"], "numpy": snapshot.rng["numpy"]},
+    }
+    (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    listed = {file.name: _sha256(file) for file in sorted(part.iterdir())}
+    (part / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
+    for file in part.iterdir():
+        _sync(file)
+    _sync(part)
+
+
+def _read(place: Path) -> Snapshot:
+    state = json.loads((place / "state.json").read_bytes())
+    by_number: dict[int, dict[str, Any]] = {}
+    for key, value in (load_file(place / "optimizer.safetensors") | state["optimizer_plain"]).items():
+        number, _, name = key.partition(".")
+        by_number.setdefault(int(number), {})[name] = value
+    random_tensors = load_file(place / "random.safetensors")
+    cuda = [random_tensors[key] for key in sorted(random_tensors) if key.startswith("cuda.")]
+    return Snapshot(
+        step=state["step"],
+        weights=load_file(place / "weights.safetensors"),
+        optimizer={"state": by_number, "param_groups": state["optimizer_groups"]},
+        rest=state["rest"],
+        rng=state["random"] | {"torch": random_tensors["torch"], "cuda": cuda},
+    )
+
+
+def _find_damage(place: Path) -> str:
+    try:
+        listed: dict[str, str] = json.loads((place / MANIFEST).read_bytes())["sha256"]
+        for name, digest in listed.items():
+            if _sha256(place / Path(name).name) != digest:
+                return f"{name} is not as it was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return (str(error).splitlines() or [type(error).__name__])[0]
+    return "" if listed else "the manifest is empty"
+
+
+def _contiguous(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,185 @@
+"""From a recipe's dataset to examples: token ids and labels of fixed or varying length."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.recipe.schema import DatasetSection
+from sparsebp_cli.run import home
+from sparsebp_cli.worker.model import find_source
+
+DATASETS = "sparsebp.datasets"
+LOADERS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+LOADERS |= {".tsv": "csv", ".parquet": "parquet"}
+IGNORED = -100  # the label that transformers' losses leave out
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example.
+
+    Args:
+        input_ids: int64, at most max_seq_length.
+        labels: int64 of the same length with -100 where nothing is trained; a single class for classification.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is trained on, and what is held out.
+
+    Args:
+        train: Training examples, in the order of the data.
+        held_out: Evaluation examples.
+        label_names: Classes of a classification, in the order of their numbers; empty otherwise.
+    """
+
+    train: list[Example]
+    held_out: list[Example]
+    label_names: list[str]
+
+    def digest(self) -> str:
+        """Return 16 hexadecimal digits that depend on every token and label of both splits."""
+        sha = hashlib.sha256()
+        for split in (self.train, self.held_out):
+            sha.update(len(split).to_bytes(8, "little"))
+            for example in split:
+                sha.update(example.input_ids.tobytes() + b"|" + example.labels.tobytes())
+        return sha.hexdigest()[:16]
+
+
+def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Load a recipe's dataset and turn it into examples.
+
+    Args:
+        section: The recipe's dataset.
+        tokenizer: Of the model.
+
+    Returns:
+        Both splits.
+
+    Raises:
+        DataError: The data cannot be found or read, a column is missing, or a split is empty.
+    """
+    splits = _load_splits(section)
+    rows = _pick(splits, section.split, section.max_examples)
+    held_out = _pick(splits, section.eval_split, section.max_examples) if section.eval_split else None
+    label_names: list[str] = []
+    if section.format == "text":
+        train = _pack(_column(rows, section.text_column), section.max_seq_length, tokenizer)
+        test = _pack(_column(held_out, section.text_column), section.max_seq_length, tokenizer) if held_out else None
+    elif section.format == "completion":
+        train = _complete(rows, section, tokenizer)
+        test = _complete(held_out, section, tokenizer) if held_out else None
+    else:
+        label_names = _label_names(rows, section.label_column)
+        train = _classify(rows, section, tokenizer, label_names)
+        test = _classify(held_out, section, tokenizer, label_names) if held_out else None
+    if test is None:
+        num_held_out = max(1, round(section.eval_fraction * len(train)))
+        train, test = train[:-num_held_out], train[-num_held_out:]
+    for name, split in (("training", train), ("held-out", test)):
+        if not split:
+            raise DataError(f"dataset {section.name}: the {name} split has no example of {section.max_seq_length} tokens")
+    return Data(train, test, label_names)
+
+
+Rows = Sequence[dict[str, Any]]
+
+
+def _load_splits(section: DatasetSection) -> dict[str, Any]:
+    source = find_source(section.name, DATASETS)
+    if callable(source):
+        return dict(source())
+    from datasets import load_dataset
+
+    options: dict[str, Any] = {"cache_dir": str(home() / "cache" / "datasets")}
+    if isinstance(source, Path) and source.is_file():
+        if source.suffix not in LOADERS:
+            raise DataError(f"{source}: cannot read {source.suffix or 'no suffix'}; allowed: {', '.join(LOADERS)}")
+        options |= {"path": LOADERS[source.suffix], "data_files": {section.split: str(source)}}
+        options |= {"sample_by": "document"} if LOADERS[source.suffix] == "text" else {}
+        options |= {"sep": "\t"} if source.suffix == ".tsv" else {}
+    else:
+        options |= {"path": str(source), "name": section.subset, "revision": section.revision}
+    try:
+        return dict(load_dataset(**options))
+    except Exception as error:  # datasets raises many kinds; each is the user's to mend
+        reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"dataset {section.name}: {reason}") from None
+
+
+def _pick(splits: dict[str, Any], name: str, max_examples: int | None) -> Rows:
+    if name not in splits:
+        raise DataError(f"the dataset has no split {name!r}; it has {', '.join(splits)}{did_you_mean(name, splits)}")
+    rows = splits[name]
+    count = len(rows) if max_examples is None else min(max_examples, len(rows))
+    return [rows[i] for i in range(count)]
+
+
+def _column(rows: Rows, name: str) -> list[Any]:
+    if rows and name not in rows[0]:
+        raise DataError(f"the dataset has no column {name!r}; it has {', '.join(rows[0])}{did_you_mean(name, rows[0])}")
+    return [row[name] for row in rows]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any]) -> list[list[int]]:
+    texts = ["" if text is None else str(text) for text in texts]
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def _pack(texts: list[Any], length: int, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stream = np.array([i for ids in _ids(tokenizer, texts) for i in (*ids, *end)], dtype=np.int64)
+    blocks = stream[: len(stream) // length * length].reshape(-1, length)
+    return [Example(block, block) for block in blocks]
+
+
+def _complete(rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    prompts = _ids(tokenizer, _column(rows, section.prompt_column))
+    completions = _ids(tokenizer, _column(rows, section.completion_column))
+    examples = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = np.array([*start, *prompt, *completion, *end][: section.max_seq_length], dtype=np.int64)
+        labels = ids.copy()
+        labels[: len(start) + len(prompt)] = IGNORED
+        if (labels[1:] != IGNORED).any():
+            examples.append(Example(ids, labels))
+    return examples
+
+
+def _label_names(rows: Rows, column: str) -> list[str]:
+    labels = set(_column(rows, column))
+    if all(isinstance(label, int) for label in labels) and labels:
+        if min(labels) < 0:
+            raise DataError(f"column {column!r}: labels must be 0 or more, got {min(labels)}")
+        return [str(i) for i in range(max(labels) + 1)]
+    return sorted(str(label) for label in labels)
+
+
+def _classify(rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[Example]:
+    number = {name: i for i, name in enumerate(names)}
+    examples = []
+    texts = _column(rows, section.text_column)
+    for ids, label in zip(_ids(tokenizer, texts), _column(rows, section.label_column), strict=True):
+        if str(label) not in number:
+            raise DataError(f"label {label!r} is not among those of the training split: {', '.join(names[:10])}")
+        kept = np.array(ids[: section.max_seq_length] or [tokenizer.pad_token_id], dtype=np.int64)
+        examples.append(Example(kept, np.array(number[str(label)], dtype=np.int64)))
+    return examples

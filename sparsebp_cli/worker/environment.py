@@ -1,0 +1,49 @@
+"""What the machine is: packages, plugins, hardware. Never a host name, a user or an environment variable."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "numpy", "safetensors", "tokenizers")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return what another person needs to know to judge this run's numbers."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": psutil.cpu_count(logical=False) or 0,
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpu": ", ".join(gpus),
+        "cuda": torch.version.cuda or "",
+        "packages": {name: _version(name) for name in PACKAGES},
+        "plugins": {
+            entry.dist.name: entry.dist.version
+            for group in ("sparsebp.policies", "sparsebp.models", "sparsebp.datasets")
+            for entry in entry_points(group=group)
+            if entry.dist and entry.dist.name != "sparsebp"
+        },
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,38 @@
+"""One line for whatever stopped a run, and the exit code that goes with it."""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+
+from sparsebp_cli.errors import SparseBPError, UsageError
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """Describe an error to somebody who did not write the code.
+
+    Args:
+        error: What stopped the run.
+
+    Returns:
+        One line, and the worker's exit code: 2 when the recipe must change, 1 otherwise.
+    """
+    if isinstance(error, SparseBPError):
+        return str(error).replace("\n", " "), 2 if isinstance(error, UsageError) else 1
+    if isinstance(error, torch.OutOfMemoryError):
+        return _out_of_memory(str(error)), 1
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+        return _out_of_memory(str(error)), 1
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return "the disk is full; make room, then resume: the last checkpoint is intact", 1
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}", 1
+
+
+def _out_of_memory(text: str) -> str:
+    peak = ""
+    if torch.cuda.is_available():
+        peak = f" (peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB allocated)"
+    advice = "smaller per_device_train_batch_size or max_seq_length, or backward.checkpointing: full"
+    return f"out of memory{peak}: {text.splitlines()[0]}; try a {advice}"

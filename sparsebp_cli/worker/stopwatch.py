@@ -1,0 +1,35 @@
+"""Time of the phases of a step, with the device synchronised at every border."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Stopwatch:
+    """Adds up seconds by phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start with nothing measured.
+
+        Args:
+            device: Waited for before each reading of the clock.
+        """
+        self.device = device
+        self.seconds: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Return the clock in seconds once the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the time spent inside to a phase."""
+        start = self.now()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - start

@@ -1,0 +1,241 @@
+"""The loop. One optimizer step is on one screen: forward, backward through the engine, update, each timed apart."""
+
+from __future__ import annotations
+
+import math
+import resource
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from sparsebp_cli.backward import Engine
+from sparsebp_cli.backward.memory import tensor_bytes
+from sparsebp_cli.errors import DivergedError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.run import JournalWriter, RunFolder, metric
+from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
+from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot, capture_rng, restore_rng
+from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.evaluate import evaluate
+from sparsebp_cli.worker.probe import Probe
+from sparsebp_cli.worker.stop import StopRequest
+from sparsebp_cli.worker.stopwatch import Stopwatch
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Training:
+    """A run under way.
+
+    Args:
+        plan: What is carried out.
+        run: Where its files are.
+        journal: Where its numbers go.
+        stop: Asked at every step boundary.
+        accelerator: Places tensors, casts, differentiates.
+        model: Prepared, with the engine attached.
+        engine: Carries the policies out.
+        optimizer: Prepared.
+        schedule: Of the learning rate.
+        order: Training micro-batches.
+        held_out: Evaluation examples.
+        checkpoints: Of this run.
+        tokenizer: Saved beside the trained model.
+        step: Optimizer steps done.
+        tokens: Tokens seen in training.
+    """
+
+    plan: Plan
+    run: RunFolder
+    journal: JournalWriter
+    stop: StopRequest
+    accelerator: Accelerator
+    model: nn.Module
+    engine: Engine
+    optimizer: Any
+    schedule: LRScheduler
+    order: BatchOrder
+    held_out: list[Example]
+    checkpoints: CheckpointFolder
+    tokenizer: Any
+    step: int = 0
+    tokens: int = 0
+    parameters: list[nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    @classmethod
+    def build(cls, plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> Self:
+        """Build everything that a plan names; see :mod:`sparsebp_cli.worker.build`."""
+        from sparsebp_cli.worker.build import build_training
+
+        parts, snapshot = build_training(plan, run, journal, stop)
+        training = cls(**parts)
+        if snapshot is not None:
+            training.restore(snapshot)
+        return training
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps of the recipe were made."""
+        return self.step == self.plan.recipe.training.max_steps
+
+    def run_to_end(self) -> None:
+        """Train from the last good checkpoint, or from the start, until ``max_steps`` or a request to stop."""
+        recipe = self.plan.recipe
+        if self.step == 0:
+            self._log(self._evaluate())
+        while self.step < recipe.training.max_steps and self.stop.signal is None:
+            if self._probe_is_due():
+                self._log(self._probe(), step=self.step + 1)
+            values = self._train_step()
+            self.step += 1
+            self._log(values)
+            if self.is_done or self.step % recipe.measure.eval_every == 0:
+                self._log(self._evaluate())
+            if self.step % recipe.checkpoint.every == 0:
+                self._save_checkpoint()
+        if self.is_done:
+            self._save_model()
+        elif self.step > 0 and self.step not in self.checkpoints.steps():
+            self._save_checkpoint()
+
+    def _train_step(self) -> dict[str, float]:
+        training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device)
+        accumulation = training.gradient_accumulation_steps
+        start = watch.now()
+        first = self.step * accumulation
+        batches = [self.order[number] for number in range(first, first + accumulation)]
+        targets, loss_sum = sum(num_targets(batch) for batch in batches), 0.0
+        for batch in batches:
+            with watch("forward"):
+                loss = self._loss(batch, targets)
+            loss_sum += self._finite(loss)
+            with watch("backward"):
+                self.engine.backward(loss, self.accelerator.backward)
+        with watch("optimizer"):
+            norm = self._clip(training.max_grad_norm)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        seconds = watch.now() - start
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        self.tokens += tokens
+        return {
+            metric.TRAIN_LOSS.name: loss_sum,
+            metric.GRAD_NORM.name: norm,
+            metric.LEARNING_RATE.name: self.schedule.get_last_lr()[0],
+            metric.TRAIN_TOKENS.name: self.tokens,
+            metric.KEPT_SHARE.name: self.engine.take_kept_share(),
+            metric.FORWARD_SECONDS.name: watch.seconds["forward"],
+            metric.BACKWARD_SECONDS.name: watch.seconds["backward"],
+            metric.OPTIMIZER_SECONDS.name: watch.seconds["optimizer"],
+            metric.STEP_SECONDS.name: seconds,
+            metric.TOKENS_PER_SECOND.name: tokens / seconds,
+            **self._memory(),
+        }
+
+    def _loss(self, batch: Batch, targets: int) -> Tensor:
+        """The mean over all targets of the step, so that accumulation weighs every token alike."""
+        on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+        if batch["labels"].ndim == 1:
+            loss: Tensor = self.model(**on_device).loss
+            return loss * (num_targets(batch) / targets) if targets != num_targets(batch) else loss
+        count = torch.tensor(targets, device=self.accelerator.device)
+        loss = self.model(**on_device, num_items_in_batch=count).loss
+        return loss
+
+    def _finite(self, loss: Tensor) -> float:
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise DivergedError(f"the loss is {value} at step {self.step + 1}; nothing was updated")
+        return value
+
+    def _clip(self, max_norm: float | None) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
+        value = float(norm)
+        if not math.isfinite(value):
+            bad = (n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
+            raise DivergedError(
+                f"the gradient norm is {value} at step {self.step + 1}, first in {next(bad, 'the sum')}; "
+                "nothing was updated"
+            )
+        return value
+
+    def _probe_is_due(self) -> bool:
+        every, warmup = self.plan.recipe.measure.probe_every, self.plan.recipe.measure.warmup_steps
+        return every is not None and ((self.step + 1) % every == 0 or self.step == warmup)
+
+    def _probe(self) -> dict[str, float]:
+        batch = self.order[self.step * self.plan.recipe.training.gradient_accumulation_steps]
+        targets = num_targets(batch)
+        probe = Probe(
+            self.model,
+            self.engine,
+            forward=lambda: self._loss(batch, targets),
+            backward=lambda loss: self.engine.backward(loss, self.accelerator.backward),
+            stopwatch=Stopwatch(self.accelerator.device),
+        )
+        return probe.measure()
+
+    def _evaluate(self) -> dict[str, float]:
+        recipe = self.plan.recipe
+        size = recipe.training.per_device_train_batch_size
+        count = len(self.held_out) if recipe.measure.eval_batches is None else size * recipe.measure.eval_batches
+        batches = in_order(self.held_out[:count], size, self.order.pad_token_id)
+        return evaluate(self.model, batches, self.accelerator.device)
+
+    def _memory(self) -> dict[str, float]:
+        values = {
+            metric.WEIGHT_BYTES.name: float(tensor_bytes(self.model.parameters())),
+            metric.OPTIMIZER_BYTES.name: float(
+                tensor_bytes(v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+            ),
+        }
+        if self.accelerator.device.type == "cuda":
+            return values | {metric.PEAK_ALLOCATED_BYTES.name: float(torch.cuda.max_memory_allocated())}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+        return values | {metric.PEAK_RESIDENT_BYTES.name: float(peak)}
+
+    def _log(self, values: dict[str, float], step: int | None = None) -> None:
+        self.journal.write("metrics", step=self.step if step is None else step, values=values)
+
+    def snapshot(self) -> Snapshot:
+        """Return everything that the run needs to go on from here."""
+        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        buffers = {n: b for n, b in self.model.named_buffers() if n in self.model.state_dict()}
+        rest = {"schedule": self.schedule.state_dict(), "engine": self.engine.state_dict(), "tokens": self.tokens}
+        return Snapshot(self.step, trained | buffers, self.optimizer.state_dict(), rest, capture_rng())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go back to a snapshot.
+
+        Args:
+            snapshot: Of this very plan.
+        """
+        mine = self.snapshot().weights
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(snapshot.weights[name])
+        self.optimizer.load_state_dict(snapshot.optimizer)
+        self.schedule.load_state_dict(snapshot.rest["schedule"])
+        self.engine.load_state_dict(snapshot.rest["engine"])
+        self.step, self.tokens = snapshot.step, snapshot.rest["tokens"]
+        restore_rng(snapshot.rng)
+
+    def _save_checkpoint(self) -> None:
+        self.journal.flush()  # what was measured up to here is on the disk before a resume can begin after it
+        self.checkpoints.save(self.snapshot())
+
+    def _save_model(self) -> None:
+        from sparsebp_cli.worker.build import save_model
+
+        self.journal.flush()
+        self.engine.detach()
+        save_model(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False), self.tokenizer, self.run)
