@@ -1,0 +1,200 @@
+"""Sends a journal to MLflow. Whatever was sent before, in whatever pieces, the store ends up with one table.
+
+- The first value of a (metric, step) counts, as in the journal; MLflow drops a row that is identical in key, time,
+  step and value, so what is sent again changes nothing.
+- The MLflow run is found by its tag ``sparsebp.run_id`` before one is created.
+- Infinite values are sent as NaN: MLflow would store 1.8e308, a number that was never measured. The tag
+  ``sparsebp.not_finite`` names such metrics, and the journal keeps the sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from sparsebp_cli.errors import SparseBPError, TrackingError
+from sparsebp_cli.plan import Plan, content_hash
+from sparsebp_cli.run import History, RunFolder, read
+from sparsebp_cli.tracking.content import STATUS, artifacts, clean_name, find_state, parameters, tags
+from sparsebp_cli.tracking.sent import Point, Sent, SyncResult
+from sparsebp_cli.tracking.store import experiment_id, open_client, writing
+from sparsebp_cli.tracking.uri import mask, one_line, resolve_uri
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+BATCH = 1000  # MLflow's limit
+LOCK_SECONDS = 60.0
+RUN_ID = "sparsebp.run_id"
+
+
+class Flusher:
+    """Sends what is new in one run's journal each time it is asked. Keeps its place in memory and on disk."""
+
+    def __init__(self, run: RunFolder, uri: str | None = None) -> None:
+        """Prepare; nothing is opened yet.
+
+        Args:
+            run: The run.
+            uri: The store; None asks the plan and the environment.
+
+        Raises:
+            TrackingError: The store's address cannot be used.
+            RunNotFoundError: The run has no readable plan.
+        """
+        self.run = run
+        self.plan = Plan.load(run.plan_file)
+        self.uri = resolve_uri(uri or self.plan.recipe.tracking.uri)
+        self.points_sent = 0
+        self._client: MlflowClient | None = None
+        self._sent = Sent(mask(self.uri))
+        self._restart(self._sent)
+
+    def flush(self) -> SyncResult:
+        """Send every whole record that was not sent, then tags, artifacts and status where they changed.
+
+        Returns:
+            What was sent.
+
+        Raises:
+            TrackingError: The store cannot be used; what was sent is kept, and the next call goes on from there.
+        """
+        before = self.points_sent
+        try:
+            with FileLock(self.run.path / "tracking.lock", timeout=LOCK_SECONDS):
+                client = self._client = self._client or open_client(self.uri)
+                kept = Sent.load(self.run.path, mask(self.uri))
+                if kept.offset < self._sent.offset or kept.mlflow_run_id != self._sent.mlflow_run_id:
+                    self._restart(kept)  # the file was lost, or the store is another one
+                self._sent = kept
+                mlflow_run = self._attach(client)
+                self._send_points(client)
+                self._describe(client, mlflow_run)
+        except Exception as error:
+            # MLflow raises its own errors, those of requests, of sqlalchemy and of the system: one boundary for all.
+            self._client = None
+            raise TrackingError(f"tracking store {mask(self.uri)}: {one_line(error)}") from error
+        return SyncResult(self.points_sent - before, True, "", mask(self.uri), self._sent.mlflow_run_id)
+
+    def _restart(self, kept: Sent) -> None:
+        self._sent = kept
+        self._history, self._read_to, self._last_time = History(), 0, self.plan.created
+        self._pending: deque[Point] = deque()
+
+    def _attach(self, client: MlflowClient) -> Run:
+        """Find the MLflow run, or create it."""
+        from mlflow.entities import ViewType
+
+        found = self._known_run(client)
+        if found is None:
+            with writing(self.uri):
+                experiment = experiment_id(client, self.uri, self.plan.recipe.tracking.experiment)
+                rule = f"tags.`{RUN_ID}` = '{self.run.run_id}'"
+                runs = client.search_runs([experiment], rule, ViewType.ALL, order_by=["attributes.start_time ASC"])
+                found = runs[0] if runs else self._create(client, experiment)
+            self._restart(Sent(mask(self.uri), found.info.run_id))
+            self._sent.save(self.run.path)
+        if found.info.lifecycle_stage == "deleted":
+            raise TrackingError(f"run {found.info.run_id} was deleted there; `mlflow runs restore` brings it back")
+        return found
+
+    def _known_run(self, client: MlflowClient) -> Run | None:
+        from mlflow.exceptions import MlflowException
+
+        if not self._sent.mlflow_run_id:
+            return None
+        try:
+            return client.get_run(self._sent.mlflow_run_id)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":  # the store was emptied or replaced
+                return None
+            raise
+
+    def _create(self, client: MlflowClient, experiment: str) -> Run:
+        first = next((record["time"] for record, _ in read(self.run.path)), self.plan.created)
+        return client.create_run(
+            experiment, start_time=int(first * 1000), tags={RUN_ID: self.run.run_id}, run_name=self.plan.recipe.name
+        )
+
+    def _send_points(self, client: MlflowClient) -> None:
+        while self._pending and self._pending[0].end <= self._sent.offset:
+            self._pending.popleft()  # another process sent it
+        for record, end in read(self.run.path, self._read_to):
+            for name, value in self._history.add(record).items():
+                if end > self._sent.offset and isinstance(value, int | float):
+                    time_ms = int(record["time"] * 1000)
+                    point = Point(clean_name(name), float(value), time_ms, record["step"], self._read_to, end)
+                    self._pending.append(point)
+            self._read_to, self._last_time = end, record["time"]
+            while len(self._pending) >= BATCH:
+                self._send_batch(client)
+        while self._pending:
+            self._send_batch(client)
+        if self._sent.offset != self._read_to:
+            self._sent.offset = self._read_to
+            self._sent.save(self.run.path)
+
+    def _send_batch(self, client: MlflowClient) -> None:
+        from mlflow.entities import Metric
+
+        batch = [self._pending[index] for index in range(min(BATCH, len(self._pending)))]
+        rows = [Metric(p.name, math.nan if math.isinf(p.value) else p.value, p.time_ms, p.step) for p in batch]
+        with writing(self.uri):
+            client.log_batch(self._sent.mlflow_run_id, metrics=rows, synchronous=True)
+        for _ in batch:
+            self._pending.popleft()
+        self.points_sent += len(batch)
+        # Half a record sent does not count: its first half is sent again, which changes nothing.
+        self._sent.offset = self._pending[0].start if self._pending else batch[-1].end
+        self._sent.save(self.run.path)
+
+    def _describe(self, client: MlflowClient, mlflow_run: Run) -> None:
+        from mlflow.entities import Param, RunTag
+
+        run_id, state = mlflow_run.info.run_id, find_state(self.run, self._history)
+        with writing(self.uri):
+            params = {k: v for k, v in parameters(self.plan).items() if k not in mlflow_run.data.params}
+            labels = {
+                k: v for k, v in tags(self.plan, self._history, state).items() if mlflow_run.data.tags.get(k, "") != v
+            }
+            client.log_batch(
+                run_id,
+                params=[Param(k, v) for k, v in params.items()],
+                tags=[RunTag(k, v) for k, v in labels.items()],
+                synchronous=True,
+            )
+            if state.over:
+                ended = int(self._last_time * 1000)
+                if (mlflow_run.info.status, mlflow_run.info.end_time) != (STATUS[state], ended):
+                    client.set_terminated(run_id, STATUS[state], ended)
+            elif mlflow_run.info.status != STATUS[state]:
+                client.update_run(run_id, STATUS[state])
+        for name, text in artifacts(self.plan, self._history).items():
+            digest = content_hash(text)
+            if self._sent.described.get(name) != digest:
+                client.log_text(run_id, text, name)
+                self._sent.described[name] = digest
+                self._sent.save(self.run.path)
+
+
+def sync(run: RunFolder, uri: str | None = None) -> SyncResult:
+    """Send a run's journal to its store, from wherever it was left. Twice changes nothing.
+
+    Args:
+        run: The run; it may still be running.
+        uri: The store; None asks the plan and the environment.
+
+    Returns:
+        What was done; a store that cannot be used is its ``problem``, never an error.
+    """
+    flusher = None
+    try:
+        flusher = Flusher(run, uri)
+        return flusher.flush()
+    except SparseBPError as error:
+        sent = flusher.points_sent if flusher else 0
+        return SyncResult(sent, False, str(error), mask(flusher.uri) if flusher else "")

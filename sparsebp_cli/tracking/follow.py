@@ -1,0 +1,103 @@
+"""Sends a journal to MLflow while the run lives, beside the process that watches over it. Never raises."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Self
+
+from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.run import RunFolder
+from sparsebp_cli.tracking.flush import Flusher
+from sparsebp_cli.tracking.sent import SyncResult
+
+LONGEST_PAUSE = 300.0
+NICENESS = 10  # training has the processor first
+
+
+class Follower:
+    """A thread that sends every few seconds, waits longer while the store is away, and sends once more at the end.
+
+        with Follower(run, warn=note) as follower:
+            process.wait()
+        follower.result   # of the last attempt
+
+    Start the worker before the follower: on systems where niceness belongs to the process, children inherit it.
+    """
+
+    def __init__(
+        self, run: RunFolder, *, every: float = 10.0, within: float = 30.0, warn: Callable[[str], None] | None = None
+    ) -> None:
+        """Prepare; nothing is opened or started yet, and nothing that is wrong with the store raises.
+
+        Args:
+            run: The run.
+            every: Seconds between two sendings.
+            within: Seconds that the last sending may take when the run is over.
+            warn: Called with one line, once, when the store cannot be used; from the follower's own thread.
+        """
+        self.run, self.every, self.within, self.warn = run, every, within, warn
+        self.result = SyncResult()
+        self.warnings: list[str] = []
+        self._flusher: Flusher | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
+
+    def start(self) -> Self:
+        """Begin to send, in a thread of its own."""
+        self._thread.start()
+        return self
+
+    def stop(self) -> SyncResult:
+        """Send what is left, now that the run is over.
+
+        Returns:
+            What the last sending did; its ``problem`` says so when it took longer than ``within`` seconds. What is
+            missing stays in the journal for ``sparsebp sync``.
+        """
+        self._over.set()
+        self._thread.join(self.within)
+        if self._thread.is_alive():
+            sent = self._flusher.points_sent if self._flusher else 0
+            return SyncResult(sent, False, f"the tracking store took longer than {self.within:g} s", self.result.uri)
+        return self.result
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def flush(self) -> SyncResult:
+        """Send once, in the caller's thread. Never raises.
+
+        Returns:
+            What was done so far; ``points_sent`` counts from the follower's beginning.
+        """
+        try:
+            self._flusher = self._flusher or Flusher(self.run)
+            done = self._flusher.flush()
+            self.result = SyncResult(self._flusher.points_sent, True, "", done.uri, done.mlflow_run_id)
+        except SparseBPError as error:
+            self._failed(str(error))
+        except Exception as error:  # a defect here must not end a run that trains well
+            self._failed(f"tracking: {type(error).__name__}: {error}")
+        return self.result
+
+    def _failed(self, problem: str) -> None:
+        sent = self._flusher.points_sent if self._flusher else 0
+        self.result = SyncResult(sent, False, problem, self.result.uri, self.result.mlflow_run_id)
+        if not self.warnings:
+            self.warnings.append(f"{problem}; the journal keeps everything, `sparsebp sync` sends it later")
+            if self.warn is not None:
+                self.warn(self.warnings[0])
+
+    def _follow(self) -> None:
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        pause = self.every
+        while not self._over.wait(pause):
+            pause = self.every if self.flush().complete else min(2 * pause, LONGEST_PAUSE)
+        self.flush()

@@ -1,0 +1,104 @@
+"""Opens an MLflow store: eight processes at once on a new sqlite file are harmless, a dead server is noticed soon.
+
+Known of MLflow 3.17: processes that create one fresh database at once break it, and with the default retries a dead
+server holds a caller for minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from filelock import FileLock
+
+from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite, sqlite_file
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+LOCK_SECONDS = 120.0  # creating a fresh database takes about 5 s, and others may be queueing
+
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "GIT_PYTHON_REFRESH": "quiet",
+}
+
+
+def open_client(uri: str) -> MlflowClient:
+    """Connect to a store; a sqlite database that does not exist yet is created, by one process at a time.
+
+    Args:
+        uri: As :func:`~sparsebp_cli.tracking.uri.resolve_uri` returns it.
+
+    Returns:
+        MLflow's client. Its errors are of many kinds; the caller turns them into one line.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    for name in ("mlflow", "alembic", "urllib3.connectionpool"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if is_server(uri):
+        return MlflowClient(uri)
+    if is_sqlite(uri):
+        sqlite_file(uri).parent.mkdir(parents=True, exist_ok=True)
+    with writing(uri):
+        _create_database(uri)
+        return MlflowClient(uri)
+
+
+@contextmanager
+def writing(uri: str) -> Iterator[None]:
+    """Hold the lock beside a sqlite file (no other store needs one): a second writer waits its turn."""
+    if not is_sqlite(uri):
+        yield
+        return
+    file = sqlite_file(uri)
+    with FileLock(file.with_name(file.name + ".lock"), timeout=LOCK_SECONDS):
+        yield
+
+
+def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
+    """Return the id of an experiment, which is created where it does not exist.
+
+    Args:
+        client: See :func:`open_client`.
+        uri: The store.
+        name: Of the experiment.
+
+    Returns:
+        Its id.
+
+    Raises:
+        MlflowException: The store refuses.
+    """
+    from mlflow.exceptions import MlflowException
+
+    if found := client.get_experiment_by_name(name):
+        return str(found.experiment_id)
+    root = None if is_server(uri) else artifact_root(uri).as_uri()
+    try:
+        return str(client.create_experiment(name, artifact_location=root))
+    except MlflowException:
+        if found := client.get_experiment_by_name(name):  # somebody else was quicker
+            return str(found.experiment_id)
+        raise
+
+
+def _create_database(uri: str) -> None:
+    """Create tables and the default experiment, whose artifacts would else lie in the working folder."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    if is_sqlite(uri) and sqlite_file(uri).exists() and sqlite_file(uri).stat().st_size:
+        return
+    SqlAlchemyStore(uri, artifact_root(uri).as_uri())
