@@ -1,0 +1,178 @@
+"""The backward of a linear layer that multiplies only what was selected.
+
+``dgrad`` is the gradient of the input, ``wgrad`` that of the weight. The dense path makes the very calls that PyTorch's
+own backward makes, in its order, so that the bits are the same. Each fast kernel equals the dense path on
+``selection.apply(grad_NO)``.
+
+Shape letters: N rows (= B*T), D input width, O output width, K kept.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, FunctionCtx, once_differentiable
+from torch.nn import functional as F
+
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import Columns, Elements, Rows, Selection
+
+if TYPE_CHECKING:
+    Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Needs(NamedTuple):
+    """Which gradients autograd asks for."""
+
+    dgrad: bool
+    wgrad: bool
+    bias: bool
+
+
+class Decider(Protocol):
+    """Who is asked what to keep: a site of the engine."""
+
+    form: Form
+    reference: bool
+
+    def decide(self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs) -> Selection | None:
+        """Return what is kept of this gradient; None for all of it."""
+
+
+class Form(ABC):
+    """How a linear layer stores its weight and multiplies.
+
+    Args:
+        output_dim: The dimension of the weight that is O.
+    """
+
+    output_dim: int
+
+    @abstractmethod
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output, by the call that the module itself makes."""
+
+    @abstractmethod
+    def weight_OD(self, weight: Tensor) -> Tensor:
+        """Return the weight, or its view, as output by input width."""
+
+    @abstractmethod
+    def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
+        """Return the weight's gradient, laid out like the weight."""
+
+
+@final
+class LinearForm(Form):
+    """``torch.nn.Linear``: the weight is (O, D)."""
+
+    output_dim = 0
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def weight_OD(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
+        return grad_NO.t().mm(x_ND)
+
+
+@final
+class Conv1DForm(Form):
+    """``transformers`` ``Conv1D``: the weight is (D, O)."""
+
+    output_dim = 1
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None, "Conv1D always has a bias"
+        return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.shape[1])
+
+    def weight_OD(self, weight: Tensor) -> Tensor:
+        return weight.t()
+
+    def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
+        return x_ND.t().mm(grad_NO)
+
+
+@final
+class SelectedLinear(Function):
+    """A linear layer whose backward asks what to keep. Saves the input only for wgrad and the weight only for dgrad."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: Decider) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.decider, ctx.input_shape = decider, x.shape
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_wgrad else None, weight if needs_dgrad else None)
+        return decider.form.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
+        x, weight = ctx.saved_tensors
+        decider, needs = ctx.decider, Needs(*ctx.needs_input_grad[:3])
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        x_ND = None if x is None else x.reshape(-1, x.shape[-1])
+        selection = decider.decide(grad_NO, grad.shape[:-1], ctx.input_shape[-1], needs)
+        if selection is not None and (decider.reference or isinstance(selection, Elements)):
+            grad_NO, selection = selection.apply(grad_NO), None
+        kernel = _dense if selection is None else _KERNELS.get(type(selection))
+        if kernel is None:
+            raise UnsupportedError(f"no kernel for {type(selection).__name__}; built: Rows, Columns, Elements")
+        dgrad_ND, wgrad, bias_grad = kernel(decider.form, grad_NO, x_ND, weight, selection, needs)
+        dgrad = None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape)
+        return dgrad, wgrad, bias_grad, None
+
+
+def _dense(
+    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, _: Selection | None, needs: Needs
+) -> Gradients:
+    return (
+        None if weight is None else grad_NO.mm(form.weight_OD(weight)),
+        None if x_ND is None else form.wgrad(grad_NO, x_ND),
+        grad_NO.sum(0) if needs.bias else None,
+    )
+
+
+def _rows(
+    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, rows: Rows, needs: Needs
+) -> Gradients:
+    grad_KO = grad_NO.index_select(0, rows.index_K)
+    if rows.weight_K is not None:
+        grad_KO = grad_KO * rows.weight_K.to(grad_KO.dtype)[:, None]
+    dgrad_ND = None
+    if weight is not None:
+        dgrad_KD = grad_KO.mm(form.weight_OD(weight))
+        dgrad_ND = dgrad_KD.new_zeros(grad_NO.shape[0], dgrad_KD.shape[1]).index_copy_(0, rows.index_K, dgrad_KD)
+    wgrad = None if x_ND is None else form.wgrad(grad_KO, x_ND.index_select(0, rows.index_K))
+    return dgrad_ND, wgrad, grad_KO.sum(0) if needs.bias else None
+
+
+def _columns(
+    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, columns: Columns, needs: Needs
+) -> Gradients:
+    grad_NK = grad_NO.index_select(1, columns.index_K)
+    if columns.weight_K is not None:
+        grad_NK = grad_NK * columns.weight_K.to(grad_NK.dtype)
+    num_outputs = grad_NO.shape[1]
+    dgrad_ND = None
+    if weight is not None:
+        dgrad_ND = grad_NK.mm(form.weight_OD(weight.index_select(form.output_dim, columns.index_K)))
+    wgrad = None
+    if x_ND is not None:
+        wgrad_K = form.wgrad(grad_NK, x_ND)  # (K, D) or (D, K), as the weight lies
+        shape = list(wgrad_K.shape)
+        shape[form.output_dim] = num_outputs
+        wgrad = wgrad_K.new_zeros(shape).index_copy_(form.output_dim, columns.index_K, wgrad_K)
+    bias_grad = None
+    if needs.bias:
+        bias_grad = grad_NK.new_zeros(num_outputs).index_copy_(0, columns.index_K, grad_NK.sum(0))
+    return dgrad_ND, wgrad, bias_grad
+
+
+_KERNELS: dict[type[Selection], Any] = {Rows: _rows, Columns: _columns}

@@ -1,0 +1,38 @@
+"""Every gradient is kept: the baseline that each other policy is compared with.
+
+Backpropagation as in David E. Rumelhart, Geoffrey E. Hinton and Ronald J. Williams, "Learning representations by
+back-propagating errors" (Nature 323, 1986), https://doi.org/10.1038/323533a0. We differ in nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from sparsebp_cli.policy import BackwardShare, GradientSelector, Selection, Site, Step
+
+if TYPE_CHECKING:
+    import torch
+
+
+@final
+class Dense(GradientSelector):
+    """Keep everything."""
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def budget(self) -> float:
+        return 1.0
+
+    @property
+    def backward_share(self) -> BackwardShare:
+        return BackwardShare(1.0, 1.0)
+
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - no question
+        return None
