@@ -52,11 +52,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             ``sites``, ``update`` or ``segments``, a model that is attached or offloaded.
         UsageError: ``engine`` is unknown, ``exclude`` matches nothing, or the model has no linear.
     """
-    for key, value, built in (
-        ("sites", sites, "linears"),
-        ("update", update, "deferred"),
-        ("segments", segments, None),
-    ):
+    asked = (("sites", sites, "linears"), ("update", update, "deferred"), ("segments", segments, None))
+    for key, value, built in asked:
         if value != built:
             raise UnsupportedError(f"{key}={value!r} is not built; built: {built!r}")
     if engine not in ("fast", "reference"):
@@ -80,6 +77,13 @@ class Engine:
 
     Backward passes of an attached model go through :meth:`backward`. A plain ``loss.backward()`` is refused: it would
     be neither dense nor what the policy meant at this step.
+
+    Args:
+        found: The model's linears.
+        selector: Who decides; None for dense.
+        optimizer: Its steps advance the step number; None: every backward does.
+        reference: Mask, then multiply densely.
+        seed: Of random decisions.
     """
 
     def __init__(
@@ -91,15 +95,6 @@ class Engine:
         reference: bool,
         seed: int,
     ) -> None:
-        """Cover the sites.
-
-        Args:
-            found: The model's linears.
-            selector: Who decides; None for dense.
-            optimizer: Its steps advance the step number; None: every backward does.
-            reference: Mask, then multiply densely.
-            seed: Of random decisions.
-        """
         self.enabled, self.reference = True, reference
         self._found, self._selector, self._seed = found, selector, seed
         self._share = _DENSE if selector is None else selector.backward_share
@@ -172,7 +167,7 @@ class Engine:
         """Run forward and backward densely, as if the model were not attached; nothing is counted.
 
         Yields:
-            Nothing.
+            None: As long as the model is dense.
         """
         before, self.enabled = self.enabled, False
         try:
@@ -190,7 +185,7 @@ class Engine:
             draw: Of random policies; other than 0, so that training's decisions are not used up or repeated.
 
         Yields:
-            Nothing.
+            None: As long as the probe lasts.
         """
         before = self._counter, self._index, self._micro_batch, self._draw
         self._counter, self._draw = self._new_counter(), draw

@@ -13,9 +13,8 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import torch
-from torch import Tensor
-from torch.autograd.function import Function, FunctionCtx, once_differentiable
-from torch.nn import functional as F
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Columns, Elements, Rows, Selection
@@ -56,8 +55,8 @@ class Form(ABC):
         """Return the output, by the call that the module itself makes."""
 
     @abstractmethod
-    def weight_OD(self, weight: Tensor) -> Tensor:
-        """Return the weight, or its view, as output by input width."""
+    def by_output(self, weight: Tensor) -> Tensor:
+        """Return the weight as (O, D), without a copy."""
 
     @abstractmethod
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
@@ -71,9 +70,9 @@ class LinearForm(Form):
     output_dim = 0
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, weight, bias)
+        return nn.functional.linear(x, weight, bias)
 
-    def weight_OD(self, weight: Tensor) -> Tensor:
+    def by_output(self, weight: Tensor) -> Tensor:
         return weight
 
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ class Conv1DForm(Form):
         assert bias is not None, "Conv1D always has a bias"
         return torch.addmm(bias, x.view(-1, x.size(-1)), weight).view(*x.shape[:-1], weight.shape[1])
 
-    def weight_OD(self, weight: Tensor) -> Tensor:
+    def by_output(self, weight: Tensor) -> Tensor:
         return weight.t()
 
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
@@ -133,7 +132,7 @@ def _dense(
     form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, _: Selection | None, needs: Needs
 ) -> Gradients:
     return (
-        None if weight is None else grad_NO.mm(form.weight_OD(weight)),
+        None if weight is None else grad_NO.mm(form.by_output(weight)),
         None if x_ND is None else form.wgrad(grad_NO, x_ND),
         grad_NO.sum(0) if needs.bias else None,
     )
@@ -147,7 +146,7 @@ def _rows(
         grad_KO = grad_KO * rows.weight_K.to(grad_KO.dtype)[:, None]
     dgrad_ND = None
     if weight is not None:
-        dgrad_KD = grad_KO.mm(form.weight_OD(weight))
+        dgrad_KD = grad_KO.mm(form.by_output(weight))
         dgrad_ND = dgrad_KD.new_zeros(grad_NO.shape[0], dgrad_KD.shape[1]).index_copy_(0, rows.index_K, dgrad_KD)
     wgrad = None if x_ND is None else form.wgrad(grad_KO, x_ND.index_select(0, rows.index_K))
     return dgrad_ND, wgrad, grad_KO.sum(0) if needs.bias else None
@@ -162,7 +161,7 @@ def _columns(
     num_outputs = grad_NO.shape[1]
     dgrad_ND = None
     if weight is not None:
-        dgrad_ND = grad_NK.mm(form.weight_OD(weight.index_select(form.output_dim, columns.index_K)))
+        dgrad_ND = grad_NK.mm(form.by_output(weight.index_select(form.output_dim, columns.index_K)))
     wgrad = None
     if x_ND is not None:
         wgrad_K = form.wgrad(grad_NK, x_ND)  # (K, D) or (D, K), as the weight lies

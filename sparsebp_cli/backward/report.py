@@ -1,4 +1,4 @@
-"""What the engine tells: per site, what was asked, kept and claimed. Plain numbers, nothing that refers to the model."""
+"""What the engine tells: per site, what was asked, kept and claimed. Plain numbers that outlive the model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sites: the linears of a model whose output gradient the policy is asked about, and how each is covered.
 
-A covered module gets a ``forward`` of its own in its instance dictionary; its class, parameters and state_dict keys stay
-as they are. Removing that one entry gives the module back.
+A covered module gets a ``forward`` of its own in its instance dictionary; its class, parameters and state_dict keys
+stay as they are. Removing that one entry gives the module back.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_sites(model: nn.Module, exclude: Iterable[str] = ()) -> FoundSites:
         UsageError: A pattern of ``exclude`` matches no linear.
     """
     forms = _known_forms()
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, tuple(forms))}
+    linears: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, tuple(forms))}
     patterns = list(exclude)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):
@@ -70,17 +70,16 @@ def find_sites(model: nn.Module, exclude: Iterable[str] = ()) -> FoundSites:
 
 
 class BoundSite:
-    """The ``forward`` of one covered module: as before without gradients, else through :class:`SelectedLinear`."""
+    """The ``forward`` of one covered module: as before without gradients, else through :class:`SelectedLinear`.
+
+    Args:
+        name: The module's name in the model.
+        module: The linear layer.
+        form: How it stores its weight.
+        engine: Who knows the step and the policy.
+    """
 
     def __init__(self, name: str, module: nn.Module, form: Form, engine: Engine) -> None:
-        """Bind a module to an engine.
-
-        Args:
-            name: The module's name in the model.
-            module: The linear layer.
-            form: How it stores its weight.
-            engine: Who knows the step and the policy.
-        """
         self.name, self.module, self.form, self.engine = name, module, form, engine
 
     def __call__(self, x: Tensor) -> Tensor:

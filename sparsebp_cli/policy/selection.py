@@ -68,7 +68,7 @@ class Rows(Selection):
 @final
 @dataclass(frozen=True)
 class Columns(Selection):
-    """Output features, the same for every row (meProp's unified top-k, arXiv 1709.06300, section 3).
+    """Output features, the same for every row (meProp's unified top-k, arXiv 1706.06197).
 
     Args:
         index_K: int64 feature numbers, each at most once, in any order, on the gradient's device.
