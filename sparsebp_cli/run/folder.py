@@ -1,17 +1,17 @@
 """Where runs live, how they are locked, what state they are in, and by which words a person names them.
 
-    $SPARSEBP_HOME/runs/RUN_ID/
-        plan.json        all that the worker needs
-        journal.jsonl    the truth (see journal.py)
-        worker.log       what the worker printed
-        worker.lock      held by the worker while it lives, whatever its pid
-        target.lock      held by the process that watches over the worker
-        target.json      which processes these are, and how many attempts there were before them
-        watcher.log      what the watching process printed
-        cancelled        exists once somebody asked for the run to be cancelled
-        tracking.json    how far the journal was sent, and to which MLflow run
-        checkpoints/     step-00000050/, ...
-        model/           the trained model, as transformers saves it
+$SPARSEBP_HOME/runs/RUN_ID/
+    plan.json        all that the worker needs
+    journal.jsonl    the truth (see journal.py)
+    worker.log       what the worker printed
+    worker.lock      held by the worker while it lives, whatever its pid
+    target.lock      held by the process that watches over the worker
+    target.json      which processes these are, and how many attempts there were before them
+    watcher.log      what the watching process printed
+    cancelled        exists once somebody asked for the run to be cancelled
+    tracking.json    how far the journal was sent, and to which MLflow run
+    checkpoints/     step-00000050/, ...
+    model/           the trained model, as transformers saves it
 """
 
 from __future__ import annotations
@@ -103,21 +103,29 @@ class RunFolder:
         if self.is_locked("worker"):
             return State.RUNNING
         watched, before = self.is_locked("target"), self._attempts_before()
+        attempts, end = self._read_ends()
+        if watched and attempts <= (before or 0):
+            return State.QUEUED
+        if end is not None:
+            return end
+        # Between the two looks a worker may have started, or have died with its watcher about to say how.
+        if watched or self.is_locked("worker"):
+            return State.RUNNING
+        return State.INTERRUPTED if attempts or before is not None else State.QUEUED
+
+    def ended(self) -> State | None:
+        """Return how the last attempt ended, by the journal alone; None when it did not say."""
+        return self._read_ends()[1]
+
+    def _read_ends(self) -> tuple[int, State | None]:
         attempts, end = 0, None
         for record, _ in read(self.path):
             attempts = max(attempts, record["attempt"])
             if record["kind"] == "attempt":
                 end = None
             elif record["kind"] == "end":
-                end = record
-        if watched and attempts <= (before or 0):
-            return State.QUEUED
-        if end is not None:
-            return State(end["status"])
-        # Between the two looks a worker may have started, or have died with its watcher about to say how.
-        if watched or self.is_locked("worker"):
-            return State.RUNNING
-        return State.INTERRUPTED if attempts or before is not None else State.QUEUED
+                end = State(record["status"])
+        return attempts, end
 
     def _attempts_before(self) -> int | None:
         try:

@@ -1,0 +1,133 @@
+"""What a target does: it starts the worker of a run somewhere, and keeps a grip on it.
+
+A run outlives the process that submitted it. So a :class:`Job` holds nothing that cannot be found again from the
+run's folder, and :meth:`Target.reattach` gives the same grip to any later process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sparsebp_cli.run import RunFolder, State
+
+
+class Job(ABC):
+    """A grip on one submitted run."""
+
+    @property
+    @abstractmethod
+    def run(self) -> RunFolder:
+        """The run."""
+
+    @abstractmethod
+    def status(self) -> State:
+        """Return what the run is doing."""
+
+    @abstractmethod
+    def settled(self) -> bool:
+        """Whether nothing is left to do: the run is over and its numbers were sent to the tracking store."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float | None = None) -> State:
+        """Wait until the job is settled.
+
+        Args:
+            timeout_seconds: Give up waiting after so long; None waits for ever.
+
+        Returns:
+            The state at the end of waiting; still running when the time ran out.
+        """
+
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """Return what the last worker ended with; negative: killed by that signal; None while it lives or unknown."""
+
+    @abstractmethod
+    def warning(self) -> str:
+        """Return what went wrong beside the run, such as a tracking store that is away; empty when nothing did."""
+
+    @abstractmethod
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        """Yield what the worker printed, line by line, without line ends.
+
+        Args:
+            follow: Go on until the run is over.
+
+        Yields:
+            A line.
+        """
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ask for a checkpoint and an end, also of runs that wait behind this one; the run can be resumed."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End the worker at once; what it did since its last checkpoint is repeated on resume."""
+
+    @abstractmethod
+    def cancel(self, grace_seconds: float = 30.0) -> State:
+        """Stop the run for good. A run that is over stays as it is.
+
+        Args:
+            grace_seconds: Time for a last checkpoint; then the worker is killed.
+
+        Returns:
+            The state afterwards: cancelled, or what it was when it was over already.
+        """
+
+    @abstractmethod
+    def fetch(self) -> Path:
+        """Bring the run's results to this machine.
+
+        Returns:
+            The run's folder.
+        """
+
+
+class Target(ABC):
+    """A place where plans are run."""
+
+    @abstractmethod
+    def command(self, run: RunFolder) -> list[str]:
+        """Return the exact command that the worker is started with; nothing is started or written.
+
+        Args:
+            run: The run.
+        """
+
+    @abstractmethod
+    def submit_all(self, runs: Sequence[RunFolder]) -> list[Job]:
+        """Start runs one after the other, new ones and those that are to be resumed. Returns when the first started.
+
+        Args:
+            runs: Their folders, with a plan in each.
+
+        Returns:
+            One job a run, in order.
+
+        Raises:
+            RunBusyError: One of them is being worked on.
+            RunFailedError: The first could not be started.
+        """
+
+    def submit(self, run: RunFolder) -> Job:
+        """Start one run; see :meth:`submit_all`.
+
+        Args:
+            run: Its folder, with a plan in it.
+
+        Returns:
+            The job.
+        """
+        return self.submit_all([run])[0]
+
+    @abstractmethod
+    def reattach(self, run: RunFolder) -> Job:
+        """Return a grip on a run that was submitted before, by whatever process.
+
+        Args:
+            run: Its folder.
+        """

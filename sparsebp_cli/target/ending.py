@@ -1,0 +1,77 @@
+"""How a run ended, said for a worker that could not say it itself."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from sparsebp_cli.run import JournalWriter, RunFolder, State, read
+
+MAX_LINE_CHARACTERS = 300
+STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+
+
+def settle(
+    run: RunFolder, exit_code: int | None, *, after_attempt: int, log_offset: int = 0, text: str = ""
+) -> State | None:
+    """Append an ``end`` record where the worker left none, or where it was interrupted because of a cancel.
+
+    Args:
+        run: The run; its worker is dead. The caller holds the target's lock.
+        exit_code: What the worker ended with; negative: killed by that signal; None: not known.
+        after_attempt: Attempts in the journal before this worker was started.
+        log_offset: Where the output of this worker begins in ``worker.log``.
+        text: Why it ended, when the caller knows better than the exit code does.
+
+    Returns:
+        The status appended; None when the worker had said it all.
+
+    Raises:
+        RunBusyError: The worker lives after all.
+    """
+    with run.lock("worker"), JournalWriter(run.path) as journal:
+        journal.attempt = max(journal.attempt - 1, after_attempt + 1)
+        step, end = _find_last(run, journal.attempt)
+        cancelled = run.cancel_file.exists()
+        if exit_code == 0 and run.ended() is State.FINISHED:
+            return None  # it had nothing to do
+        if end is not None and not (cancelled and end["status"] == State.INTERRUPTED):
+            return None
+        if cancelled:
+            status, text = State.CANCELLED, "cancelled by the user"
+        elif text or exit_code is None or exit_code < 0 or exit_code in STOPPED:
+            status, text = State.INTERRUPTED, text or _describe_signal(exit_code)
+        else:
+            status, text = State.FAILED, _find_last_line(run, log_offset) or f"worker ended with status {exit_code}"
+        journal.write("end", status=str(status), step=step, text=text)
+    return status
+
+
+def _find_last(run: RunFolder, attempt: int) -> tuple[int, dict[str, Any] | None]:
+    step, end = 0, None
+    for record, _ in read(run.path):
+        if record["kind"] == "metrics":
+            step = max(step, record["step"])
+        elif record["kind"] == "end" and record["attempt"] == attempt:
+            end = record
+    return step, end
+
+
+def _describe_signal(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "the worker ended without a word"
+    if exit_code > 0:
+        return f"the worker was stopped by {signal.Signals(exit_code - 128).name} before it could write a checkpoint"
+    name = signal.Signals(-exit_code).name
+    hint = ": by somebody, or by the system for want of memory" if name == "SIGKILL" else ""
+    return f"the worker was killed by {name}{hint}"
+
+
+def _find_last_line(run: RunFolder, offset: int) -> str:
+    try:
+        with run.log_file.open("rb") as log:
+            log.seek(offset)
+            lines = log.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip()[:MAX_LINE_CHARACTERS] for line in reversed(lines) if line.strip()), "")

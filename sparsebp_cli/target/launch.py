@@ -1,0 +1,81 @@
+"""``target.json``: which processes work on a run. A number is believed only after a look at the process itself."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Self
+
+import psutil
+
+from sparsebp_cli.run import RunFolder
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One start of a run.
+
+    Args:
+        after_attempt: Attempts in the journal before this start; the worker of this start writes a later one.
+        watcher_pid: The process that watches over the worker.
+        worker_pid: The worker; None until it was started.
+        started: Seconds since 1970.
+        exit_code: Of the worker, negative when killed by a signal; None until it ended.
+        warning: What went wrong beside the run, such as a tracking store that is away; empty when nothing did.
+    """
+
+    after_attempt: int
+    watcher_pid: int
+    worker_pid: int | None = None
+    started: float = field(default_factory=time.time)
+    exit_code: int | None = None
+    warning: str = ""
+
+    def save(self, run: RunFolder) -> None:
+        """Write it into the run's folder, atomically.
+
+        Args:
+            run: The run.
+        """
+        part = run.target_file.with_suffix(".part")
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.replace(run.target_file)
+
+    @classmethod
+    def load(cls, run: RunFolder) -> Self | None:
+        """Read the newest start of a run; None when there was none.
+
+        Args:
+            run: The run.
+        """
+        try:
+            return cls(**json.loads(run.target_file.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def worker(self, run: RunFolder) -> psutil.Process | None:
+        """Return the living worker, or None.
+
+        Args:
+            run: The run.
+        """
+        return None if self.worker_pid is None else _find_process(self.worker_pid, run)
+
+    def watcher(self, run: RunFolder) -> psutil.Process | None:
+        """Return the living watcher, or None.
+
+        Args:
+            run: The run.
+        """
+        return _find_process(self.watcher_pid, run)
+
+
+def _find_process(pid: int, run: RunFolder) -> psutil.Process | None:
+    """Numbers of processes are used again: only one whose command line names this run is ours."""
+    try:
+        process = psutil.Process(pid)
+        ours = any(run.run_id in argument for argument in process.cmdline())
+    except psutil.Error:
+        return None
+    return process if ours else None

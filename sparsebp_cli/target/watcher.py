@@ -1,0 +1,191 @@
+"""Watches over the workers of one or more runs, one after the other, in a process that outlives the client.
+
+    python -m sparsebp_cli.target.watcher RUN_FOLDER...
+
+It holds the target's lock of every run that it was given, starts the worker, sends the journal to the tracking store
+while the worker lives, and says how the run ended where the worker could not. It is expendable: killed with -9, it
+leaves the worker at work and the state, which is derived from locks and journal, right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from filelock import FileLock
+
+from sparsebp_cli.errors import RunBusyError, SparseBPError
+from sparsebp_cli.run import RunFolder, read
+from sparsebp_cli.target.contract import Target
+from sparsebp_cli.target.ending import settle
+from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.target.local import LocalTarget
+from sparsebp_cli.tracking import Follower
+
+
+class Watch:
+    """One run that is being watched over."""
+
+    def __init__(self, run: RunFolder, target: Target) -> None:
+        """Take the run.
+
+        Args:
+            run: The run.
+            target: Knows the worker's command.
+
+        Raises:
+            RunBusyError: Somebody else works on it.
+        """
+        self.run, self._target = run, target
+        self._lock: FileLock = run.lock("target")
+        run.lock("worker").release()  # a worker may live on without its watcher
+        attempts = max((record["attempt"] for record, _ in read(run.path)), default=0)
+        self._launch = Launch(after_attempt=attempts, watcher_pid=os.getpid())
+        self._launch.save(run)
+        run.cancel_file.unlink(missing_ok=True)
+        self._saving = threading.Lock()
+        self._log_offset = 0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signals: list[int] = []
+
+    def start(self, signals: Sequence[int]) -> None:
+        """Start the worker.
+
+        Args:
+            signals: Those that came in before there was a worker to hand them on to.
+        """
+        with self.run.log_file.open("ab") as log:
+            self._log_offset = log.tell()
+            self._process = subprocess.Popen(
+                self._target.command(self.run),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        self._save(worker_pid=self._process.pid)
+        for number in [*signals]:
+            if number not in self._signals:
+                self.signal(number)
+
+    def signal(self, number: int) -> None:
+        """Hand a signal on to the worker.
+
+        Args:
+            number: Of the signal.
+        """
+        if self._process is not None:
+            self._signals.append(number)
+            self._process.send_signal(number)
+
+    def finish(self) -> None:
+        """Wait for the worker, then say how it ended where it could not, and send the last numbers."""
+        follower = Follower(self.run, warn=self._warn).start()
+        exit_code = None
+        if self._process is not None:
+            if self.run.cancel_file.exists():  # since the look before the start
+                self._process.send_signal(signal.SIGTERM)
+            exit_code = self._process.wait()
+        try:
+            self._settle(exit_code)
+        except (SparseBPError, OSError) as error:
+            print(f"how run {self.run.run_id} ended could not be written: {error}", file=sys.stderr, flush=True)
+        follower.stop()
+        self._lock.release()
+
+    def _settle(self, exit_code: int | None) -> None:
+        killed = exit_code == -signal.SIGKILL and self._signals
+        settle(
+            self.run,
+            exit_code,
+            after_attempt=self._launch.after_attempt,
+            log_offset=self._log_offset,
+            text="killed by the user; the steps since the last checkpoint are repeated on resume" if killed else "",
+        )
+        self._save(exit_code=exit_code)
+
+    def _warn(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        self._save(warning=text)
+
+    def _save(self, **changes: Any) -> None:
+        with self._saving:  # the follower warns from a thread of its own
+            self._launch = replace(self._launch, **changes)
+            self._launch.save(self.run)
+
+
+def watch_all(runs: Sequence[RunFolder], target: Target) -> None:
+    """Run one after the other; a run that is cancelled before its turn is left out, SIGINT or SIGTERM ends them all.
+
+    Args:
+        runs: Runs with a plan in each.
+        target: Knows the worker's command.
+    """
+    watches = [Watch(run, target) for run in runs]
+    current: list[Watch] = []
+    stopped: list[int] = []
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        stopped.append(number)
+        for watch in current:
+            watch.signal(number)
+
+    signal.signal(signal.SIGINT, hand_on)
+    signal.signal(signal.SIGTERM, hand_on)
+    for watch in watches:
+        if stopped:
+            return
+        current[:] = [watch]
+        if not watch.run.cancel_file.exists():
+            watch.start(stopped)
+        if watch is watches[0]:
+            _answer("")
+            _leave_client(watch.run)
+        watch.finish()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Leave the client's process tree, then watch.
+
+    Args:
+        arguments: Of the command line; None: this process's own.
+    """
+    parser = argparse.ArgumentParser(prog="python -m sparsebp_cli.target.watcher")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--worker", default="sparsebp_cli.worker", metavar="MODULE")
+    parsed = parser.parse_args(arguments)
+    if os.fork():
+        os._exit(0)  # the client waits for this process only: no zombie is left to it
+    try:
+        watch_all([RunFolder(path.absolute()) for path in parsed.runs], LocalTarget(parsed.worker))
+    except (SparseBPError, OSError) as error:
+        _answer(str(error), busy=isinstance(error, RunBusyError))
+        raise SystemExit(1) from None
+
+
+def _answer(text: str, *, busy: bool = False) -> None:
+    """Tell the client that waits: an empty text when the first worker was started."""
+    print(json.dumps({"busy": busy, "text": text}), flush=True)
+
+
+def _leave_client(run: RunFolder) -> None:
+    """From now on nobody reads the pipe: what is printed goes to a file of the run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with (run.path / "watcher.log").open("ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+if __name__ == "__main__":
+    main()
