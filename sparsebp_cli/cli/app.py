@@ -1,0 +1,51 @@
+"""The command ``sparsebp``: its verbs, and the one place where errors become one line and an exit code.
+
+Nothing heavy is imported here or at the top of a verb's file: `sparsebp --help` has to answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from sparsebp_cli.cli.crash import Crash
+from sparsebp_cli.cli.run import run
+from sparsebp_cli.errors import SparseBPError
+
+app = typer.Typer(
+    help="Try which gradients are worth computing when a transformer is fine-tuned, and be told the truth about it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 2 wrong recipe or usage, 100 failed, 101 not finished, 102 not found, 103 cancelled, "
+    "130 and 143 interrupted.",
+)
+crash = Crash()
+
+app.command()(run)
+
+
+@app.callback()
+def _main(
+    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an unexpected error.")] = False,
+) -> None:
+    crash.shown = debug
+    if show_version:
+        print(f"sparsebp {version('sparsebp')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line of this process, and end the process."""
+    try:
+        app(prog_name="sparsebp")
+    except SparseBPError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except Exception as error:
+        print(f"error: {crash.describe(error)}", file=sys.stderr)
+        sys.exit(SparseBPError.exit_code)

@@ -1,0 +1,122 @@
+"""What a person sees while a run goes on: a live picture in a terminal, a line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Self, final
+
+from sparsebp_cli.cli.progress import Progress
+from sparsebp_cli.cli.screen import console
+from sparsebp_cli.run.metric import EVAL_LOSS
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+class Display(ABC):
+    """Shows one run."""
+
+    def __init__(self, progress: Progress) -> None:
+        """Begin.
+
+        Args:
+            progress: Of the run; this display feeds it.
+        """
+        self.progress = progress
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in one record of the journal, and say its notes.
+
+        Args:
+            record: As ``run.read`` yields it.
+        """
+        self.progress.take(record)
+        if record["kind"] == "note":
+            self.say(record["text"] if record["level"] == "info" else f"{record['level']}: {record['text']}")
+
+    @abstractmethod
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+
+    @abstractmethod
+    def refresh(self, waiting_for: str = "") -> None:
+        """Show how things are now.
+
+        Args:
+            waiting_for: What is still to come after the last record, if anything.
+        """
+
+    @abstractmethod
+    def __enter__(self) -> Self: ...
+
+    @abstractmethod
+    def __exit__(self, *_: object) -> None: ...
+
+
+@final
+class LiveDisplay(Display):
+    """A picture that is drawn over and over at the bottom of the terminal."""
+
+    def __enter__(self) -> Self:
+        from rich.live import Live
+        from rich.spinner import Spinner
+
+        self._spinner = Spinner("dots")
+        self._live = Live(console=console(), transient=True, auto_refresh=True, refresh_per_second=8)
+        self._live.start()
+        self.refresh()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def say(self, text: str) -> None:
+        self._live.console.print(text, markup=False)
+
+    def refresh(self, waiting_for: str = "") -> None:
+        self.progress.phase = waiting_for or self.progress.phase
+        self._live.update(self.progress.picture(self._spinner))
+
+
+@final
+class PlainDisplay(Display):
+    """One line at the start, at every evaluation, and every few seconds."""
+
+    def __enter__(self) -> Self:
+        self._shown, self._last, self._evaluated = time.monotonic(), "", False
+        self.say(f"{self.progress.name} {self.progress.run_id}: {self.progress.max_steps} steps")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._show()
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        super().take(record)
+        if record["kind"] == "metrics" and EVAL_LOSS.name in record["values"]:
+            self._show()
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def refresh(self, waiting_for: str = "") -> None:
+        if not waiting_for and time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:
+            self._show()
+
+    def _show(self) -> None:
+        self._shown = time.monotonic()
+        if (line := self.progress.line()) != self._last:
+            self._last = line
+            self.say(line)
+
+
+def make_display(progress: Progress) -> Display:
+    """Return the display that fits where the output goes.
+
+    Args:
+        progress: Of the run.
+
+    Returns:
+        A live picture for a terminal, lines for everything else.
+    """
+    return LiveDisplay(progress) if console().is_terminal else PlainDisplay(progress)

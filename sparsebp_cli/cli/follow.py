@@ -1,0 +1,145 @@
+"""Follows runs that were submitted, from their journals, until they are over or the user has seen enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparsebp_cli.cli.display import Display, make_display
+from sparsebp_cli.cli.interrupt import Interrupts
+from sparsebp_cli.cli.progress import Progress
+from sparsebp_cli.cli.screen import console, print_line
+from sparsebp_cli.cli.stored import read_recipe
+from sparsebp_cli.run import History, RunFolder, State, read
+
+if TYPE_CHECKING:
+    from sparsebp_cli.target import Job
+
+POLL_SECONDS = 0.2
+EXIT_CODES = {State.FINISHED: 0, State.FAILED: 100, State.CANCELLED: 103}
+NOT_FINISHED = 101
+STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
+KILLING = "ending it at once"
+
+
+def follow_all(jobs: Sequence[Job], *, seen: int = 0) -> int:
+    """Show the runs of jobs one after the other, each with a summary. Ctrl-C and SIGTERM are handed on to the worker.
+
+    Args:
+        jobs: In the order in which they run.
+        seen: Bytes of the first journal that the user has seen, in an earlier attempt.
+
+    Returns:
+        The exit code: that of the first run that did not finish, or 130, 143 after a signal.
+    """
+    codes: list[int] = []
+    with Interrupts() as interrupts:
+        for number, job in enumerate(jobs):
+            _follow(job, interrupts, seen if number == 0 else 0)
+            codes.append(_conclude(job, show_next=number == len(jobs) - 1))
+            if interrupts.received:
+                _tell_rest(jobs[number + 1 :])
+                return interrupts.exit_code
+    return next((code for code in codes if code), 0)
+
+
+def watch(job: Job) -> int:
+    """Show a run that somebody else submitted. Ctrl-C leaves it alone.
+
+    Args:
+        job: The run.
+
+    Returns:
+        0, or 130, 143 after a signal.
+    """
+    with Interrupts() as interrupts, make_display(begin_progress(job.run)) as display:
+        offset, lines = 0, 0
+        while True:
+            over = job.status().over
+            offset = _show_new(job, display, offset)
+            printed = list(job.logs())
+            for line in printed[lines:]:
+                display.say(line)
+            lines = len(printed)
+            display.refresh()
+            if over or interrupts.received:
+                break
+            interrupts.wait(POLL_SECONDS)
+    if interrupts.received and not over:
+        print_line(f"the run goes on; `sparsebp cancel {job.run.run_id}` stops it", stderr=True)
+        return interrupts.exit_code
+    print_line(f"{job.run.run_id}: {describe_end(job)}")
+    return 0
+
+
+def begin_progress(run: RunFolder) -> Progress:
+    """Return the progress of a run before the first record of its journal.
+
+    Args:
+        run: The run.
+    """
+    recipe = read_recipe(run)
+    return Progress(recipe["name"], run.run_id, recipe["training"]["max_steps"])
+
+
+def describe_end(job: Job) -> str:
+    """Return the state of a run, and why it ended where the journal says so, in one line.
+
+    Args:
+        job: The run.
+    """
+    ends = History.load(job.run.path).ends
+    text = ends[-1]["text"] if ends and job.status().over else ""
+    return f"{job.status()}: {text}" if text else str(job.status())
+
+
+def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
+    progress = begin_progress(job.run)
+    for record, offset in read(job.run.path):
+        if offset <= seen:
+            progress.take(record)
+    with make_display(progress) as display:
+        offset, handled = seen, 0
+        while not job.settled():
+            offset = _show_new(job, display, offset)
+            for _ in interrupts.received[handled:]:
+                if job.status().over:
+                    return  # only its last numbers are on their way, and they need nobody to watch
+                job.stop() if handled == 0 else job.kill()
+                display.say(STOPPING if handled == 0 else KILLING)
+                handled += 1
+            display.refresh("sending the last numbers to MLflow" if job.status().over else "")
+            interrupts.wait(POLL_SECONDS)
+        _show_new(job, display, offset)
+
+
+def _show_new(job: Job, display: Display, offset: int) -> int:
+    end = offset
+    for record, end in read(job.run.path, offset):  # noqa: B007 - where the last record ends is where to go on
+        display.take(record)
+    return end
+
+
+def _conclude(job: Job, *, show_next: bool) -> int:
+    """Print how a run ended; return its exit code."""
+    from sparsebp_cli.cli.summary import summarise
+
+    state = job.status()
+    if job.warning():
+        print_line(f"warning: {job.warning()}", stderr=True)
+    if state is State.FINISHED:
+        console().print(summarise(job.run, show_next=show_next))
+        return 0
+    print_line(f"error: run {job.run.run_id} {describe_end(job)}", stderr=True)
+    if state is State.INTERRUPTED:
+        print_line(f"`sparsebp resume {job.run.run_id}` goes on from the last checkpoint", stderr=True)
+    elif state is State.FAILED:
+        print_line(f"its output is in {job.run.log_file}", stderr=True)
+        return 2 if job.exit_code() == 2 else EXIT_CODES[state]
+    return EXIT_CODES.get(state, NOT_FINISHED)
+
+
+def _tell_rest(jobs: Sequence[Job]) -> None:
+    if jobs:
+        names = " ".join(job.run.run_id for job in jobs)
+        print_line(f"not started: {names}; `sparsebp resume` starts them", stderr=True)

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM, counted instead of raised, so that the worker can be asked to stop in order."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+
+class Interrupts:
+    """A context in which SIGINT and SIGTERM are only noted. The second one still ends a wait at once."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.received: list[int] = []
+        self._arrived = threading.Event()
+        self._before: dict[int, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """What a process ends with that the first of these signals ended: 130 or 143; 0 without one."""
+        return 128 + self.received[0] if self.received else 0
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, or return as soon as a signal arrives.
+
+        Args:
+            seconds: At most.
+        """
+        self._arrived.wait(seconds)
+        self._arrived.clear()
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(number)
+        self._arrived.set()

@@ -1,0 +1,133 @@
+"""How far a run is: taken from its journal, record by record, and shown as one line or as a live picture."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparsebp_cli.cli.quantity import show_clock, show_seconds, show_share
+from sparsebp_cli.run.metric import (
+    BACKWARD_SECONDS,
+    EVAL_LOSS,
+    FORWARD_SECONDS,
+    KEPT_SHARE,
+    OPTIMIZER_SECONDS,
+    STEP_SECONDS,
+    TOKENS_PER_SECOND,
+    TRAIN_LOSS,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+RECENT_STEPS = 50
+
+
+class Progress:
+    """The newest of every number, and when the end is to be expected."""
+
+    def __init__(self, name: str, run_id: str, max_steps: int) -> None:
+        """Begin with nothing known.
+
+        Args:
+            name: The recipe's.
+            run_id: The run's.
+            max_steps: Optimizer steps in all.
+        """
+        self.name, self.run_id, self.max_steps = name, run_id, max_steps
+        self.step = 0
+        self.phase = "starting"
+        self.latest: dict[str, float] = {}
+        self.first_eval: float | None = None
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Take in one record of the journal.
+
+        Args:
+            record: As ``run.read`` yields it.
+        """
+        match record["kind"]:
+            case "attempt":
+                self._recent.clear()
+                self.step, self.phase = record["from_step"], "loading model and data"
+            case "metrics":
+                self.latest |= record["values"]
+                if EVAL_LOSS.name in record["values"] and self.first_eval is None:
+                    self.first_eval = record["values"][EVAL_LOSS.name]
+                if STEP_SECONDS.name in record["values"]:
+                    self.step, self.phase = record["step"], ""
+                    self._recent.append((record["time"], record["step"]))
+                elif not self._recent:
+                    self.phase = "measuring before the first step"
+            case "end":
+                self.phase = record["status"]
+
+    def seconds_left(self) -> float | None:
+        """Return the time to the end at the pace of the last steps, evaluations included; None when it is not known."""
+        if len(self._recent) < 2:
+            return None
+        (begin, first), (end, last) = self._recent[0], self._recent[-1]
+        return (self.max_steps - last) * (end - begin) / max(1, last - first)
+
+    def numbers(self) -> list[str]:
+        """Return loss, evaluation, kept share and throughput, each as ``name value``, where they are known."""
+        shown = []
+        if TRAIN_LOSS.name in self.latest:
+            shown.append(f"loss {self.latest[TRAIN_LOSS.name]:.4f}")
+        if EVAL_LOSS.name in self.latest:
+            shown.append(f"eval loss {self.latest[EVAL_LOSS.name]:.4f} (start {self.first_eval:.4f})")
+        if KEPT_SHARE.name in self.latest:
+            shown.append(f"kept {show_share(self.latest[KEPT_SHARE.name])}")
+        if TOKENS_PER_SECOND.name in self.latest:
+            shown.append(f"{self.latest[TOKENS_PER_SECOND.name]:,.0f} tokens/s")
+        return shown
+
+    def step_split(self) -> str:
+        """Return the last step's time and its phases; empty before the first."""
+        if STEP_SECONDS.name not in self.latest:
+            return ""
+        phases = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZER_SECONDS, "optimizer"))
+        parts = [f"{word} {show_seconds(self.latest[key.name])}" for key, word in phases if key.name in self.latest]
+        return f"step {show_seconds(self.latest[STEP_SECONDS.name])}: {', '.join(parts)}"
+
+    def line(self) -> str:
+        """Return everything in one plain line."""
+        left = self.seconds_left()
+        parts = [f"step {self.step}/{self.max_steps}", *self.numbers(), self.step_split()]
+        if self.phase:
+            parts.insert(1, self.phase)
+        elif left is not None:
+            parts.append(f"{show_clock(left)} left")
+        return "  ".join(part for part in parts if part)
+
+    def picture(self, spinner: RenderableType) -> RenderableType:
+        """Return a bar and two lines of numbers.
+
+        Args:
+            spinner: Turns while there is no number to show.
+
+        Returns:
+            Something that rich prints.
+        """
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        left = self.seconds_left()
+        head = Table.grid(padding=(0, 1), expand=True)
+        for ratio in (None, None, 1, None, None):
+            head.add_column(ratio=ratio, no_wrap=True)
+        head.add_row(
+            spinner,
+            Text.assemble((self.name, "bold"), f" {self.run_id}"),
+            ProgressBar(self.max_steps, self.step, pulse=False),
+            f"step {self.step}/{self.max_steps}",
+            f"{show_clock(left)} left" if left is not None and not self.phase else "",
+        )
+        lines = ["   ".join(self.numbers()), self.step_split(), f"{self.phase} ..." if self.phase else ""]
+        return Group(
+            head, *(Text(f"  {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines if line)
+        )

@@ -1,0 +1,81 @@
+"""``sparsebp run``: execute recipes."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebp_cli.cli.follow import follow_all
+from sparsebp_cli.cli.option import Changes, Detach, Recipes, Seeds
+from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.run import RunFolder, create_run, home
+
+if TYPE_CHECKING:
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.target import Target
+
+
+def run(
+    recipes: Recipes,
+    changes: Changes = None,
+    seeds: Seeds = None,
+    name: Annotated[str | None, typer.Option(help="Another name for the runs.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan and command; write nothing.")] = False,
+    detach: Detach = False,
+) -> None:
+    """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
+    from sparsebp_cli.target import make_target
+
+    plans = make_plans(recipes, [*(changes or []), *([f"name={name}"] if name else [])], seeds)
+    target = make_target(plans[0].recipe.target)
+    if dry_run:
+        for plan in plans:
+            _print_plan(plan, target)
+        return
+    jobs = target.submit_all([_write_plan(plan) for plan in plans])
+    if detach:
+        for job in jobs:
+            print_line(job.run.run_id)
+        return
+    raise typer.Exit(follow_all(jobs))
+
+
+def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | None) -> list[Plan]:
+    """Resolve recipes, every one before any is started.
+
+    Args:
+        recipes: Files.
+        changes: ``--set`` options, applied to each.
+        seeds: One plan for each of these; None: the recipe's own seed.
+
+    Returns:
+        The plans: all seeds of the first recipe, then those of the second.
+    """
+    from sparsebp_cli.plan import Plan, find_provenance
+    from sparsebp_cli.recipe import load_recipe, parse_seeds, with_seed
+
+    numbers = parse_seeds(seeds) if seeds is not None else None
+    plans = []
+    for file in recipes:
+        recipe, provenance = load_recipe(file, changes), find_provenance(file)
+        variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
+        plans += [Plan(recipe=variant, provenance=provenance) for variant in variants]
+    return plans
+
+
+def _write_plan(plan: Plan) -> RunFolder:
+    folder = create_run(plan.run_id)
+    plan.save(folder.path)
+    return folder
+
+
+def _print_plan(plan: Plan, target: Target) -> None:
+    import yaml
+
+    folder = RunFolder(home() / "runs" / plan.run_id)
+    content = plan.model_dump(mode="json", exclude={"provenance": {"git_diff"}})
+    print_line(yaml.safe_dump(content, sort_keys=False, allow_unicode=True) + f"# {shlex.join(target.command(folder))}")

@@ -1,0 +1,121 @@
+"""What a finished run comes to: one small table, and the command to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
+from sparsebp_cli.cli.stored import describe_policies, read_recipe
+from sparsebp_cli.run import History, RunFolder, metric
+from sparsebp_cli.run.metric import Metric
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+PHASES = (
+    (metric.FORWARD_SECONDS, "forward"),
+    (metric.BACKWARD_SECONDS, "backward"),
+    (metric.OPTIMIZER_SECONDS, "optimizer"),
+)
+MEMORY = (
+    (metric.WEIGHT_BYTES, "weights"),
+    (metric.GRADIENT_BYTES, "gradients"),
+    (metric.OPTIMIZER_BYTES, "optimizer"),
+    (metric.SAVED_BYTES, "saved for backward"),
+)
+
+
+def summarise(run: RunFolder, *, show_next: bool = True) -> RenderableType:
+    """Return a table of what a run has shown.
+
+    Args:
+        run: The run.
+        show_next: Whether to name the command that compares it.
+
+    Returns:
+        Something that rich prints.
+    """
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    history, recipe = History.load(run.path), read_recipe(run)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text in summary_rows(history):
+        grid.add_row(label, Text(text))
+    if (run.path / "model").is_dir():
+        grid.add_row("model", Text(str(run.path / "model")))
+    head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")
+    after = Text.assemble("next: ", ("sparsebp compare @2", "bold")) if show_next else Text()
+    return Group(head, grid, after)
+
+
+def summary_rows(history: History) -> Iterator[tuple[str, str]]:
+    """Yield what is known, as label and text.
+
+    Args:
+        history: Of the run.
+
+    Yields:
+        Label, text.
+    """
+    for key, label in ((metric.EVAL_LOSS, "eval loss"), (metric.EVAL_ACCURACY, "eval accuracy")):
+        if values := list(history.series(key.name).values()):
+            yield label, f"{values[0]:.4f} -> {values[-1]:.4f}"
+    if text := _step_time(history):
+        yield "step time", text
+    if text := _speed(history):
+        yield "speed", text
+    if text := _memory(history):
+        yield "memory", text
+    executed, dense = history.last(metric.BACKWARD_EXECUTED.name), history.last(metric.BACKWARD_DENSE.name)
+    if executed is not None and dense:
+        both = f"{show_count(executed, 'FLOP')} executed, dense {show_count(dense, 'FLOP')}"
+        yield "backward", f"{both} ({show_share(executed / dense)})"
+    if (cosine := history.last(metric.COSINE.name)) is not None:
+        error = history.last(metric.RELATIVE_ERROR.name)
+        yield "fidelity", f"cosine {cosine:.4f}" + (f", relative error {error:.4f}" if error is not None else "")
+
+
+def _step_time(history: History) -> str:
+    from sparsebp_cli.compare.statistics import quartiles
+
+    step = quartiles(_after_warmup(history, metric.STEP_SECONDS))
+    if step is None:
+        return ""
+    phases = [(word, quartiles(_after_warmup(history, key))) for key, word in PHASES]
+    split = ", ".join(f"{word} {show_seconds(q.median)}" for word, q in phases if q is not None)
+    total = sum(history.series(metric.STEP_SECONDS.name).values())
+    spread = f"{show_seconds(step.median)} [{show_seconds(step.low)} to {show_seconds(step.high)}]"
+    return f"{spread}: {split}; {show_clock(total)} of training"
+
+
+def _after_warmup(history: History, key: Metric) -> list[float]:
+    """The first steps of every attempt are slower; a run of nothing but warm-up is shown all the same."""
+    warmup, series = int(history.facts.get("warmup_steps", 0)), history.series(key.name)
+    cold = {step for _, start in history.warm for step in range(start + 1, start + 1 + warmup)}
+    return [value for step, value in series.items() if step not in cold] or list(series.values())
+
+
+def _speed(history: History) -> str:
+    ceiling, speedup = history.last(metric.CEILING.name), history.last(metric.SPEEDUP.name)
+    share = history.last(metric.REALISED_SHARE.name)
+    parts = [f"{speedup:.2f}x measured against dense in this run"] if speedup is not None else []
+    if ceiling is not None:
+        parts.append(f"ceiling {ceiling:.2f}x")
+    if share is not None:
+        parts.append(f"{show_share(share)} of the possible saving realised")
+    return ", ".join(parts)
+
+
+def _memory(history: History) -> str:
+    peaks = (history.last(metric.PEAK_ALLOCATED_BYTES.name), history.last(metric.PEAK_RESIDENT_BYTES.name))
+    peak = next((value for value in peaks if value is not None), None)
+    if peak is None:
+        return ""
+    parts = [(word, history.last(key.name)) for key, word in MEMORY]
+    split = ", ".join(f"{word} {show_count(value, 'B')}" for word, value in parts if value is not None)
+    return f"peak {show_count(peak, 'B')}" + (f": {split}" if split else "")
