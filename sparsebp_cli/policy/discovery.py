@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json, to_json
 
 from sparsebp_cli.errors import PolicyError, did_you_mean
 from sparsebp_cli.policy.contract import Policy
+from sparsebp_cli.policy.finding import word_errors
+from sparsebp_cli.policy.phrase import shorten
 
 GROUP = "sparsebp.policies"
+LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,37 @@ class FoundPolicy:
         """The question that it answers: the name of the contract class it derives from."""
         if self.policy_class is None:
             return "broken"
-        return next(c.__name__ for c in self.policy_class.__mro__[1:] if inspect.isabstract(c))
+        return _find_kinds(self.policy_class)[-1].__name__
+
+    def make(self, options: Mapping[str, Any]) -> Policy:
+        """Make the policy, with its options checked as plan.json carries them: a list does for a tuple.
+
+        Args:
+            options: The policy's options by name.
+
+        Returns:
+            The policy, frozen.
+
+        Raises:
+            PolicyError: The plugin is broken.
+            ValidationError: An option is wrong; pydantic's own, so that a recipe can place it.
+        """
+        if self.policy_class is None:
+            raise PolicyError(f"policy {self.name!r} of {self.source} is broken: {self.problem}")
+        try:
+            text = to_json(dict(options), inf_nan_mode="constants")
+            from_json(text)
+        except ValueError:  # not from a recipe, and nothing that plan.json could carry
+            text = b""
+        try:
+            if text:
+                return self.policy_class.model_validate_json(text)
+            return self.policy_class.model_validate(dict(options))
+        except ValidationError:
+            raise
+        except Exception as error:  # a plugin's own checks may fail in any way
+            reason = f"policy {self.name!r} of {self.source} is broken: {_word_failure(error)}"
+            raise PolicyError(reason) from None
 
 
 def find_policies() -> dict[str, FoundPolicy]:
@@ -44,17 +80,35 @@ def find_policies() -> dict[str, FoundPolicy]:
     Returns:
         Name to policy. Two distributions that offer the same name make that name broken, and both are named.
     """
-    found: dict[str, FoundPolicy] = {}
-    for entry in sorted(set(entry_points(group=GROUP)), key=lambda e: e.name):
-        policy = _load(entry)
-        if entry.name in found and found[entry.name].source != policy.source:
-            both = f"{found[entry.name].source} and {policy.source}"
-            policy = FoundPolicy(entry.name, both, None, f"two distributions offer this name: {both}")
-        found[entry.name] = policy
-    return found
+    entries = entry_points(group=GROUP)
+    return {name: _load(name, entries.select(name=name)) for name in sorted(entries.names)}
 
 
-def make_policy(name: str, **options: object) -> Policy:
+def find_policy(name: str) -> FoundPolicy:
+    """Return one installed policy. Only its own plugin is imported, so a broken or slow other one does no harm.
+
+    Args:
+        name: A name that ``sparsebp policies`` lists.
+
+    Returns:
+        The policy, which works.
+
+    Raises:
+        PolicyError: The name is unknown, or the plugin broken.
+    """
+    entries = entry_points(group=GROUP)
+    if name not in entries.names:
+        names = sorted(entries.names)
+        raise PolicyError(
+            f"unknown policy {shorten(repr(name))}; installed: {', '.join(names)}{did_you_mean(name, names)}"
+        )
+    policy = _load(name, entries.select(name=name))
+    if policy.policy_class is None:
+        raise PolicyError(f"policy {name!r} of {policy.source} is broken: {policy.problem}")
+    return policy
+
+
+def make_policy(name: str, /, **options: object) -> Policy:
     """Make a policy by name, with its options checked.
 
     Args:
@@ -67,30 +121,55 @@ def make_policy(name: str, **options: object) -> Policy:
     Raises:
         PolicyError: The name is unknown, the plugin broken, or an option wrong.
     """
-    found = find_policies()
-    if name not in found:
-        raise PolicyError(f"unknown policy {name!r}; installed: {', '.join(found)}{did_you_mean(name, found)}")
-    policy_class = found[name].policy_class
-    if policy_class is None:
-        raise PolicyError(f"policy {name!r} of {found[name].source} is broken: {found[name].problem}")
+    policy = find_policy(name)
     try:
-        return policy_class(**options)
+        return policy.make(options)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        known = did_you_mean(key, policy_class.model_fields) if first["type"] == "extra_forbidden" else ""
-        raise PolicyError(f"policy {name!r}: {key}: {first['msg']}, got {first['input']!r}{known}") from None
+        assert policy.policy_class is not None
+        finding = word_errors(error, policy.policy_class, options)[0]
+        raise PolicyError(": ".join(part for part in (f"policy {name!r}", finding.key, finding.text) if part)) from None
 
 
-def _load(entry: EntryPoint) -> FoundPolicy:
-    source = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown"
+def _load(name: str, entries: Iterable[EntryPoint]) -> FoundPolicy:
+    """Import the policy of one name."""
+    by_target = {(_find_source(entry), entry.value): entry for entry in entries}
+    sources = " and ".join(dict.fromkeys(source for source, _ in by_target))
+    if len(by_target) > 1:
+        return FoundPolicy(name, sources, None, f"this name is offered more than once, by {sources}")
+    ((source, value), entry), *_ = by_target.items()
     try:
         policy_class = entry.load()
-    except Exception as error:  # a plugin may fail in any way; its name and reason are shown
-        return FoundPolicy(entry.name, source, None, f"{type(error).__name__}: {error}".splitlines()[0])
+    except (Exception, SystemExit) as error:  # a plugin may fail in any way; its name and reason are shown
+        return FoundPolicy(name, source, None, _word_failure(error))
+    problem = _find_problem(policy_class)
+    return FoundPolicy(name, source, None if problem else policy_class, f"{value} {problem}" if problem else "")
+
+
+def _find_problem(policy_class: object) -> str:
+    """Say why this is not a usable policy; empty when it is."""
     if not (inspect.isclass(policy_class) and issubclass(policy_class, Policy)):
-        return FoundPolicy(entry.name, source, None, f"{entry.value} is not a Policy class")
+        return "is not a Policy class"
     if inspect.isabstract(policy_class):
-        missing = ", ".join(sorted(policy_class.__abstractmethods__))
-        return FoundPolicy(entry.name, source, None, f"{entry.value} leaves abstract: {missing}")
-    return FoundPolicy(entry.name, source, policy_class)
+        return f"leaves abstract: {', '.join(sorted(policy_class.__abstractmethods__))}"
+    if not _find_kinds(policy_class):
+        return "answers no question: derive it from a kind, such as GradientSelector, not from Policy"
+    if "name" in policy_class.model_fields:
+        return "has an option called name: recipes use that key for the policy itself"
+    return ""
+
+
+def _find_kinds(policy_class: type[Policy]) -> list[type[Policy]]:
+    """Return the abstract policies above this one; the last is the contract's, those before are a plugin's own."""
+    above = policy_class.__mro__[1:]
+    return [c for c in above if inspect.isabstract(c) and issubclass(c, Policy) and c is not Policy]
+
+
+def _find_source(entry: EntryPoint) -> str:
+    try:
+        return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown"
+    except Exception:  # a distribution with damaged metadata
+        return "unknown"
+
+
+def _word_failure(error: BaseException) -> str:
+    return shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_REASON)

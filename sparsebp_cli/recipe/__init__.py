@@ -1,1 +1,9 @@
+"""What the user writes: read strictly, with the place of every mistake."""
 
+from sparsebp_cli.recipe.difference import describe_changes
+from sparsebp_cli.recipe.json_schema import recipe_schema
+from sparsebp_cli.recipe.loader import load_recipe
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.recipe.seed import parse_seeds, with_seed
+
+__all__ = ["Recipe", "describe_changes", "load_recipe", "parse_seeds", "recipe_schema", "with_seed"]

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 CountFromZero = Annotated[int, Field(ge=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class Section(BaseModel):
@@ -45,7 +46,9 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
-        if (self.name is None) == (self.config is None):
+        if self.name is None and self.config is None:
+            raise ValueError("give name, or a config for random weights")
+        if self.name is not None and self.config is not None:
             raise ValueError("give either name or config, not both")
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("config needs model_type")
@@ -159,9 +162,11 @@ class Recipe(Section):
     """One experiment: a model, a dataset, a gradient policy and a target."""
 
     version: Literal[1] = Field(description="Of this format.")
-    name: Name = Field(description="What the run is called; letters, digits, dot, dash, underscore.")
-    model: ModelSection
-    dataset: DatasetSection
+    name: Name = Field(
+        description="What the run is called; letters, digits, dot, dash, underscore. Not given: the file's name."
+    )
+    model: ModelSection = Field(description="The model: by name, or with random weights from a config.")
+    dataset: DatasetSection = Field(description="The data, and how it becomes tokens.")
     policy: list[PolicyEntry] = Field(
         default_factory=lambda: [PolicyEntry(name="dense")], description="Applied in this order; none: dense."
     )

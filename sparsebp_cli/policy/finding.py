@@ -1,0 +1,201 @@
+"""Our words for what pydantic finds wrong with a recipe or an option: what is wrong, the value got, what is allowed.
+
+pydantic names one bound at a time and leaks the tags of its unions into the place; here a range is shown whole, and the
+branches of a union become one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from sparsebp_cli.errors import did_you_mean
+from sparsebp_cli.policy.phrase import BOUNDS, shorten, show, show_with_type, word_range
+
+Location = tuple[str | int, ...]
+
+MUST_BE = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "set_type": "a list",
+    "frozen_set_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "dataclass_type": "a mapping",
+    "none_required": "null",
+    "finite_number": "a finite number",
+}
+MOST_KEYS_LISTED = 16
+LONGEST_REASON = 300
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Args:
+        location: Keys and list indices that lead to it in the data; of a missing key, the place where it should be.
+        text: What is wrong, the value got, what is allowed; one line.
+        kind: ``missing``, ``unknown`` (a key) or ``value``.
+    """
+
+    location: Location
+    text: str
+    kind: Literal["missing", "unknown", "value"] = "value"
+
+    @property
+    def key(self) -> str:
+        """The dotted path, ``policy.0.keep``."""
+        return ".".join(shorten(str(part)) for part in self.location)
+
+
+def word_errors(error: ValidationError, model: type[BaseModel], data: object) -> list[Finding]:
+    """Say in our words everything that is wrong.
+
+    Args:
+        error: What pydantic raised.
+        model: The class that refused.
+        data: What it was given.
+
+    Returns:
+        One finding a place, in pydantic's order; the branches of a union are one.
+    """
+    groups: dict[Location, list[tuple[Location, ErrorDetails]]] = {}
+    for details in error.errors(include_url=False):
+        location, union = _strip_tags(details, data)
+        groups.setdefault(location if union is None else union, []).append((location, details))
+    return [_word_group(root, group, model) for root, group in groups.items()]
+
+
+def word_unknown_key(key: str, known: Sequence[str]) -> str:
+    """Word an unknown key.
+
+    Args:
+        key: What the user wrote.
+        known: The keys that are allowed there.
+
+    Returns:
+        The text, with the known keys where they are few and the nearest of them.
+    """
+    allowed = f"; allowed: {', '.join(known)}" if len(known) <= MOST_KEYS_LISTED else ""
+    return f"unknown key {show(key)}{allowed if known else '; none is allowed here'}{did_you_mean(key, known)}"
+
+
+def _strip_tags(details: ErrorDetails, data: Any) -> tuple[Location, Location | None]:
+    """Return where the error is in the data, and the place of the first union on the way, if any."""
+    location: list[str | int] = []
+    union: Location | None = None
+    last = len(details["loc"]) - 1
+    for position, part in enumerate(details["loc"]):
+        is_key = isinstance(data, Mapping) and part in data
+        is_item = isinstance(part, int) and isinstance(data, list | tuple) and part < len(data)
+        if is_key or is_item:
+            data = data[part]
+            location.append(part)
+        elif details["type"] == "missing" and position == last:
+            location.append(part)
+        elif union is None:
+            union = tuple(location)
+    return tuple(location), union
+
+
+def _word_group(root: Location, group: list[tuple[Location, ErrorDetails]], model: type[BaseModel]) -> Finding:
+    """Word one place; of a union, the branch that got furthest into the data is what the user meant."""
+    deepest = max(len(location) for location, _ in group)
+    group = [(location, details) for location, details in group if len(location) == deepest]
+    location, details = group[0]
+    if len(group) == 1 or location != root:
+        return _word(location, details, model)
+    phrases = dict.fromkeys(_must_be(each, None) for _, each in group)
+    return Finding(root, f"must be {' or '.join(phrases)}, got {show_with_type(details['input'])}")
+
+
+def _word(location: Location, details: ErrorDetails, model: type[BaseModel]) -> Finding:
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
+    if kind == "missing":
+        field = _find_field(model, location)
+        meaning = f" ({field.description.rstrip('.')})" if field and field.description else ""
+        return Finding(location, f"missing{meaning}", "missing")
+    if kind == "extra_forbidden":
+        owner = _find_model(model, location[:-1])
+        return Finding(location, word_unknown_key(str(location[-1]), [*owner.model_fields] if owner else []), "unknown")
+    if kind in {"value_error", "assertion_error"}:
+        return Finding(location, shorten(" ".join(str(context.get("error", details["msg"])).split()), LONGEST_REASON))
+    if kind in {"literal_error", "enum"}:
+        expected = str(context["expected"])
+        near = did_you_mean(value, re.findall(r"'([^']*)'", expected)) if isinstance(value, str) else ""
+        return Finding(location, f"got {show(value)}, allowed: {expected.replace(' or ', ', ')}{near}")
+    shown = show_with_type(value) if kind in MUST_BE else show(value)
+    must_be = _must_be(details, _find_field(model, location))
+    return Finding(location, f"must be {must_be}, got {shown}{_find_hint(kind, value)}")
+
+
+def _must_be(details: ErrorDetails, field: FieldInfo | None) -> str:
+    kind, context = details["type"], details.get("ctx", {})
+    if kind in MUST_BE:
+        return MUST_BE[kind]
+    if kind in {"literal_error", "enum"}:
+        return str(context["expected"])
+    bound = next((name for name in BOUNDS if name in context), None)
+    if bound is not None:
+        return word_range(bound, context[bound], field)
+    for end, words in (("min_length", "at least"), ("max_length", "at most")):
+        if end in context:
+            unit = "character" if kind.startswith("string") else "item"
+            return f"{words} {context[end]} {unit}{'s' if context[end] != 1 else ''} long"
+    if "pattern" in context:
+        return f"text that matches {context['pattern']}"
+    words = " ".join(str(details["msg"]).split())
+    return shorten(re.sub(r"^\w+ should (be )?", "", words), LONGEST_REASON)
+
+
+def _find_hint(kind: str, value: object) -> str:
+    if kind == "int_type" and isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return f"; write {shorten(str(int(value)))}"
+    if kind in {"int_type", "float_type"} and isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+", value):
+        return "; write it without quotes"
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return "; put it in quotes"
+    return ""
+
+
+def _find_field(model: type[BaseModel], location: Location) -> FieldInfo | None:
+    names = [part for part in location if isinstance(part, str)]
+    owner = _find_model(model, tuple(names[:-1]))
+    return owner.model_fields.get(names[-1]) if owner and names else None
+
+
+def _find_model(model: type[BaseModel], location: Location) -> type[BaseModel] | None:
+    """Follow the keys of a location to the model that owns what lies there."""
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        inner = next(_walk_models(field.annotation), None) if field else None
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
+def _walk_models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _walk_models(part)

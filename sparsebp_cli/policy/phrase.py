@@ -1,0 +1,113 @@
+"""How values and ranges are said in an error line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+BOUNDS = ("gt", "ge", "lt", "le")
+LOWER = ("gt", "ge")
+LONGEST_SHOWN = 60
+
+
+def show(value: object) -> str:
+    """Return a value as an error line shows it: one line, at most about 60 characters.
+
+    Args:
+        value: What the user gave.
+
+    Returns:
+        YAML's word for it; collections only by their kind.
+    """
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "a list"
+    if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print the longest ones
+        return "a huge number"
+    return shorten(repr(value))
+
+
+def show_with_type(value: object) -> str:
+    """Return a value with its type beside it, for errors in which the type is what is wrong.
+
+    Args:
+        value: What the user gave.
+
+    Returns:
+        The value, one line.
+    """
+    if isinstance(value, str):
+        return f"{show(value)} (text)"
+    return (
+        f"{show(value)} (a number)" if isinstance(value, int | float) and not isinstance(value, bool) else show(value)
+    )
+
+
+def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:
+    """Return a text cut short, with line breaks and other invisible characters escaped.
+
+    Args:
+        text: Anything that a user may have written.
+        longest: Characters that are kept, at least 1.
+
+    Returns:
+        One printable line.
+    """
+    if len(text) > longest:
+        text = f"{text[:longest]}..." + (text[0] if text[0] in "'\"" else "")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def word_range(bound: str, limit: object, field: FieldInfo | None) -> str:
+    """Say the whole range, not only the bound that was broken.
+
+    Args:
+        bound: ``gt``, ``ge``, ``lt`` or ``le``: the bound that was broken.
+        limit: Its value.
+        field: Where the other bound is declared; a field with several ranges is not told apart.
+
+    Returns:
+        Words that follow "must be": ``in (0, 1]``, ``at least 1``.
+    """
+    found: dict[str, set[Any]] = {name: set() for name in BOUNDS}
+    for part in _walk_metadata(field):
+        for name in BOUNDS:
+            if getattr(part, name, None) is not None:
+                found[name].add(getattr(part, name))
+    is_low = bound in LOWER
+    same = [value for name in BOUNDS if (name in LOWER) == is_low for value in found[name]]
+    others = [(name, value) for name in BOUNDS if (name in LOWER) != is_low for value in found[name]]
+    if len(others) == 1 and len(same) == 1:
+        (low, start), (high, end) = sorted([(bound, limit), others[0]], key=lambda pair: pair[0] not in LOWER)
+        return f"in {'(' if low == 'gt' else '['}{_plain(start)}, {_plain(end)}{')' if high == 'lt' else ']'}"
+    return f"{ {'gt': 'above', 'ge': 'at least', 'lt': 'below', 'le': 'at most'}[bound] } {_plain(limit)}"
+
+
+def _plain(limit: object) -> str:
+    return f"{limit:g}" if isinstance(limit, float) else str(limit)
+
+
+def _walk_metadata(field: FieldInfo | None) -> Iterator[object]:
+    """Yield the constraints of a field, also those inside Optional, Annotated and list."""
+    if field is None:
+        return
+    yield from field.metadata
+    waiting: list[Any] = [field.annotation]
+    while waiting:
+        annotation = waiting.pop()
+        if get_origin(annotation) is Literal:
+            continue
+        for part in (*getattr(annotation, "__metadata__", ()), *get_args(annotation)):
+            if isinstance(part, FieldInfo):
+                yield from part.metadata
+            elif any(hasattr(part, name) for name in BOUNDS):
+                yield part
+            else:
+                waiting.append(part)

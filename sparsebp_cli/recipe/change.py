@@ -1,0 +1,91 @@
+"""Changes to a recipe from the command line: ``training.max_steps=5`` sets, ``~model.lora`` deletes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sparsebp_cli.errors import did_you_mean
+from sparsebp_cli.policy.phrase import shorten, show
+from sparsebp_cli.recipe.document import DEEPEST, read_document
+from sparsebp_cli.recipe.place import Node, Place
+
+
+def apply_change(tree: Node, change: str) -> Node:
+    """Return a recipe's tree with one change made.
+
+    Args:
+        tree: The top mapping, short forms written out. It is not changed.
+        change: ``KEY=VALUE`` with a dotted key and a YAML value (nothing is null), or ``~KEY``. A number is the index
+            of a list's item; the first free index appends.
+
+    Returns:
+        A new tree. Mappings that are missing on the way are made.
+
+    Raises:
+        RecipeError: The change cannot be read, or its path leads nowhere.
+    """
+    place = Place(f"--set {shorten(change)}")
+    key, equals, value = change.partition("=")
+    deletes = key.startswith("~")
+    key = key.removeprefix("~").strip()
+    parts = key.split(".")
+    if bool(equals) == deletes or not all(parts) or not key.isprintable() or len(parts) > DEEPEST:
+        raise place.error("must be KEY=VALUE or ~KEY, with a dotted key such as training.max_steps")
+    if parts[0] == "base":
+        raise place.error("base can only be given in the recipe's file")
+    if deletes:
+        return _delete(tree, parts, 0, place)
+    node = read_document(value, place.file, parts) or Node(None, place)
+    return _set(tree, parts, 0, replace(node, key_place=place))
+
+
+def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:
+    """Return the node with the value put below it; ``parts[:depth]`` is the way that led here."""
+    if depth == len(parts):
+        return value
+    place, part = value.place, parts[depth]
+    if isinstance(node.content, list):
+        index = _read_index(node.content, parts, depth, place, can_append=True)
+        items = node.content if index < len(node.content) else [*node.content, Node({}, place, place)]
+        items = [_set(item, parts, depth + 1, value) if i == index else item for i, item in enumerate(items)]
+        return replace(node, content=items)
+    if not isinstance(node.content, dict):
+        here = ".".join(parts[:depth])
+        raise place.error(f"{here} is {show(node.content)}, so nothing can be set below it")
+    child = node.content.get(part)
+    if child is None or child.content is None:
+        child = Node([] if depth == 0 and part == "policy" else {}, place, place)
+    return replace(node, content={**node.content, part: _set(child, parts, depth + 1, value)})
+
+
+def _delete(node: Node, parts: Sequence[str], depth: int, place: Place) -> Node:
+    part, is_last = parts[depth], depth == len(parts) - 1
+    if isinstance(node.content, list):
+        index = _read_index(node.content, parts, depth, place, can_append=False)
+        if is_last:
+            return replace(node, content=[*node.content[:index], *node.content[index + 1 :]])
+        items = [_delete(item, parts, depth + 1, place) if i == index else item for i, item in enumerate(node.content)]
+        return replace(node, content=items)
+    if not isinstance(node.content, dict) or part not in node.content:
+        known = list(node.content) if isinstance(node.content, dict) else []
+        here = ".".join(parts[: depth + 1])
+        raise place.error(f"nothing to delete: the recipe does not give {shorten(here)}{did_you_mean(part, known)}")
+    kept = {key: child for key, child in node.content.items() if key != part}
+    if is_last:
+        return replace(node, content=kept)
+    return replace(node, content={**node.content, part: _delete(node.content[part], parts, depth + 1, place)})
+
+
+def _read_index(items: Sequence[Node], parts: Sequence[str], depth: int, place: Place, *, can_append: bool) -> int:
+    here, part = ".".join(parts[:depth]), parts[depth]
+    last = len(items) - (0 if can_append else 1)
+    if re.fullmatch("[0-9]{1,6}", part, re.ASCII) and int(part) <= last:
+        return int(part)
+    count = f"{here} is a list of {len(items)}"
+    if re.fullmatch("[0-9]+", part, re.ASCII):
+        allowed = f"an index in [0, {last}]" if last >= 0 else "nothing to delete"
+        raise place.error(f"{count}: got index {shorten(part)}, allowed: {allowed}")
+    better = ".".join([here, "0", *parts[depth:]])
+    raise place.error(f"{count}, so an index must follow; did you mean {shorten(better)}?")

@@ -1,0 +1,115 @@
+"""From a tree with places to a resolved recipe, or to the one error that is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
+from sparsebp_cli.policy.finding import Finding, word_errors
+from sparsebp_cli.recipe.place import Node, Place
+from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
+
+
+def check_recipe(tree: Node) -> Recipe:
+    """Check a recipe against the schema and its policies' options.
+
+    Args:
+        tree: The top mapping, short forms written out, base and changes merged in.
+
+    Returns:
+        The recipe, resolved: every default is filled in, those of the policies too.
+
+    Raises:
+        RecipeError: The first thing that is wrong: the recipe's file before its base and ``--set``, then by line and
+            column. A missing key comes last, since a misspelt one explains it.
+    """
+    data = tree.plain
+    findings: list[Finding] = []
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(data)
+    except ValidationError as error:
+        findings += [_add_home(finding) for finding in word_errors(error, Recipe, data)]
+    policies = _check_policies(data.get("policy") or [{"name": "dense"}], findings)
+    if recipe is not None and not findings:
+        return recipe.model_copy(update={"policy": policies})
+    placed = [(_find_place(tree, finding), finding) for finding in findings]
+    place, first = min(placed, key=lambda pair: _rank(*pair, own_file=tree.place.file))
+    raise place.error(first.text, first.key)
+
+
+def _check_policies(entries: Any, findings: list[Finding]) -> list[PolicyEntry]:
+    """Check the options of each policy; what is wrong is added to the findings."""
+    policies: list[PolicyEntry] = []
+    first_of_kind: dict[str, tuple[int, str]] = {}
+    for index, entry in enumerate(entries if isinstance(entries, list) else []):
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            continue  # the schema has refused it
+        name = entry["name"]
+        try:
+            found = find_policy(name)
+            policies.append(PolicyEntry(name=name, **_resolve_options(found, entry)))
+        except PolicyError as error:
+            findings.append(Finding(("policy", index, "name"), str(error)))
+            continue
+        except ValidationError as error:
+            options = {key: value for key, value in entry.items() if key != "name"}
+            wrong = word_errors(error, found.policy_class or BaseModel, options)
+            findings += [replace(each, location=("policy", index, *each.location)) for each in wrong]
+        if found.kind in first_of_kind:
+            other, other_name = first_of_kind[found.kind]
+            both = f"{other_name!r} (policy.{other}) and {name!r}"
+            text = f"{both} answer the same question ({found.kind}) at the same place; keep one of them"
+            findings.append(Finding(("policy", index, "name"), text))
+        first_of_kind.setdefault(found.kind, (index, name))
+    return policies
+
+
+def _resolve_options(found: FoundPolicy, entry: dict[str, Any]) -> dict[str, Any]:
+    policy = found.make({key: value for key, value in entry.items() if key != "name"})
+    try:
+        return policy.model_dump(mode="json")
+    except Exception as error:  # a plugin's own types may refuse to be written
+        reason = f"its options cannot be written as JSON ({type(error).__name__})"
+        raise PolicyError(f"policy {found.name!r} of {found.source} is broken: {reason}") from None
+
+
+def _add_home(finding: Finding) -> Finding:
+    """Tell where a key belongs that stands in the wrong section, as after a slip of indentation."""
+    if finding.kind != "unknown":
+        return finding
+    key = finding.location[-1]
+    homes = ["the top, without indentation"] if key in Recipe.model_fields else []
+    for section, field in Recipe.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel) and key in inner.model_fields:
+            homes.append(section)
+    if not homes:
+        return finding
+    text = finding.text.partition("; did you mean")[0]
+    return replace(
+        finding, text=f"{text}; {key} belongs under {' or '.join(homes)}".replace("under the top", "at the top")
+    )
+
+
+def _find_place(tree: Node, finding: Finding) -> Place:
+    """Return where the value stands; for collections, unknown and missing keys, where the nearest key stands."""
+    node = tree
+    for part in finding.location:
+        content = node.content
+        if isinstance(content, dict) and part in content:
+            node = content[str(part)]
+        elif isinstance(content, list) and isinstance(part, int) and part < len(content):
+            node = content[part]
+        else:
+            break
+    by_key = finding.kind != "value" or isinstance(node.content, dict | list)
+    return node.key_place if by_key and node.key_place else node.place
+
+
+def _rank(place: Place, finding: Finding, *, own_file: str) -> tuple[bool, bool, int, int]:
+    return finding.kind == "missing", place.file != own_file, place.line, place.column

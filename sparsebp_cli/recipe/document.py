@@ -1,0 +1,213 @@
+"""Strict reading of YAML: one document of plain mappings, lists and scalars, each with its place.
+
+Built from PyYAML's events without recursion and without its constructors, so nothing is executed, nothing is expanded,
+and nothing grows larger than the file: the first anchor, alias, tag or merge key is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.policy.phrase import shorten, show, show_with_type
+from sparsebp_cli.recipe.place import Node, Place
+from sparsebp_cli.recipe.scalar import read_scalar
+
+DEEPEST = 32
+LONGEST_KEY = 200
+
+# Line breaks that editors do not count, controls, surrogates; all of them can hide or forge what an error line shows.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+
+UNCLOSED = "a quote is not closed"
+
+# What PyYAML says, and what the writer of a recipe needs to hear.
+_REWORDED = (
+    (r"found character '\\t'", "a tab cannot indent; use spaces"),
+    (r"mapping values are not allowed", "a ':' cannot stand here: wrong indentation, or a text that needs quotes"),
+    (r"could not find expected ':'", "a key without ':', or wrong indentation"),
+    (r"<document start>", "wrong indentation: the keys of a recipe start at the same column"),
+    (r"expected <block end>, but found '<scalar>'", "text after a closing quote: put the whole value in quotes"),
+    (r"expected <block end>", "wrong indentation: this does not line up with what stands above"),
+    (r"did not find expected|expected the node content", "a value is missing or misplaced"),
+    (r"expected ',' or '[]}]'|expected ',' or", "a bracket is not closed, or a comma is missing"),
+    (r"unexpected end of stream", UNCLOSED),
+    (r"sequence entries are not allowed", "a '-' cannot stand here: each item of a list starts its own line"),
+    (
+        r"while scanning an? (alias|anchor)",
+        "an alias or anchor cannot stand in a recipe; a text with * or & needs quotes",
+    ),
+    (r"unknown escape character", "a backslash between double quotes must be doubled; or use single quotes"),
+    (r"special characters are not allowed", "a character that cannot stand in a recipe"),
+    (r"found character .* that cannot start any token", "a text that starts with this character needs quotes"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's scanner and parser, without anything of ours in the global SafeLoader."""
+
+
+@dataclass
+class _Open:
+    """A collection that is still being read."""
+
+    node: Node
+    index: int = 0
+    key: str | None = None
+    key_place: Place | None = None
+    first_lines: dict[str, int] = field(default_factory=dict)
+
+
+class _Reader:
+    """Turns events into nodes."""
+
+    def __init__(self, source: str, within: Sequence[str] | None) -> None:
+        self.source, self.within, self.has_lines = source, within or (), within is None
+        self.root: Node | None = None
+        self.open: list[_Open] = []
+        self.num_documents = 0
+
+    def place(self, mark: Any) -> Place:
+        return Place(self.source, mark.line + 1, mark.column + 1) if self.has_lines else Place(self.source)
+
+    @property
+    def path(self) -> list[str | int]:
+        parts = [o.key if isinstance(o.node.content, dict) else o.index for o in self.open]
+        return [*self.within, *(part for part in parts if part is not None)]
+
+    def take(self, event: yaml.Event) -> None:
+        place = self.place(event.start_mark)
+        if isinstance(event, yaml.DocumentStartEvent):
+            self.num_documents += 1
+            if self.num_documents > 1:
+                raise place.error("a second document ('---') cannot stand in a recipe")
+        if isinstance(event, yaml.AliasEvent):
+            raise place.error(
+                f"an alias (*{shorten(str(event.anchor))}) cannot stand in a recipe; repeat the value", self.path
+            )
+        if isinstance(event, yaml.NodeEvent):
+            self.start(event, place)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            self.open.pop()
+            self.finish()
+
+    def start(self, event: Any, place: Place) -> None:
+        if event.anchor is not None:
+            text = f"an anchor (&{shorten(event.anchor)}) cannot stand in a recipe; repeat the value"
+            raise place.error(text, self.path)
+        if event.tag is not None:
+            raise place.error(
+                f"a tag ({shorten(event.tag)}) cannot stand in a recipe; write the plain value", self.path
+            )
+        holder = self.open[-1] if self.open else None
+        if holder and isinstance(holder.node.content, dict) and holder.key is None:
+            self.take_key(event, place, holder)
+            return
+        node = self.make(event, place, holder.key_place if holder else None)
+        self.attach(node, holder)
+        if isinstance(event, yaml.ScalarEvent):
+            self.finish()
+        elif len(self.open) >= DEEPEST:
+            raise place.error(f"nested deeper than {DEEPEST} levels")
+        else:
+            self.open.append(_Open(node))
+
+    def finish(self) -> None:
+        """A value is complete: what holds it goes on to the next one."""
+        if self.open:
+            self.open[-1].index += 1
+            self.open[-1].key = None
+
+    def make(self, event: Any, place: Place, key_place: Place | None) -> Node:
+        if isinstance(event, yaml.MappingStartEvent):
+            return Node({}, place, key_place)
+        if isinstance(event, yaml.SequenceStartEvent):
+            return Node([], place, key_place)
+        if _CONTROL.search(event.value):
+            raise place.error(f"a control character cannot stand in a value, got {show(event.value)}", self.path)
+        if not event.implicit[0]:
+            return Node(event.value, place, key_place)
+        try:
+            return Node(read_scalar(event.value), place, key_place)
+        except ValueError as error:
+            text = f"{error}, got {shorten(event.value)}; if it is meant as text, put it in quotes"
+            raise place.error(text, self.path) from None
+
+    def take_key(self, event: Any, place: Place, holder: _Open) -> None:
+        if not isinstance(event, yaml.ScalarEvent):
+            raise place.error("a key must be text, got a mapping or a list", self.path)
+        key = self.make(event, place, None).content
+        if event.implicit[0] and event.value == "<<":
+            raise place.error("a merge key (<<) cannot stand in a recipe; use base:, or repeat the values", self.path)
+        if not isinstance(key, str):
+            raise place.error(f"a key must be text, got {show_with_type(key)}; put it in quotes", self.path)
+        if not key.isprintable() or len(key) > LONGEST_KEY:
+            text = f"a key must be printable and at most {LONGEST_KEY} characters long, got {show(key)}"
+            raise place.error(text, self.path)
+        if key in holder.first_lines:
+            first = f", first on line {holder.first_lines[key]}" if self.has_lines else ""
+            raise place.error(f"duplicate key{first}", [*self.path, key])
+        holder.key, holder.key_place = key, place
+        holder.first_lines[key] = place.line
+
+    def attach(self, node: Node, holder: _Open | None) -> None:
+        if holder is None:
+            self.root = node
+        elif isinstance(holder.node.content, list):
+            holder.node.content.append(node)
+        elif isinstance(holder.node.content, dict):
+            assert holder.key is not None
+            holder.node.content[holder.key] = node
+
+
+def read_document(text: str, source: str, within: Sequence[str] | None = None) -> Node | None:
+    """Read one YAML document.
+
+    Args:
+        text: YAML, without a byte order mark.
+        source: What errors name: a file, or ``--set KEY=VALUE``.
+        within: Keys that lead to the text when it is the value of a change; errors then name no line. None: a file.
+
+    Returns:
+        The top node; None when there is nothing but comments.
+
+    Raises:
+        RecipeError: It is not YAML, or YAML that a recipe may not use.
+    """
+    reader = _Reader(source, within)
+    control = _CONTROL.search(text)
+    if control:
+        line = text.count("\n", 0, control.start()) + 1
+        column = control.start() - text.rfind("\n", 0, control.start())
+        place = Place(source, line, column) if reader.has_lines else Place(source)
+        raise place.error(f"a control character (U+{ord(control.group()):04X}) cannot stand in a recipe", reader.within)
+    loader = _Loader(text)
+    try:
+        while loader.check_event():
+            reader.take(loader.get_event())  # type: ignore[no-untyped-call]
+    except yaml.MarkedYAMLError as error:
+        words = _word_problem(error)
+        starts, found = error.context_mark, error.problem_mark
+        mark = (starts or found) if words == UNCLOSED else (found or starts)
+        raise (reader.place(mark) if mark else Place(source)).error(words, reader.within) from None
+    except RecipeError:
+        raise
+    except (yaml.YAMLError, ValueError, OverflowError):  # PyYAML reads \U escapes and %YAML numbers carelessly
+        text = "not YAML: a character or a number that does not exist"
+        raise reader.place(loader.get_mark()).error(text, reader.within) from None
+    finally:
+        loader.dispose()
+    return reader.root
+
+
+def _word_problem(error: yaml.MarkedYAMLError) -> str:
+    said = " ".join(" ".join(str(part) for part in (error.context, error.problem) if part).split())
+    for pattern, words in _REWORDED:
+        if re.search(pattern, said):
+            return words
+    return f"not YAML: {shorten(said, 120)}"

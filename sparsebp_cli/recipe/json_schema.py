@@ -1,0 +1,122 @@
+"""The recipe as JSON Schema (draft 2020-12), for editors: it accepts what the loader accepts, short forms included.
+
+With ``base`` nothing is required, since the base may give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from sparsebp_cli.policy import FoundPolicy, find_policies
+from sparsebp_cli.recipe.schema import Recipe
+
+Schema = dict[str, Any]
+
+
+def recipe_schema(policies: Mapping[str, FoundPolicy] | None = None) -> Schema:
+    """Return the JSON Schema of a recipe, with the options of policies.
+
+    Args:
+        policies: Name to policy; None: every installed one. Broken ones are left out.
+
+    Returns:
+        A schema that stands alone.
+    """
+    found = find_policies() if policies is None else policies
+    schema = Recipe.model_json_schema()
+    sections: dict[str, Schema] = schema.pop("$defs")
+    properties: dict[str, Schema] = schema["properties"]
+    usable = {name: policy for name, policy in found.items() if policy.policy_class is not None}
+
+    sections.pop("PolicyEntry")
+    for name, policy in usable.items():
+        _add_policy(sections, name, policy)
+    sections["Policy"] = _make_entry(usable)
+    entry = {"$ref": "#/$defs/Policy"}
+    properties["policy"] = {
+        "description": properties["policy"]["description"],
+        "anyOf": [{"type": "array", "items": entry}, entry],
+    }
+    kinds = sections["TargetSection"]["properties"]["kind"]
+    properties["target"] = {
+        "description": properties["target"]["description"],
+        "anyOf": [{"$ref": "#/$defs/TargetSection"}, _allow_only(kinds)],
+    }
+    base = {"type": "string", "minLength": 1, "description": "A recipe that this one is laid over; relative to it."}
+
+    required = [key for key in schema.pop("required") if key != "name"]  # the file's name stands in
+    inner = {}
+    for key in required:
+        section = sections.get(str(properties[key].get("$ref", "")).rpartition("/")[2], {})
+        if "required" in section:
+            inner[key] = {"required": section.pop("required")}
+    _remove_titles(schema)
+    _remove_titles(sections)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "SparseBP recipe",
+        "description": schema["description"],
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"base": base, **properties},
+        "if": {"not": {"required": ["base"]}},
+        "then": {"required": required, "properties": inner},
+        "$defs": sections,
+    }
+
+
+def _add_policy(sections: dict[str, Schema], name: str, policy: FoundPolicy) -> None:
+    """Add one policy's options; definitions of its own get its name before theirs."""
+    assert policy.policy_class is not None
+    prefix = f"policy.{name}"
+    options = policy.policy_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
+    for inner, definition in options.pop("$defs", {}).items():
+        sections[f"{prefix}.{inner}"] = definition
+    options["properties"] = {"name": {"const": name}, **options.get("properties", {})}
+    sections[prefix] = options
+
+
+def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:
+    """Return the schema of one entry: its name decides which options it may have; a bare name has none."""
+    name = {"enum": list(usable), "description": "A name that `sparsebp policies` lists."}
+    bare = [key for key, p in usable.items() if p.policy_class and not _requires_options(p)]
+    return {
+        "anyOf": [
+            *([{"enum": bare}] if bare else []),
+            {
+                "type": "object",
+                "required": ["name"],
+                "properties": {"name": name},
+                "allOf": [
+                    {
+                        "if": {"properties": {"name": {"const": key}}},
+                        "then": {"$ref": f"#/$defs/policy.{key}"},
+                    }
+                    for key in usable
+                ],
+            },
+        ]
+    }
+
+
+def _requires_options(policy: FoundPolicy) -> bool:
+    assert policy.policy_class is not None
+    return any(field.is_required() for field in policy.policy_class.model_fields.values())
+
+
+def _allow_only(choice: Schema) -> Schema:
+    return {key: choice[key] for key in ("const", "enum") if key in choice}
+
+
+def _remove_titles(schema: Any) -> None:
+    """Remove pydantic's titles: they repeat the keys, and hide the descriptions in editors."""
+    if isinstance(schema, list):
+        for part in schema:
+            _remove_titles(part)
+    if not isinstance(schema, dict):
+        return
+    if isinstance(schema.get("title"), str):
+        del schema["title"]
+    for part in schema.values():
+        _remove_titles(part)

@@ -1,0 +1,119 @@
+"""From a recipe's file to a resolved recipe."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sparsebp_cli.policy.phrase import shorten, show_with_type
+from sparsebp_cli.recipe.change import apply_change
+from sparsebp_cli.recipe.check import check_recipe
+from sparsebp_cli.recipe.document import read_document
+from sparsebp_cli.recipe.place import Node, Place
+from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
+from sparsebp_cli.recipe.shorthand import write_out
+
+LARGEST_BYTES = 64 * 1024
+
+
+def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
+    """Read, merge and check a recipe.
+
+    Args:
+        file: A YAML file of at most 64 KiB. Its ``base``, relative to it, is merged under it: mappings key by key,
+            lists and scalars whole; the base's name is not taken over.
+        changes: ``KEY=VALUE`` and ``~KEY``, made in this order after the base is merged.
+
+    Returns:
+        The recipe, resolved: every default filled in, those of the policies too.
+
+    Raises:
+        RecipeError: Anything is wrong, with ``file:line:column: key:`` as far as there is a place.
+    """
+    tree = _read_file(file)
+    assert isinstance(tree.content, dict)
+    base = tree.content.pop("base", None)
+    if base is not None:
+        tree = _merge(_read_base(file, base), tree)
+    tree = _name_by_file(tree, file)
+    for change in changes:
+        tree = write_out(apply_change(tree, change))
+    return check_recipe(tree)
+
+
+def _read_file(file: Path, named_by: Node | None = None) -> Node:
+    """Read a file whose top is a mapping, short forms written out. ``named_by`` is the ``base`` that names it."""
+    text = _read_text(file, named_by)
+    tree = read_document(text, str(file))
+    if tree is None:
+        raise Place(str(file), 1, 1).error("empty: a recipe needs at least version, model and dataset")
+    if not isinstance(tree.content, dict):
+        raise tree.place.error(f"a recipe must be a mapping, got {show_with_type(tree.plain)}")
+    return write_out(tree)
+
+
+def _read_text(file: Path, named_by: Node | None) -> str:
+    try:
+        mode = file.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise ValueError("is a folder, not a file")
+        if not stat.S_ISREG(mode):  # a pipe could block, a device never ends
+            raise ValueError("is not a regular file")
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        problem = _word_failure(file, error)
+        if named_by is not None:
+            raise named_by.place.error(f"{shorten(str(file))}: {problem}", "base") from None
+        raise Place(str(file)).error(problem) from None
+    if len(content) > LARGEST_BYTES:
+        raise Place(str(file)).error(f"too large for a recipe: more than {LARGEST_BYTES // 1024} KiB")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        before = content[: error.start]
+        column = len(before.rsplit(b"\n", 1)[-1].decode("utf-8", "replace")) + 1
+        place = Place(str(file), before.count(b"\n") + 1, column)
+        raise place.error(f"not UTF-8 text: got byte 0x{content[error.start]:02x}") from None
+
+
+def _word_failure(file: Path, error: OSError | ValueError) -> str:
+    if isinstance(error, FileNotFoundError):
+        names = {path.stem: path.name for path in sorted(file.parent.glob("*.y*ml"))}
+        near = difflib.get_close_matches(file.stem, names, n=1)
+        return "no such file" + (f"; did you mean {file.parent / names[near[0]]}?" if near else "")
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return f"cannot be read: {reason[:1].lower()}{reason[1:]}"
+
+
+def _read_base(file: Path, base: Node) -> Node:
+    if not isinstance(base.content, str) or not base.content:
+        raise base.place.error(f"must be the path of a recipe, got {show_with_type(base.plain)}", "base")
+    tree = _read_file(file.parent / base.content, base)
+    assert isinstance(tree.content, dict)
+    if "base" in tree.content:
+        place = tree.content["base"].key_place or tree.place
+        raise place.error("a base cannot have a base of its own: one level is allowed", "base")
+    tree.content.pop("name", None)
+    return tree
+
+
+def _merge(under: Node, over: Node) -> Node:
+    """Lay one tree over another: mappings key by key, everything else whole."""
+    if not (isinstance(under.content, dict) and isinstance(over.content, dict)):
+        return over
+    content = dict(under.content)
+    for key, child in over.content.items():
+        content[key] = _merge(content[key], child) if key in content else child
+    return replace(over, content=content)
+
+
+def _name_by_file(tree: Node, file: Path) -> Node:
+    assert isinstance(tree.content, dict)
+    if "name" in tree.content or not re.fullmatch(NAME_PATTERN, file.stem):
+        return tree
+    return replace(tree, content={**tree.content, "name": Node(file.stem, Place(str(file)))})
