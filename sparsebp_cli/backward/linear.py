@@ -104,6 +104,7 @@ class SelectedLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: Decider) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.decider, ctx.input_shape = decider, x.shape
+        ctx.input_stride = None if x.is_contiguous() else x.stride()
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_wgrad else None, weight if needs_dgrad else None)
         return decider.form.forward(x, weight, bias)
@@ -119,23 +120,38 @@ class SelectedLinear(Function):
         x_ND = None if x is None else x.reshape(-1, x.shape[-1])
         selection = decider.decide(grad_NO, grad.shape[:-1], ctx.input_shape[-1], needs)
         if selection is not None and (decider.reference or isinstance(selection, Elements)):
-            grad_NO, selection = selection.apply(grad_NO), None
-        kernel = _dense if selection is None else _KERNELS.get(type(selection))
+            grad, selection = selection.apply(grad_NO).view(grad.shape), None
+        if selection is None:
+            shape, stride = ctx.input_shape, ctx.input_stride
+            dgrad = None if weight is None else _dense_dgrad(decider.form, grad, weight, shape, stride, needs)
+            wgrad = None if x_ND is None else decider.form.wgrad(grad.reshape(grad_NO.shape), x_ND)
+            return dgrad, wgrad, _dense_bias_grad(grad, stride) if needs.bias else None, None
+        kernel = _KERNELS.get(type(selection))
         if kernel is None:
             raise UnsupportedError(f"no kernel for {type(selection).__name__}; built: Rows, Columns, Elements")
         dgrad_ND, wgrad, bias_grad = kernel(decider.form, grad_NO, x_ND, weight, selection, needs)
-        dgrad = None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape)
-        return dgrad, wgrad, bias_grad, None
+        return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None
 
 
-def _dense(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, _: Selection | None, needs: Needs
-) -> Gradients:
-    return (
-        None if weight is None else grad_NO.mm(form.by_output(weight)),
-        None if x_ND is None else form.wgrad(grad_NO, x_ND),
-        grad_NO.sum(0) if needs.bias else None,
-    )
+def _dense_dgrad(
+    form: Form, grad: Tensor, weight: Tensor, shape: torch.Size, stride: tuple[int, ...] | None, needs: Needs
+) -> Tensor:
+    weight_OD = form.by_output(weight)
+    grad_NO = grad.reshape(-1, grad.shape[-1])
+    if stride is not None:  # where PyTorch multiplies in another order for an input that is not contiguous
+        if len(shape) == 2 and stride[0] == 1 and stride[1] == shape[0]:
+            return weight_OD.t().mm(grad_NO.t()).t()
+        folds = all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
+        if not folds and not needs.wgrad and grad.numel() > 0:
+            grad_BTO = grad.reshape(-1, *grad.shape[-2:])
+            return grad_BTO.bmm(weight_OD.expand(len(grad_BTO), -1, -1)).view(shape)
+    return grad_NO.mm(weight_OD).view(shape)
+
+
+def _dense_bias_grad(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    if stride is None or grad.dim() == 2:
+        return grad.reshape(-1, grad.shape[-1]).sum(0)
+    return grad.sum_to_size(grad.shape[-1:])  # there the bias was added after the product
 
 
 def _rows(

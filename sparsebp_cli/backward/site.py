@@ -52,7 +52,7 @@ def find_sites(model: nn.Module, exclude: Iterable[str] = ()) -> FoundSites:
         UsageError: A pattern of ``exclude`` matches no linear.
     """
     forms = _known_forms()
-    linears: dict[str, nn.Module] = {n: m for n, m in model.named_modules() if isinstance(m, tuple(forms))}
+    linears = {name: module for name, module in model.named_modules() if any(isinstance(module, k) for k in forms)}
     patterns = list(exclude)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in linears):

@@ -1,0 +1,88 @@
+"""Counts the multiplications that are really executed, as they reach the device's kernels.
+
+The formulas are PyTorch's own (``torch.utils.flop_counter``) plus the kernels that it counts as nothing: attention on a
+CPU and grouped matrix products. Like PyTorch, attention counts the whole square, causal or not. Our kernels need no
+formula: what they gather is multiplied by ordinary matrix products, and those are what is seen.
+
+Counting slows a pass down: count on passes that are not timed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class FlopCount:
+    """FLOPs by operator; a multiplication and an addition are 2."""
+
+    def __init__(self) -> None:
+        self.by_operator: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.by_operator.values())
+
+
+@contextmanager
+def count_flops() -> Iterator[FlopCount]:
+    """Count the FLOPs of everything that runs inside, forward or backward.
+
+    Yields:
+        FlopCount: Grows while the block runs.
+    """
+    count = FlopCount()
+    with _Counting(count):
+        yield count
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, count: FlopCount) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        formula = _FORMULAS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        if formula is None:
+            if func is not torch.ops.prim.device.default:
+                with self:  # under inference mode a composite operator arrives whole
+                    result = func.decompose(*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.count.by_operator[str(func.overloadpacket)] += int(formula(*args, **kwargs, out_val=result))
+        return result
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(
+    _: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any
+) -> int:
+    # The scores again, their gradient twice (for query and key), and twice with the values' width.
+    return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    flops = 2 * a.numel() * b.shape[-1]
+    return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops  # each group has its own part of b
+
+
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # noqa: SLF001 - the operator's name
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
+    torch.ops.aten._grouped_mm: _grouped,  # noqa: SLF001
+}
