@@ -1,0 +1,127 @@
+"""What differs beside the recipe: a difference in a number may come from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from sparsebp_cli.compare.comparison import Confound, Group
+from sparsebp_cli.compare.load import LoadedRun, ran_together
+
+TOLERANCE = 1.05  # executed over claimed FLOPs; counts are exact, claims leave out small layers
+
+
+def _fact(name: str) -> Callable[[LoadedRun], Any]:
+    return lambda run: run.history.facts.get(name)
+
+
+def _machine(name: str) -> Callable[[LoadedRun], Any]:
+    return lambda run: _joined(environment.get(name) for environment in run.history.environments)
+
+
+def _package(name: str) -> Callable[[LoadedRun], Any]:
+    return lambda run: _joined(environment.get("packages", {}).get(name) for environment in run.history.environments)
+
+
+def _joined(values: Any) -> str | None:
+    """A run that was resumed elsewhere has more than one."""
+    return ", then ".join(dict.fromkeys(str(value) for value in values if value not in (None, ""))) or None
+
+
+SOURCES: dict[str, Callable[[LoadedRun], Any]] = {
+    "device": _fact("device"),
+    "GPU": _machine("gpu"),
+    "CPU": _machine("cpu"),
+    "cores": _machine("cores"),
+    "threads": _fact("threads"),
+    "tokens a step": _fact("tokens_per_step"),
+    "dataset digest": _fact("dataset_digest"),
+    "training examples": _fact("train_examples"),
+    "evaluation examples": _fact("eval_examples"),
+    "model class": _fact("model_class"),
+    "parameters": _fact("num_parameters"),
+    "Python": _machine("python"),
+    "platform": _machine("platform"),
+    **{name: _package(name) for name in ("torch", "transformers", "accelerate", "peft", "datasets")},
+    "SparseBP": lambda run: run.plan.provenance.sparsebp_version or None,
+    "git commit": lambda run: run.plan.provenance.git_sha[:10] or None,
+}
+
+
+def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound, ...]:
+    """Return everything beside the recipe in which runs that count differ, between groups or inside one.
+
+    Args:
+        members: Label of a group to its runs that count.
+
+    Returns:
+        One entry a thing; a run that does not say is left out of it.
+    """
+    found = []
+    for name, source in SOURCES.items():
+        values: dict[str, dict[str, None]] = {}
+        for label, runs in members.items():
+            for run in runs:
+                if (value := source(run)) is not None:
+                    values.setdefault(str(value), {})[label] = None
+        if len(values) > 1:
+            found.append(Confound(name, tuple((value, tuple(labels)) for value, labels in values.items())))
+    return tuple(found)
+
+
+def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], metric: str) -> tuple[str, ...]:
+    """Return what a reader must know before believing the numbers, one line each.
+
+    Args:
+        runs: All that were given.
+        groups: The groups with their figures.
+        metric: Name of the quality metric.
+
+    Returns:
+        Lines.
+    """
+    lines = [
+        f"run {run.run.run_id} (seed {run.seed}) is not counted: run {run.superseded_by} repeats it and is newer"
+        for run in runs
+        if run.superseded_by
+    ]
+    counted = [run for run in runs if run.finished and not run.superseded_by]
+    if pairs := ran_together(counted):
+        first, second = pairs[0]
+        lines.append(
+            f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run.run_id} and "
+            f"{second.run.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
+        )
+    lines += [line for group in groups if (line := _claim_warning(group))]
+    seeds = {group.seeds for group in groups if group.seeds}
+    if len(seeds) > 1:
+        shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
+        lines.append(f"the groups have different seeds ({shown}): differences use the shared ones only")
+    if dirty := [run.run.run_id for run in counted if run.plan.provenance.git_diff]:
+        lines.append(f"uncommitted changes of the code were present in {len(dirty)} of {len(counted)} runs")
+    if len([group for group in groups if not group.baseline and group.quality.difference]) > 1:
+        lines.append(
+            "each interval stands alone: with several groups, one of them looks different by chance more often"
+        )
+    lines += [f"{group.label}: no run has {metric} after its last step" for group in groups if _blind(group)]
+    return tuple(lines)
+
+
+def _blind(group: Group) -> bool:
+    return group.states.get("finished", 0) > 0 and group.quality.final is None
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(str(seed) for seed in seeds) or "none"
+
+
+def _claim_warning(group: Group) -> str:
+    """A policy that claims to skip and does not is named."""
+    cost = group.cost
+    if cost.claimed_flops is None or cost.executed_flops is None or not cost.dense_flops:
+        return ""
+    claimed, executed = cost.claimed_flops / cost.dense_flops, cost.executed_flops / cost.dense_flops
+    if executed <= claimed * TOLERANCE:
+        return ""
+    what = "skips nothing" if executed > 0.99 else f"executes {executed:.0%}"
+    return f"{group.label}: claims to leave {claimed:.0%} of the backward FLOPs, but {what} (counted)"

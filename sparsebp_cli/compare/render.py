@@ -1,0 +1,90 @@
+"""A comparison as text for machines and for documents."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from sparsebp_cli.compare.comparison import Comparison
+from sparsebp_cli.compare.grid import grids
+from sparsebp_cli.errors import UsageError, did_you_mean
+
+FORMATS = ("json", "csv", "md")
+CSV_COLUMNS = ("level", "group", "label", "run", "seed", "state", "counts", "figure", "value")
+
+
+def render(comparison: Comparison, format: str) -> str:  # noqa: A002 - the option's own name
+    """Return a comparison as text.
+
+    Args:
+        comparison: What was compared.
+        format: ``json`` (everything, with the field ``schema``), ``csv`` (long form: one number a line) or ``md``.
+
+    Returns:
+        The text, which ends with a line break.
+
+    Raises:
+        UsageError: There is no such format.
+    """
+    if format == "json":
+        return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    if format == "csv":
+        return _to_csv(comparison)
+    if format == "md":
+        return _to_markdown(comparison)
+    raise UsageError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}")
+
+
+def _to_csv(comparison: Comparison) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_COLUMNS)
+    for group in comparison.groups:
+        states = " ".join(f"{count} {state}" for state, count in group.states.items())
+        place = ("group", group.group, group.label, "", "", states, "")
+        figures = {"quality": asdict(group.quality), "speed": asdict(group.speed), "cost": asdict(group.cost)}
+        writer.writerows((*place, name, value) for name, value in _flatten(figures, ""))
+    for run in comparison.runs:
+        place = ("run", run.group, run.label, run.run_id, str(run.seed), run.state, str(run.counts).lower())
+        figures_of_run = {"quality": run.quality, "step_seconds": run.step_seconds, "steps": run.steps}
+        figures_of_run["attempts"] = run.attempts
+        writer.writerows((*place, name, value) for name, value in figures_of_run.items())
+    return text.getvalue()
+
+
+def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _flatten(child, f"{name}.{key}" if name else key)
+    else:
+        yield name, value
+
+
+def _to_markdown(comparison: Comparison) -> str:
+    lines = []
+    for grid in grids(comparison):
+        rule = ["---" if number < grid.aside else "--:" for number in range(len(grid.columns))]
+        lines += [f"### {_cell(grid.title)}", "", _row(grid.columns), _row(rule)]
+        lines += [_row(row) for row in grid.rows]
+        lines += ["", *([_cell(grid.note), ""] if grid.note else [])]
+    if comparison.warnings:
+        lines += ["### Warnings", "", *(f"- {_cell(warning)}" for warning in comparison.warnings), ""]
+    lines += [
+        "### In words",
+        "",
+        *(f"- **{_cell(group.label)}**: {_cell(group.verdict)}" for group in comparison.groups),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: tuple[str, ...] | list[str]) -> str:
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _cell(text: str) -> str:
+    """Only what would break a table or start a tag is escaped."""
+    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
