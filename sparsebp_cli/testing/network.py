@@ -1,0 +1,60 @@
+"""A small network, trained with a policy or by plain PyTorch, to the last bit repeatable."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward import Engine, attach
+from sparsebp_cli.policy import GradientSelector
+
+
+def train_network(
+    policy: GradientSelector | None,
+    *,
+    num_steps: int = 3,
+    stop: int | None = None,
+    resume_with: GradientSelector | None = None,
+    dtype: torch.dtype = torch.float32,
+    engine: str = "fast",
+) -> list[Tensor]:
+    """Train a small network, two backward passes a step.
+
+    Args:
+        policy: Asked at its linears; None: plain PyTorch.
+        num_steps: Optimizer steps.
+        stop: The step before which the engine is detached and a new one goes on from its state.
+        resume_with: The policy of the new engine; None: the same.
+        dtype: Of weights and data.
+        engine: As for ``attach``.
+
+    Returns:
+        The weights.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 5)).to(
+        dtype
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3)
+    data = torch.randn(num_steps, 2, 4, 3, 6, generator=generator, dtype=dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    attached: Engine | None = None
+    for step in range(num_steps):
+        if policy is not None and step in (0, stop):
+            chosen = policy if step == 0 or resume_with is None else resume_with
+            state = None if attached is None else json.loads(json.dumps(attached.state_dict()))
+            if attached is not None:
+                attached.detach()
+            attached = attach(model, [chosen], optimizer=optimizer, engine=engine)
+            if state is not None:
+                attached.load_state_dict(state)
+        for x in data[step]:
+            loss = model(x).square().mean()
+            loss.backward() if attached is None else attached.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
