@@ -11,8 +11,20 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli.cli.cancel import cancel
+from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.crash import Crash
+from sparsebp_cli.cli.doctor import doctor
+from sparsebp_cli.cli.logs import logs
+from sparsebp_cli.cli.policies import policies
+from sparsebp_cli.cli.resume import resume
 from sparsebp_cli.cli.run import run
+from sparsebp_cli.cli.runs import runs
+from sparsebp_cli.cli.schema import schema
+from sparsebp_cli.cli.show import show
+from sparsebp_cli.cli.sync import sync
+from sparsebp_cli.cli.ui import ui
+from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.errors import SparseBPError
 
 app = typer.Typer(
@@ -25,7 +37,15 @@ app = typer.Typer(
 )
 crash = Crash()
 
-app.command()(run)
+VERBS = {
+    "Runs": (run, resume, cancel, logs),
+    "Results": (compare, runs, show, sync, ui),
+    "Recipes": (validate, schema, policies),
+    "This machine": (doctor,),
+}
+for panel, verbs in VERBS.items():
+    for verb in verbs:
+        app.command(rich_help_panel=panel)(verb)
 
 
 @app.callback()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.cli.display import Display, make_display
+from sparsebp_cli.cli.display import Display, PlainDisplay, make_display
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console, print_line
@@ -22,12 +22,12 @@ STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at
 KILLING = "ending it at once"
 
 
-def follow_all(jobs: Sequence[Job], *, seen: int = 0) -> int:
+def follow_all(jobs: Sequence[Job], *, seen: Sequence[int] = ()) -> int:
     """Show the runs of jobs one after the other, each with a summary. Ctrl-C and SIGTERM are handed on to the worker.
 
     Args:
         jobs: In the order in which they run.
-        seen: Bytes of the first journal that the user has seen, in an earlier attempt.
+        seen: Bytes of each journal that belong to earlier attempts; none: all journals are new.
 
     Returns:
         The exit code: that of the first run that did not finish, or 130, 143 after a signal.
@@ -35,7 +35,7 @@ def follow_all(jobs: Sequence[Job], *, seen: int = 0) -> int:
     codes: list[int] = []
     with Interrupts() as interrupts:
         for number, job in enumerate(jobs):
-            _follow(job, interrupts, seen if number == 0 else 0)
+            _follow(job, interrupts, seen[number] if seen else 0)
             codes.append(_conclude(job, show_next=number == len(jobs) - 1))
             if interrupts.received:
                 _tell_rest(jobs[number + 1 :])
@@ -43,16 +43,18 @@ def follow_all(jobs: Sequence[Job], *, seen: int = 0) -> int:
     return next((code for code in codes if code), 0)
 
 
-def watch(job: Job) -> int:
+def watch(job: Job, *, follow: bool) -> int:
     """Show a run that somebody else submitted. Ctrl-C leaves it alone.
 
     Args:
         job: The run.
+        follow: Go on until it is over; else what there is so far.
 
     Returns:
         0, or 130, 143 after a signal.
     """
-    with Interrupts() as interrupts, make_display(begin_progress(job.run)) as display:
+    progress = begin_progress(job.run)
+    with Interrupts() as interrupts, make_display(progress) if follow else PlainDisplay(progress) as display:
         offset, lines = 0, 0
         while True:
             over = job.status().over
@@ -62,7 +64,7 @@ def watch(job: Job) -> int:
                 display.say(line)
             lines = len(printed)
             display.refresh()
-            if over or interrupts.received:
+            if over or not follow or interrupts.received:
                 break
             interrupts.wait(POLL_SECONDS)
     if interrupts.received and not over:

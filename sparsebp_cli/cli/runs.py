@@ -1,0 +1,75 @@
+"""``sparsebp runs``: what was run on this machine."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from sparsebp_cli.cli.option import Format
+from sparsebp_cli.cli.quantity import show_age
+from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.cli.stored import describe_policies, read_plan
+from sparsebp_cli.errors import RunNotFoundError
+from sparsebp_cli.run import History, RunFolder, home, list_runs
+from sparsebp_cli.run.metric import EVAL_LOSS
+
+STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted": "yellow"}
+
+
+def runs(
+    output: Format = Output.TABLE,
+    limit: Annotated[int, typer.Option(min=1, help="Show the newest so many.")] = 20,
+) -> None:
+    """List runs, newest first."""
+    found = list_runs()
+    lines = [describe_run(folder) for folder in found[:limit]]
+    if output is Output.JSON:
+        print_json(lines)
+        return
+    if not lines:
+        print_line(f"no runs yet under {home()}; `sparsebp run RECIPE` makes one")
+        return
+    from rich.text import Text
+
+    table = make_table(
+        "run", "name", "policy", "state", "step", "eval loss", "age", numbers=("step", "eval loss", "age")
+    )
+    for line in lines:
+        loss = "" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
+        state = Text(line["state"], style=STYLES.get(line["state"], ""))
+        steps = f"{line['step']}/{line['max_steps']}"
+        age = show_age(time.time() - line["created"])
+        table.add_row(line["run_id"], Text(line["name"]), Text(line["policy"]), state, steps, loss, age)
+    console().print(table)
+    if len(found) > limit:
+        print_line(f"{len(found) - limit} older runs are not shown; --limit {len(found)} shows all")
+
+
+def describe_run(folder: RunFolder) -> dict[str, Any]:
+    """Return what is known of a run, for a line of the table.
+
+    Args:
+        folder: The run.
+
+    Returns:
+        Plain values; a damaged plan gives a line with state ``damaged``.
+    """
+    line: dict[str, Any] = {"run_id": folder.run_id, "name": "?", "policy": "?", "state": "damaged"}
+    line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}
+    try:
+        plan = read_plan(folder)
+    except RunNotFoundError:
+        return line
+    recipe, history = plan["recipe"], History.load(folder.path)
+    return line | {
+        "name": recipe["name"],
+        "policy": describe_policies(recipe),
+        "state": str(folder.state()),
+        "step": max((max(points) for points in history.metrics.values()), default=0),
+        "max_steps": recipe["training"]["max_steps"],
+        "seed": recipe["training"]["seed"],
+        "eval_loss": history.last(EVAL_LOSS.name),
+        "created": plan["created"],
+    }

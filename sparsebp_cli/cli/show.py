@@ -1,0 +1,98 @@
+"""``sparsebp show``: everything about one run."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from sparsebp_cli.cli.option import OneRun
+from sparsebp_cli.cli.screen import console, print_json, print_line
+from sparsebp_cli.cli.stored import find_one, read_plan
+from sparsebp_cli.cli.summary import summarise
+from sparsebp_cli.run import History, RunFolder
+
+
+class Form(StrEnum):
+    """How a run is shown."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def show(
+    run: OneRun,
+    output: Annotated[
+        Form, typer.Option("-o", "--output", help="For people; JSON: everything; YAML: the recipe alone, for diff.")
+    ] = Form.TABLE,
+) -> None:
+    """Show one run: recipe, numbers, notes, machine, files."""
+    folder = find_one(run)
+    plan, history = read_plan(folder), History.load(folder.path)
+    if output is Form.YAML:
+        print_line(_to_yaml(plan["recipe"]))
+    elif output is Form.JSON:
+        print_json(describe(folder, plan, history))
+    else:
+        _print(folder, plan, history)
+
+
+def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[str, Any]:
+    """Return everything about a run as plain data.
+
+    Args:
+        folder: The run.
+        plan: As it is stored.
+        history: Its journal.
+
+    Returns:
+        What ``-o json`` prints.
+    """
+    metrics = {}
+    for name in sorted(history.metrics):
+        series = history.series(name)
+        steps = list(series)
+        metrics[name] = {
+            "points": len(steps),
+            "first_step": steps[0],
+            "first": series[steps[0]],
+            "last_step": steps[-1],
+            "last": series[steps[-1]],
+        }
+    return {
+        "run_id": folder.run_id,
+        "name": plan["recipe"]["name"],
+        "state": str(folder.state()),
+        "plan": plan,
+        "facts": history.facts,
+        "environments": history.environments,
+        "metrics": metrics,
+        "notes": [{"attempt": attempt, "level": level, "text": text} for attempt, level, text in history.notes],
+        "ends": history.ends,
+        "files": {path.name: str(path) for path in sorted(folder.path.iterdir()) if not path.name.endswith(".lock")},
+    }
+
+
+def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
+    console().print(summarise(folder, show_next=False))
+    for end in history.ends[-1:]:
+        if end["text"]:
+            print_line(f"{end['status']}: {end['text']}")
+    for _, level, text in history.notes:
+        print_line(f"{level}: {text}")
+    sections: dict[str, Any] = {"facts": history.facts, "machine": (history.environments or [{}])[-1]}
+    provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
+    if plan["provenance"].get("git_diff"):
+        provenance["git_diff"] = "uncommitted changes are in plan.json"
+    sections |= {"provenance": provenance, "recipe": plan["recipe"], "folder": str(folder.path)}
+    for title, content in sections.items():
+        if content:
+            print_line("\n" + _to_yaml({title: content}))
+
+
+def _to_yaml(content: Any) -> str:
+    import yaml
+
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100).rstrip("\n")

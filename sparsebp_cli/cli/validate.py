@@ -1,0 +1,31 @@
+"""``sparsebp validate``: check recipes without starting anything."""
+
+from __future__ import annotations
+
+import typer
+
+from sparsebp_cli.cli.option import Changes, Recipes, Seeds
+from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.stored import describe_policies
+from sparsebp_cli.errors import SparseBPError, UsageError
+
+
+def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None) -> None:
+    """Check recipes: one line each, and exit code 2 when one of them is wrong."""
+    from sparsebp_cli.recipe import load_recipe, parse_seeds
+
+    num_runs, wrong = len(parse_seeds(seeds)) if seeds is not None else 1, 0
+    for file in recipes:
+        try:
+            recipe = load_recipe(file, changes or [])
+        except SparseBPError as error:
+            print_line(f"error: {error}", stderr=True)
+            wrong += 1
+            continue
+        config = recipe.model.config or {}
+        model = recipe.model.name or f"random {config.get('model_type')}"
+        policy = describe_policies(recipe.model_dump(mode="json"))
+        steps = f"{recipe.training.max_steps} steps, {num_runs} run{'s' * (num_runs > 1)}"
+        print_line(f"ok {file}: {recipe.name}: model {model}, data {recipe.dataset.name}, policy {policy}, {steps}")
+    if wrong:
+        raise typer.Exit(UsageError.exit_code)

@@ -1,0 +1,17 @@
+"""The command line as it is, with a worker that trains nothing behind the target ``local``."""
+
+from __future__ import annotations
+
+import sparsebp_cli.target
+from sparsebp_cli.cli.app import main
+from sparsebp_cli.recipe.schema import TargetSection
+from sparsebp_cli.target import LocalTarget, Target
+
+
+def make_fake(section: TargetSection) -> Target:
+    return LocalTarget("fake_worker")
+
+
+if __name__ == "__main__":
+    sparsebp_cli.target.make_target = make_fake
+    main()
