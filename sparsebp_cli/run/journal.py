@@ -170,4 +170,4 @@ def _to_json(value: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    return float(value) if value in {"nan", "inf", "-inf"} else value
+    return float(value) if isinstance(value, str) and value in {"nan", "inf", "-inf"} else value

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import nn
+from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
@@ -49,6 +50,7 @@ def build_training(
     journal.write("attempt", from_step=snapshot.step if snapshot else 0, environment=describe_environment())
     for text in damaged:
         journal.write("note", level="warning", text=f"{text}; going on from step {snapshot.step if snapshot else 0}")
+    disable_progress_bar()  # the log is read by people and by programs
     accelerator = _build_accelerator(recipe)
     set_seed(recipe.training.seed)
     tokenizer = build_tokenizer(recipe.model)
@@ -123,7 +125,9 @@ def _check_fit(model: Any, tokenizer: Any, recipe: Recipe) -> None:
         raise DataError(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: not a pair")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and recipe.dataset.max_seq_length > longest:
-        raise DataError(f"dataset.max_seq_length: must be at most {longest} for this model, got {recipe.dataset.max_seq_length}")
+        raise DataError(
+            f"dataset.max_seq_length: must be at most {longest} for this model, got {recipe.dataset.max_seq_length}"
+        )
 
 
 def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -> dict[str, Any]:

@@ -91,7 +91,9 @@ def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> D
         train, test = train[:-num_held_out], train[-num_held_out:]
     for name, split in (("training", train), ("held-out", test)):
         if not split:
-            raise DataError(f"dataset {section.name}: the {name} split has no example of {section.max_seq_length} tokens")
+            raise DataError(
+                f"dataset {section.name}: the {name} split has no example of {section.max_seq_length} tokens"
+            )
     return Data(train, test, label_names)
 
 
@@ -102,7 +104,9 @@ def _load_splits(section: DatasetSection) -> dict[str, Any]:
     source = find_source(section.name, DATASETS)
     if callable(source):
         return dict(source())
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
+
+    disable_progress_bars()
 
     options: dict[str, Any] = {"cache_dir": str(home() / "cache" / "datasets")}
     if isinstance(source, Path) and source.is_file():
@@ -173,7 +177,9 @@ def _label_names(rows: Rows, column: str) -> list[str]:
     return sorted(str(label) for label in labels)
 
 
-def _classify(rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, names: list[str]) -> list[Example]:
+def _classify(
+    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, names: list[str]
+) -> list[Example]:
     number = {name: i for i, name in enumerate(names)}
     examples = []
     texts = _column(rows, section.text_column)

@@ -65,6 +65,9 @@ def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -
         The schedule, to be stepped once after every optimizer step.
     """
     schedule: LRScheduler = get_scheduler(
-        section.lr_scheduler_type, optimizer, num_warmup_steps=section.warmup_steps, num_training_steps=section.max_steps
+        section.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=section.warmup_steps,
+        num_training_steps=section.max_steps,
     )
     return schedule

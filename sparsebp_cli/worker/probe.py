@@ -7,14 +7,14 @@ random generators, gradients, policy state and counters are put back, so a run w
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward import Engine
+from sparsebp_cli.backward import Claim, Engine
 from sparsebp_cli.backward.fidelity import compare_gradients
 from sparsebp_cli.backward.flops import count_flops
 from sparsebp_cli.backward.memory import saved_bytes, tensor_bytes
@@ -34,7 +34,7 @@ class Probe:
         model: With the engine attached, in training mode, without gradients.
         engine: Attached to the model.
         forward: The loss of a micro-batch.
-        backward: Differentiates it, as training does.
+        backward: Differentiates it without the engine, as training without policies would.
         stopwatch: For the clock.
     """
 
@@ -52,36 +52,45 @@ class Probe:
         """
         rng = capture_rng()
         seconds: dict[str, list[float]] = {"dense": [], "policy": []}
-        ways = {"dense": self.engine.disabled, "policy": self.engine.probing}
         for number in range(ROUNDS):
             for way in ("dense", "policy") if number % 2 == 0 else ("policy", "dense"):
                 restore_rng(rng)
-                seconds[way].append(self._time(ways[way]()))
+                seconds[way].append(self._time(way))
         restore_rng(rng)
-        values, dense_grads = self._count(ways["dense"](), metric.BACKWARD_DENSE.name)
+        values, dense_grads, _ = self._count("dense", metric.BACKWARD_DENSE.name)
         restore_rng(rng)
-        policy_values, policy_grads = self._count(ways["policy"](), metric.BACKWARD_EXECUTED.name)
+        policy_values, policy_grads, claim = self._count("policy", metric.BACKWARD_EXECUTED.name)
         values |= policy_values
-        values |= self._speed(values, {way: median(times) for way, times in seconds.items()})
+        values |= _speed(values, claim, median(seconds["dense"]), median(seconds["policy"]))
         fidelity = compare_gradients(policy_grads, dense_grads)
         values |= {metric.COSINE.name: fidelity.cosine, metric.RELATIVE_ERROR.name: fidelity.relative_error}
         restore_rng(rng)
         return values
 
-    def _time(self, way: AbstractContextManager[object]) -> float:
-        with way:
+    @contextmanager
+    def _on(self, way: str) -> Iterator[Callable[[Tensor], None]]:
+        if way == "dense":
+            with self.engine.disabled():
+                yield self.backward
+        else:
+            with self.engine.probing():
+                yield lambda loss: self.engine.backward(loss, self.backward)
+
+    def _time(self, way: str) -> float:
+        with self._on(way) as backward:
             start = self.stopwatch.now()
-            self.backward(self.forward())
+            backward(self.forward())
             end = self.stopwatch.now()
         self._drop_gradients()
         return end - start
 
-    def _count(self, way: AbstractContextManager[object], name: str) -> tuple[dict[str, float], list[Tensor | None]]:
-        with way:
-            with count_flops() as forward_flops, saved_bytes(self.model) as saved:
+    def _count(self, way: str, name: str) -> tuple[dict[str, float], list[Tensor | None], Claim]:
+        with self._on(way) as backward:
+            with count_flops() as forward_flops, saved_bytes(self.model.parameters()) as saved:
                 loss = self.forward()
             with count_flops() as backward_flops:
-                self.backward(loss)
+                backward(loss)
+            claim = self.engine.claim()
         gradients = [p.grad for p in self.model.parameters() if p.requires_grad]
         values = {
             metric.FORWARD_FLOPS.name: float(forward_flops.total),
@@ -90,21 +99,21 @@ class Probe:
             metric.GRADIENT_BYTES.name: float(tensor_bytes(g for g in gradients if g is not None)),
         }
         self._drop_gradients()
-        return values, gradients
-
-    def _speed(self, values: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:
-        forward, dense = values[metric.FORWARD_FLOPS.name], values[metric.BACKWARD_DENSE.name]
-        claim = self.engine.claim()
-        highest = ceiling(forward, dense, dense - claim.dense_flops + claim.claimed_flops)
-        share = realised_share(seconds["dense"], seconds["policy"], highest)
-        speed = {
-            metric.PROBE_DENSE_SECONDS.name: seconds["dense"],
-            metric.PROBE_POLICY_SECONDS.name: seconds["policy"],
-            metric.SPEEDUP.name: seconds["dense"] / seconds["policy"],
-            metric.CEILING.name: highest,
-        }
-        return speed if share is None else speed | {metric.REALISED_SHARE.name: share}
+        return values, gradients, claim
 
     def _drop_gradients(self) -> None:
         for parameter in self.model.parameters():
             parameter.grad = None
+
+
+def _speed(values: dict[str, float], claim: Claim, dense_seconds: float, policy_seconds: float) -> dict[str, float]:
+    forward, dense = values[metric.FORWARD_FLOPS.name], values[metric.BACKWARD_DENSE.name]
+    highest = ceiling(forward, dense, dense - claim.dense_flops + claim.claimed_flops)
+    share = realised_share(dense_seconds, policy_seconds, highest)
+    speed = {
+        metric.PROBE_DENSE_SECONDS.name: dense_seconds,
+        metric.PROBE_POLICY_SECONDS.name: policy_seconds,
+        metric.SPEEDUP.name: dense_seconds / policy_seconds,
+        metric.CEILING.name: highest,
+    }
+    return speed if share is None else speed | {metric.REALISED_SHARE.name: share}

@@ -179,7 +179,7 @@ class Training:
             self.model,
             self.engine,
             forward=lambda: self._loss(batch, targets),
-            backward=lambda loss: self.engine.backward(loss, self.accelerator.backward),
+            backward=self.accelerator.backward,
             stopwatch=Stopwatch(self.accelerator.device),
         )
         return probe.measure()
@@ -203,8 +203,9 @@ class Training:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         return values | {metric.PEAK_RESIDENT_BYTES.name: float(peak)}
 
-    def _log(self, values: dict[str, float], step: int | None = None) -> None:
-        self.journal.write("metrics", step=self.step if step is None else step, values=values)
+    def _log(self, values: dict[str, float | None], step: int | None = None) -> None:
+        known = {name: value for name, value in values.items() if value is not None}
+        self.journal.write("metrics", step=self.step if step is None else step, values=known)
 
     def snapshot(self) -> Snapshot:
         """Return everything that the run needs to go on from here."""

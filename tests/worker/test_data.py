@@ -1,0 +1,176 @@
+"""Datasets become examples; what cannot be is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import DatasetSection, ModelSection
+from sparsebp_cli.worker.batch import BatchOrder, collate, num_targets
+from sparsebp_cli.worker.data import IGNORED, build_data
+from sparsebp_cli.worker.model import build_model, build_tokenizer
+from tests.worker.conftest import LLAMA, work
+
+PAIRS = [
+    {"prompt": f"spell {n}", "completion": f"word number {n}", "label": n % 3, "text": f"text {n}"} for n in range(40)
+]
+
+
+@pytest.fixture
+def tokenizer(tiny_folder):
+    return build_tokenizer(ModelSection(config=LLAMA, tokenizer=str(tiny_folder / "tokenizer")))
+
+
+def write(folder: Path, suffix: str) -> Path:
+    """The pairs, as a file of one of the formats."""
+    import pandas
+
+    file = folder / f"pairs{suffix}"
+    frame = pandas.DataFrame(PAIRS)
+    match suffix:
+        case ".jsonl":
+            file.write_text("".join(json.dumps(row) + "\n" for row in PAIRS), encoding="utf-8")
+        case ".csv":
+            frame.to_csv(file, index=False)
+        case ".tsv":
+            frame.to_csv(file, index=False, sep="\t")
+        case ".parquet":
+            frame.to_parquet(file)
+    return file
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".tsv", ".parquet"])
+def test_every_file_format_gives_the_same_examples(tmp_path, tokenizer, suffix) -> None:
+    digests = set()
+    for kind in (suffix, ".jsonl"):
+        section = DatasetSection(name=str(write(tmp_path, kind)), format="completion", max_seq_length=32)
+        digests.add(build_data(section, tokenizer).digest())
+    assert len(digests) == 1
+
+
+def test_a_prompt_is_never_trained_and_a_completion_always_is(tmp_path, tokenizer) -> None:
+    section = DatasetSection(name=str(write(tmp_path, ".jsonl")), format="completion", max_seq_length=64)
+    data = build_data(section, tokenizer)
+    assert (len(data.train), len(data.held_out)) == (36, 4)
+    for row, example in zip(PAIRS, data.train, strict=False):
+        trained = example.input_ids[example.labels != IGNORED]
+        ignored = example.input_ids[example.labels == IGNORED]
+        assert tokenizer.decode(trained) == row["completion"] + tokenizer.eos_token
+        assert tokenizer.decode(ignored) == tokenizer.bos_token + row["prompt"]
+
+
+def test_a_truncated_completion_without_any_target_is_left_out(tmp_path, tokenizer) -> None:
+    file = tmp_path / "long.jsonl"
+    rows = [{"prompt": "x" * 200, "completion": "y"}, *PAIRS[:5]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = build_data(DatasetSection(name=str(file), format="completion", max_seq_length=32), tokenizer)
+    assert len(data.train) + len(data.held_out) == 5
+
+
+def test_packed_text_loses_no_token_but_the_last_block(tiny_folder, tokenizer) -> None:
+    data = build_data(DatasetSection(name=str(tiny_folder / "text.txt"), max_seq_length=16), tokenizer)
+    stream = np.concatenate([e.input_ids for e in (*data.train, *data.held_out)])
+    text = (tiny_folder / "text.txt").read_text()
+    assert (text + tokenizer.eos_token).startswith(tokenizer.decode(stream))
+    assert len(stream) > len(tokenizer(text)["input_ids"]) - 17
+
+
+def test_classification_takes_numbers_and_names(tmp_path, tokenizer) -> None:
+    named = [row | {"label": "abc"[row["label"]]} for row in PAIRS]
+    file = tmp_path / "named.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in named), encoding="utf-8")
+    by_name = build_data(DatasetSection(name=str(file), format="classification"), tokenizer)
+    by_number = build_data(DatasetSection(name=str(write(tmp_path, ".jsonl")), format="classification"), tokenizer)
+    assert by_name.label_names == ["a", "b", "c"]
+    assert [int(e.labels) for e in by_name.train] == [int(e.labels) for e in by_number.train]
+
+
+def test_a_classification_is_trained_and_its_accuracy_measured(tmp_path, tiny_recipe, prepared) -> None:
+    from sparsebp_cli.run import History
+
+    dataset = {"name": str(write(tmp_path, ".jsonl")), "format": "classification", "max_seq_length": 16}
+    run = prepared(tiny_recipe(dataset=dataset, policy=[{"name": "topk", "keep": 0.5}]))
+    assert work(run) == 0, (run.path / "worker.log").read_text()
+    assert 0.0 <= History.load(run.path).last("eval/accuracy") <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("section", "says"),
+    [
+        ({"name": "./nowhere.txt"}, "no such file"),
+        ({"name": "package:json/nothing.txt"}, "has no 'nothing.txt'"),
+        ({"name": "package:no_such_package/x"}, "no installed package"),
+        ({"name": "package:json/../os.py"}, "has no '../os.py'"),
+        ({"name": "@pairs", "format": "completion", "prompt_column": "promt"}, "did you mean prompt?"),
+        ({"name": "@pairs", "split": "trian"}, "the dataset has no split"),
+        ({"name": "@pairs", "eval_split": "test"}, "it has train"),
+        ({"name": "@binary"}, "cannot read .bin"),
+        ({"name": "@short", "max_seq_length": 64}, "no example of 64 tokens"),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_in_one_line(tmp_path, tokenizer, section, says) -> None:
+    (tmp_path / "x.bin").write_bytes(b"\0")
+    (tmp_path / "short.txt").write_text("short")
+    names = {"@pairs": write(tmp_path, ".jsonl"), "@binary": tmp_path / "x.bin", "@short": tmp_path / "short.txt"}
+    section = section | {"name": str(names.get(section["name"], section["name"]))}
+    if "split" in section:  # the split of a single file is called as the recipe says
+        section |= {"name": "austen"}
+    with pytest.raises(DataError) as caught:
+        build_data(DatasetSection(**section), tokenizer)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_order_of_batches_is_a_function_of_seed_and_number(tiny_folder, tokenizer) -> None:
+    data = build_data(DatasetSection(name=str(tiny_folder / "text.txt"), max_seq_length=16), tokenizer)
+    first, second = (BatchOrder(data.train, 4, 5, 0) for _ in range(2))
+    numbers = [0, 7, 10_000, 7, 3]
+    for number in numbers:
+        assert torch.equal(first[number]["input_ids"], second[number]["input_ids"])
+    epoch = len(data.train)
+    drawn = [BatchOrder(data.train, 1, 5, 0)[n]["input_ids"] for n in range(epoch)]
+    assert sorted(x.tolist() for x in drawn) == sorted([e.input_ids.tolist()] for e in data.train)
+
+
+def test_padding_is_masked_and_never_a_target(tmp_path, tokenizer) -> None:
+    section = DatasetSection(name=str(write(tmp_path, ".jsonl")), format="completion", max_seq_length=64)
+    examples = sorted(build_data(section, tokenizer).train, key=lambda example: len(example.input_ids))
+    batch = collate([examples[0], examples[-1]], tokenizer.pad_token_id)
+    assert int(batch["attention_mask"].sum()) == len(examples[0].input_ids) + len(examples[-1].input_ids)
+    assert batch["input_ids"].shape[1] % 8 == 0
+    assert (batch["labels"][batch["attention_mask"] == 0] == IGNORED).all()
+    assert num_targets(batch) == int((batch["labels"] != IGNORED).sum())
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ({"config.json": '{"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}}'}, "auto_map"),
+        ({"config.json": '{"model_type": "llama", "_attn_implementation": "a/b"}'}, "_attn_implementation"),
+        ({"config.json": "{"}, "no readable config.json"),
+        ({}, "no readable config.json"),
+        ({"config.json": json.dumps(LLAMA | {"vocab_size": 300}), "pytorch_model.bin": "pickle"}, "safetensors"),
+    ],
+)
+def test_a_hostile_or_broken_model_folder_is_refused_in_one_line(tmp_path, tokenizer, files, says) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        build_model(ModelSection(name=str(folder)), tokenizer, None)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_setting_of_a_random_model_is_named(tokenizer, tiny_folder) -> None:
+    path = str(tiny_folder / "tokenizer")
+    with pytest.raises(DataError, match=r"config\.hiden_size.*did you mean hidden_size"):
+        build_model(ModelSection(config=LLAMA | {"hiden_size": 3}, tokenizer=path), tokenizer, None)
+    with pytest.raises(DataError, match=r"unknown 'lama'.*did you mean"):
+        build_model(ModelSection(config={"model_type": "lama"}, tokenizer=path), tokenizer, None)

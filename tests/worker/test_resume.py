@@ -1,0 +1,179 @@
+"""Killed at any moment, a run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run.metric import METRICS
+from tests.worker.conftest import start, work
+
+DROPOUT = {"attention_dropout": 0.1}
+LONG = {
+    "training": {"max_steps": 40},
+    "checkpoint": {"every": 2},
+    "measure": {"eval_every": 7, "probe_every": 9},
+    "policy": [{"name": "random", "keep": 0.5, "along": "rows", "weighted": True}],
+}
+
+
+def result(run: RunFolder) -> dict[str, Any]:
+    """All that must not depend on how often a run was interrupted."""
+    history = History.load(run.path)
+    table = {name: history.series(name) for name in history.metrics if not METRICS[name].timing}
+    weights = hashlib.sha256((run.path / "model" / "model.safetensors").read_bytes()).hexdigest()
+    newest = max((run.path / "checkpoints").glob("step-*"))
+    files = ("weights.safetensors", "optimizer.safetensors", "random.safetensors", "state.json")
+    return {"weights": weights, "table": table} | {
+        name: hashlib.sha256((newest / name).read_bytes()).hexdigest() for name in files
+    }
+
+
+def wait_for(run: RunFolder, what: Callable[[], bool], process: Any) -> None:
+    """Wait until something is so, or the worker is over."""
+    while process.is_alive() and not what():
+        time.sleep(0.001)
+
+
+def kill_once(run: RunFolder, chance: random.Random) -> bool:
+    """Start or resume the worker and kill it: while it saves, or after a random time.
+
+    Returns:
+        Whether it was killed inside a save.
+    """
+    process = start(run)
+    if chance.random() < 0.4:
+        wait_for(run, lambda: any((run.path / "checkpoints").glob(".part-*")), process)
+    else:
+        steps = len(History.load(run.path).series("train/loss")) + chance.randrange(0, 12)
+        wait_for(run, lambda: len(History.load(run.path).series("train/loss")) > steps, process)
+        time.sleep(chance.random() * 0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    return any((run.path / "checkpoints").glob(".part-*"))
+
+
+def run_trials(count: int, tiny_recipe: Callable[..., Recipe], prepared: Callable[[Recipe], RunFolder]) -> int:
+    """Kill ``count`` runs one to three times each, resume them, and compare with the run left alone.
+
+    Returns:
+        How many kills fell into a save.
+    """
+    recipe = tiny_recipe(**LONG, model={"config": tiny_recipe().model.config | DROPOUT})
+    straight = prepared(recipe)
+    assert work(straight) == 0
+    expected, chance, inside = result(straight), random.Random(0), 0
+    for _ in range(count):
+        run = prepared(recipe)
+        kills = chance.choice([1, 1, 3])
+        for _ in range(kills):
+            inside += kill_once(run, chance)
+        assert run.state() in {State.INTERRUPTED, State.QUEUED, State.FINISHED}
+        assert work(run) == 0
+        assert run.state() is State.FINISHED
+        assert result(run) == expected
+    return inside
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_identical_weights_and_metrics(tiny_recipe, prepared) -> None:
+    assert run_trials(6, tiny_recipe, prepared) >= 1
+
+
+@pytest.mark.chaos
+def test_fifty_killed_runs_resume_to_identical_weights_and_metrics(tiny_recipe, prepared) -> None:
+    inside = run_trials(50, tiny_recipe, prepared)
+    print(f"50 runs killed and resumed: all identical; {inside} kills inside a save")
+    assert inside >= 8
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_polite_signal_leaves_a_checkpoint_and_the_run_goes_on(tiny_recipe, prepared, number, code) -> None:
+    recipe = tiny_recipe(training={"max_steps": 60}, checkpoint={"every": 1000})
+    straight, run = prepared(recipe), prepared(recipe)
+    assert work(straight) == 0
+    process = start(run)
+    wait_for(run, lambda: len(History.load(run.path).series("train/loss")) >= 3, process)
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == code
+    assert run.state() is State.INTERRUPTED
+    assert len(list((run.path / "checkpoints").glob("step-*"))) == 1
+    assert work(run) == 0
+    last = straight.path / "model" / "model.safetensors"
+    assert (run.path / "model" / "model.safetensors").read_bytes() == last.read_bytes()
+    assert History.load(run.path).series("eval/loss") == History.load(straight.path).series("eval/loss")
+
+
+def damage_ways(file: Path) -> dict[str, Callable[[], object]]:
+    """Ways in which a file goes bad."""
+    content = file.read_bytes()
+    flipped = bytearray(content)
+    flipped[len(flipped) // 2] ^= 4
+    return {
+        "removed": file.unlink,
+        "zeroed": lambda: file.write_bytes(b"\0" * len(content)),
+        "truncated": lambda: file.write_bytes(content[: len(content) // 2]),
+        "flipped": lambda: file.write_bytes(bytes(flipped)),
+    }
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_is_passed_over_with_one_warning(tiny_recipe, prepared) -> None:
+    from sparsebp_cli.worker.checkpoint import CheckpointFolder
+
+    run = prepared(tiny_recipe())
+    assert work(run) == 0
+    checkpoints = CheckpointFolder(run.path / "checkpoints", keep_last=2)
+    assert checkpoints.steps() == [8, 4]
+    newest = run.path / "checkpoints" / "step-00000008"
+    for file in sorted(newest.iterdir()):
+        original = file.read_bytes()
+        for way, apply in damage_ways(file).items():
+            apply()
+            if file.exists() and file.read_bytes() == original:
+                continue
+            snapshot, damaged = checkpoints.load_newest_good()
+            assert snapshot is not None, way
+            assert snapshot.step == 4, f"{file.name} {way} was trusted"
+            assert len(damaged) == 1
+            assert "step-00000008" in damaged[0]
+            file.write_bytes(original)
+    snapshot, damaged = checkpoints.load_newest_good()
+    assert snapshot is not None
+    assert (snapshot.step, damaged) == (8, [])
+
+
+def test_when_no_checkpoint_is_good_the_run_stops_and_deletes_nothing(tiny_recipe, prepared) -> None:
+    run = prepared(tiny_recipe(training={"max_steps": 60}))
+    process = start(run)
+    wait_for(run, lambda: len(History.load(run.path).series("train/loss")) >= 9, process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    for file in (run.path / "checkpoints").glob("step-*/weights.safetensors"):
+        file.write_bytes(b"not weights")
+    before = sorted((run.path / "checkpoints").rglob("*"))
+    assert work(run) == 1
+    assert run.state() is State.FAILED
+    assert "no checkpoint is good" in History.load(run.path).ends[-1]["text"]
+    assert sorted((run.path / "checkpoints").rglob("*")) == before
+
+
+def test_two_workers_never_write_one_run(tiny_recipe, prepared) -> None:
+    run = prepared(tiny_recipe(training={"max_steps": 200}))
+    first = start(run)
+    wait_for(run, lambda: len(History.load(run.path).series("train/loss")) >= 1, first)
+    assert work(run) == 101
+    assert first.is_alive()
+    os.kill(first.pid, signal.SIGKILL)
+    first.join()
