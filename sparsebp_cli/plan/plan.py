@@ -1,4 +1,4 @@
-"""The plan: the resolved recipe and where it came from. ``plan.json`` is all that crosses to the machine that runs it."""
+"""The plan: the resolved recipe and where it came from. ``plan.json`` is all that crosses to the machine."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class JournalWriter:
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append one record; values that are not finite are kept as text, for JSON has none."""
-        record = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
+        record: dict[str, Any] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
         if "values" in record:
             record["values"] = {k: _to_json(v) for k, v in record["values"].items()}
         self._file.write(json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n")

@@ -50,7 +50,7 @@ def build_training(
     journal.write("attempt", from_step=snapshot.step if snapshot else 0, environment=describe_environment())
     for text in damaged:
         journal.write("note", level="warning", text=f"{text}; going on from step {snapshot.step if snapshot else 0}")
-    disable_progress_bar()  # the log is read by people and by programs
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is read by people and by programs
     accelerator = _build_accelerator(recipe)
     set_seed(recipe.training.seed)
     tokenizer = build_tokenizer(recipe.model)
@@ -60,7 +60,8 @@ def build_training(
     model = build_model(recipe.model, tokenizer, len(data.label_names) if is_classification else None)
     _check_fit(model, tokenizer, recipe)
     if recipe.backward.checkpointing == "full":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable: Any = model.gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
     engine = attach(

@@ -122,7 +122,8 @@ class CheckpointFolder:
 def capture_rng() -> dict[str, Any]:
     """Return the state of every global random generator."""
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -147,10 +148,14 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def _write(part: Path, snapshot: Snapshot) -> None:
-    tensors, plain = {}, {}
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
     for number, values in snapshot.optimizer["state"].items():
         for name, value in values.items():
-            (tensors if isinstance(value, Tensor) else plain)[f"{number}.{name}"] = value
+            if isinstance(value, Tensor):
+                tensors[f"{number}.{name}"] = value
+            else:
+                plain[f"{number}.{name}"] = value
     random_tensors = {"torch": snapshot.rng["torch"]} | {f"cuda.{i}": s for i, s in enumerate(snapshot.rng["cuda"])}
     save_file(_contiguous(snapshot.weights), part / "weights.safetensors")
     save_file(_contiguous(tensors), part / "optimizer.safetensors")

@@ -103,7 +103,7 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, num_l
     Raises:
         DataError: It cannot be found, is no safetensors, or wants remote code.
     """
-    auto = AutoModelForCausalLM if num_labels is None else AutoModelForSequenceClassification
+    auto: Any = AutoModelForCausalLM if num_labels is None else AutoModelForSequenceClassification
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
     labels = {} if num_labels is None else {"num_labels": num_labels}
     try:
@@ -123,7 +123,8 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, num_l
     model.config.use_cache = False
     if section.lora is not None:
         model = _with_adapters(model, section.lora, num_labels)
-    return model.train()
+    trained: PreTrainedModel = model.train()
+    return trained
 
 
 def _folder_or_id(name: str) -> str | Path:

@@ -44,7 +44,7 @@ class Probe:
     backward: Callable[[Tensor], None]
     stopwatch: Stopwatch
 
-    def measure(self) -> dict[str, float]:
+    def measure(self) -> dict[str, float | None]:
         """Run dense and policy in turn.
 
         Returns:
@@ -63,9 +63,8 @@ class Probe:
         values |= policy_values
         values |= _speed(values, claim, median(seconds["dense"]), median(seconds["policy"]))
         fidelity = compare_gradients(policy_grads, dense_grads)
-        values |= {metric.COSINE.name: fidelity.cosine, metric.RELATIVE_ERROR.name: fidelity.relative_error}
         restore_rng(rng)
-        return values
+        return values | {metric.COSINE.name: fidelity.cosine, metric.RELATIVE_ERROR.name: fidelity.relative_error}
 
     @contextmanager
     def _on(self, way: str) -> Iterator[Callable[[Tensor], None]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -106,7 +107,7 @@ class Training:
         elif self.step > 0 and self.step not in self.checkpoints.steps():
             self._save_checkpoint()
 
-    def _train_step(self) -> dict[str, float]:
+    def _train_step(self) -> dict[str, float | None]:
         training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device)
         accumulation = training.gradient_accumulation_steps
         start = watch.now()
@@ -130,7 +131,7 @@ class Training:
         return {
             metric.TRAIN_LOSS.name: loss_sum,
             metric.GRAD_NORM.name: norm,
-            metric.LEARNING_RATE.name: self.schedule.get_last_lr()[0],
+            metric.LEARNING_RATE.name: float(self.schedule.get_last_lr()[0]),
             metric.TRAIN_TOKENS.name: self.tokens,
             metric.KEPT_SHARE.name: self.engine.take_kept_share(),
             metric.FORWARD_SECONDS.name: watch.seconds["forward"],
@@ -148,8 +149,8 @@ class Training:
             loss: Tensor = self.model(**on_device).loss
             return loss * (num_targets(batch) / targets) if targets != num_targets(batch) else loss
         count = torch.tensor(targets, device=self.accelerator.device)
-        loss = self.model(**on_device, num_items_in_batch=count).loss
-        return loss
+        mean: Tensor = self.model(**on_device, num_items_in_batch=count).loss
+        return mean
 
     def _finite(self, loss: Tensor) -> float:
         value = float(loss.detach())
@@ -172,7 +173,7 @@ class Training:
         every, warmup = self.plan.recipe.measure.probe_every, self.plan.recipe.measure.warmup_steps
         return every is not None and ((self.step + 1) % every == 0 or self.step == warmup)
 
-    def _probe(self) -> dict[str, float]:
+    def _probe(self) -> dict[str, float | None]:
         batch = self.order[self.step * self.plan.recipe.training.gradient_accumulation_steps]
         targets = num_targets(batch)
         probe = Probe(
@@ -203,7 +204,7 @@ class Training:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
         return values | {metric.PEAK_RESIDENT_BYTES.name: float(peak)}
 
-    def _log(self, values: dict[str, float | None], step: int | None = None) -> None:
+    def _log(self, values: Mapping[str, float | None], step: int | None = None) -> None:
         known = {name: value for name, value in values.items() if value is not None}
         self.journal.write("metrics", step=self.step if step is None else step, values=known)
 
