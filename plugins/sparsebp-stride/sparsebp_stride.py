@@ -1,0 +1,38 @@
+"""Keep every n-th token row, beginning one row later at each step: nothing to compute, and each row gets its turn."""
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from sparsebp_cli.policy import BackwardShare, GradientSelector, Rows, Selection, Site, Step
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Stride(GradientSelector):
+    """Rows ``offset, offset + every, ...``; the offset is the step's number modulo ``every``."""
+
+    every: Annotated[int, Field(ge=1)] = Field(description="Distance between kept rows, at least 1; 1 is dense.")
+
+    @property
+    def exact(self) -> bool:
+        return self.every == 1
+
+    @property
+    def unbiased(self) -> bool:
+        return self.exact
+
+    @property
+    def budget(self) -> float:
+        return 1 / self.every
+
+    @property
+    def backward_share(self) -> BackwardShare:
+        return BackwardShare(1 / self.every, 1 / self.every)
+
+    def select(self, grad_NO: "torch.Tensor", site: Site, step: Step) -> Selection | None:  # noqa: ARG002
+        from torch import arange
+
+        offset = step.index % min(self.every, len(grad_NO))
+        return None if self.exact else Rows(arange(offset, len(grad_NO), self.every, device=grad_NO.device))

@@ -1,0 +1,255 @@
+"""Every installed policy keeps the contract with every kind of options, and the suite catches each broken promise."""
+
+from __future__ import annotations
+
+import itertools
+import random as python_random
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ConfigDict, Field, PrivateAttr
+
+from sparsebp_cli.policies.random import Random
+from sparsebp_cli.policies.topk import TopK
+from sparsebp_cli.policy import (
+    BackwardShare,
+    Columns,
+    Elements,
+    GradientSelector,
+    Rows,
+    Selection,
+    Site,
+    Step,
+    find_policies,
+)
+from sparsebp_cli.testing import check_policy
+
+
+def _values(schema: dict[str, Any]) -> list[Any]:
+    if "enum" in schema:
+        return list(schema["enum"])
+    if schema.get("type") == "boolean":
+        return [False, True]
+    if schema.get("type") == "number":
+        return [0.1, 0.4, 1.0]
+    if schema.get("type") == "integer":
+        low = schema.get("minimum", 1)
+        return [low, low + 2]
+    raise AssertionError(f"teach this test values for {schema}")
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for name, found in find_policies().items():
+        assert found.policy_class is not None, f"{name}: {found.problem}"
+        options = found.policy_class.model_json_schema().get("properties", {})
+        choices = itertools.product(*(_values(schema) for schema in options.values()))
+        cases += [
+            pytest.param(name, dict(zip(options, values, strict=True)), id=f"{name}-{values}") for values in choices
+        ]
+    return cases
+
+
+@pytest.mark.parametrize(("name", "options"), _cases())
+def test_installed_policy_keeps_the_contract(name: str, options: dict[str, Any]) -> None:
+    check_policy(name, **options)
+
+
+def test_built_in_policies_are_installed() -> None:
+    assert {"dense", "topk", "random"} <= set(find_policies())
+
+
+class _Half(GradientSelector):
+    """Keeps the contract: the upper half of the rows. Each policy below breaks one promise."""
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    @property
+    def budget(self) -> float:
+        return 0.5
+
+    @property
+    def backward_share(self) -> BackwardShare:
+        return BackwardShare(0.5, 0.5)
+
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        return torch.arange((len(grad_NO) + 1) // 2)
+
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
+        return Rows(self.index(grad_NO, site, step))
+
+
+class _TakesAnything(_Half):
+    model_config = ConfigDict(extra="ignore")
+
+
+class _CanBeChanged(_Half):
+    model_config = ConfigDict(frozen=False)
+
+
+class _OptionWithoutDescription(_Half):
+    size: int = 1
+
+
+class _LosesAnOption(_Half):
+    share: float = Field(0.5, description="Not written to JSON.", exclude=True)
+
+
+class _UsesGlobalGenerator(_Half):
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        return torch.randperm(len(grad_NO))[: (len(grad_NO) + 1) // 2]
+
+
+class _UsesPythonRandom(_Half):
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        python_random.random()
+        return super().index(grad_NO, site, step)
+
+
+class _ChangesGradient(_Half):
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
+        grad_NO[0] = 0.0
+        return super().select(grad_NO, site, step)
+
+
+class _Forgets(_Half):
+    _count: int = PrivateAttr(0)
+
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        self._count += 1
+        return (torch.arange((len(grad_NO) + 1) // 2) + self._count) % len(grad_NO)
+
+
+class _Remembers(_Half):
+    """Decides as at the first step that it saw: right when asked twice, wrong after a resume."""
+
+    _first: int | None = PrivateAttr(None)
+
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        self._first = step.index if self._first is None else self._first
+        return (torch.arange((len(grad_NO) + 1) // 2) + self._first) % len(grad_NO)
+
+
+class _SameAtEveryStep(_Half):
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step.draw)
+        return torch.randperm(len(grad_NO), generator=generator)[: (len(grad_NO) + 1) // 2]
+
+
+class _OutOfRange(_Half):
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        return torch.tensor([len(grad_NO) - 1]) if len(grad_NO) > 1 else torch.tensor([-1])
+
+
+class _Twice(_Half):
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
+        return Columns(torch.tensor([0, 0]))
+
+    @property
+    def budget(self) -> float:
+        return 1.0
+
+
+class _ShortIndex(_Half):
+    def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
+        return super().index(grad_NO, site, step).int()
+
+
+class _BadMask(_Half):
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
+        return Elements(torch.ones(grad_NO.shape, dtype=torch.float32) > 0, float("nan"))
+
+
+class _KeepsTooMuch(_Half):
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
+        return None
+
+
+class _SaysExact(_Half):
+    @property
+    def exact(self) -> bool:
+        return True
+
+
+class _SaysUnbiased(_Half):
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+
+class _WrongWeight(_SaysUnbiased):
+    """Random rows, weighted as if 0.3 of them were always kept: with few rows it is another share."""
+
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
+        chosen = Random(keep=0.3, weighted=True).select(grad_NO, site, step)
+        assert isinstance(chosen, Rows)
+        return Rows(chosen.index_K, torch.full((len(chosen.index_K),), 1 / 0.3))
+
+
+class _ClaimsToSkip(_Half):
+    """Masks single entries, so that everything is multiplied, and claims the half."""
+
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
+        return TopK(keep=0.5, along="elements").select(grad_NO, site, step)
+
+
+class _ClaimsNonsense(_Half):
+    @property
+    def backward_share(self) -> BackwardShare:
+        return BackwardShare(1.5, 0.5)
+
+
+class _KeepAllIsNotDense(_Half):
+    keep: float = Field(0.5, description="Has no effect.")
+
+
+def test_half_keeps_the_contract() -> None:
+    check_policy(_Half)
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (_TakesAnything, "takes unknown options"),
+        (_CanBeChanged, "can be changed"),
+        (_OptionWithoutDescription, "'size' has no description"),
+        (_UsesGlobalGenerator, "global random generator"),
+        (_UsesPythonRandom, "global random generator"),
+        (_ChangesGradient, "changes the gradient"),
+        (_Forgets, "decides otherwise when asked again"),
+        (_Remembers, "a resumed run decides otherwise"),
+        (_SameAtEveryStep, "draws the same for every index"),
+        (_OutOfRange, r"index_K must be in \[0, "),
+        (_Twice, "names something twice"),
+        (_ShortIndex, "one dimension of int64"),
+        (_BadMask, "weight finite"),
+        (_KeepsTooMuch, "its budget 0.5 allows"),
+        (_SaysExact, "says it is exact"),
+        (_SaysUnbiased, "says it is unbiased"),
+        (_WrongWeight, "says it is unbiased"),
+        (_ClaimsToSkip, "claims to leave 0.500 of the dense backward, but 1.000 was executed"),
+        (_ClaimsNonsense, r"backward_share must be in \[0, 1\]"),
+        (_KeepAllIsNotDense, "keep=1.0 must be exact"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_broken_promise_is_caught(policy: type[GradientSelector], text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        check_policy(policy)
+
+
+def test_option_that_json_loses_is_caught() -> None:
+    with pytest.raises(AssertionError, match="differ after a way through JSON"):
+        check_policy(_LosesAnOption, share=0.25)
+
+
+def test_unknown_name_is_told() -> None:
+    with pytest.raises(AssertionError, match="no policy 'topq' is installed"):
+        check_policy("topq")
