@@ -55,15 +55,15 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
     Returns:
         The plans: all seeds of the first recipe, then those of the second.
     """
-    from sparsebp_cli.plan import Plan, find_provenance
+    from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import load_recipe, parse_seeds, with_seed
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     plans = []
     for file in recipes:
-        recipe, provenance = load_recipe(file, changes), find_provenance(file)
+        recipe = load_recipe(file, changes)
         variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
-        plans += [Plan(recipe=variant, provenance=provenance) for variant in variants]
+        plans += [make_plan(variant, file) for variant in variants]
     return plans
 
 
