@@ -82,11 +82,14 @@ def _quality(comparison: Comparison) -> Grid:
             )
         )
     which = f", {comparison.better} is better" if comparison.better else ""
-    seconds = show.scaled(comparison.equal_time_seconds, SECONDS)
-    note = (
-        "Mean ± standard deviation (seeds). The difference is paired by seed, with a 95 % t interval from 3 seeds up."
-    )
-    columns: tuple[str, ...] = ("group", "runs", comparison.metric, "to baseline", "pairs", f"at {seconds}")
+    note = "Mean ± standard deviation (seeds). The difference is paired by seed, with a 95% t interval from 3 seeds up."
+    columns: tuple[str, ...] = ("group", "runs", comparison.metric, "to baseline", "pairs")
+    if timed:
+        columns += (f"at {show.scaled(comparison.equal_time_seconds, SECONDS)}",)
+        note += (
+            " Last column: the last evaluation inside the training time that every group had; where that is not the "
+            "end, the learning rate's schedule was still under way."
+        )
     return Grid(f"Quality: {comparison.metric}{which}", columns, tuple(rows), note, aside=2)
 
 

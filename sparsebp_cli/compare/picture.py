@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.compare.comparison import Comparison, Group
@@ -16,6 +17,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLES = ("-", "--", "-.", ":")
 PHASES = (("forward", "#56B4E9", ""), ("backward", "#D55E00", "//"), ("optimizer", "#999999", ".."))
+LABEL_WIDTH = 16
 ENDINGS = (".png", ".svg", ".pdf")
 
 
@@ -92,7 +94,7 @@ def _draw_phases(axes: Axes, groups: tuple[Group, ...]) -> None:
     for row, group in enumerate(timed):
         factor = "" if group.speed.speedup is None else f"  {group.speed.speedup:.2f}x"
         axes.text(left[row], row, f" {1000 * _step(group):.0f} ms{factor}", va="center", fontsize=8)
-    axes.set_yticks(range(len(timed)), [group.label for group in timed])
+    axes.set_yticks(range(len(timed)), ["\n".join(wrap(group.label, LABEL_WIDTH)) for group in timed])
     axes.invert_yaxis()
     axes.margins(x=0.35)
     axes.set(xlabel="milliseconds a step, median of each phase", title="where a step's time goes")

@@ -114,7 +114,14 @@ def two_groups(make_run: MakeRun) -> list[RunFolder]:
     topk = [{"name": "topk", "keep": 0.1, "along": "rows"}]
     runs += [
         make_run(
-            "topk-rows", seed, policy=topk, exact=False, loss=losses[seed] + more, seconds=0.13, executed=0.1, claimed=0.1
+            "topk-rows",
+            seed,
+            policy=topk,
+            exact=False,
+            loss=losses[seed] + more,
+            seconds=0.13,
+            executed=0.1,
+            claimed=0.1,
         )
         for seed, more in enumerate(extra)
     ]

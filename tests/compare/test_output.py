@@ -1,0 +1,178 @@
+"""What a comparison looks like: for people in 100 columns, for machines as JSON and CSV, in documents, as a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+from rich.console import Console
+
+from sparsebp_cli.compare import Comparison, compare_runs, picture, render, table
+from sparsebp_cli.compare.number import BYTES, FLOPS, SECONDS, of_quartiles, of_share, of_speedup, of_spread, scaled
+from sparsebp_cli.compare.statistics import Quartiles, Spread
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import RunFolder
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.fixture
+def comparison(two_groups: list[RunFolder], make_run: MakeRun) -> Comparison:
+    """Three groups, one of a long name, and a failed run whose text tries to be markup."""
+    long: dict[str, Any] = {"policy": [{"name": "random", "keep": 0.25, "along": "rows"}], "exact": False}
+    return compare_runs(
+        [
+            *two_groups,
+            make_run(
+                "random-rows-with-a-name-that-is-as-long-as-names-can-be-in-here-", 0, **long, loss=3.3, claimed=0.3
+            ),
+            make_run("dense", 9, end="failed", steps=12, text="[bold]|<b>the loss is nan at step 13"),
+        ]
+    )
+
+
+def shown(comparison: Comparison, width: int = 100) -> str:
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    for part in table(comparison):
+        console.print(part)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_the_terminal_shows_the_recipe_differences_first_and_the_verdicts_last(comparison: Comparison) -> None:
+    text = shown(comparison)
+    titles = [
+        "Recipe differences",
+        "Quality: eval/loss",
+        "Speed",
+        "Memory",
+        "Backward work",
+        "Runs that are in no mean",
+    ]
+    assert [text.index(title) for title in titles] == sorted(text.index(title) for title in titles)
+    assert text.startswith("Recipe differences")
+    last = text[text.index("Runs that are in no mean") :]
+    assert "warning: " in last
+    assert last.index("dense: baseline") < last.index("topk-rows: eval/loss is worse")
+
+
+def test_every_number_is_whole_in_100_columns(comparison: Comparison) -> None:
+    text = shown(comparison)
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "…" not in text
+    for whole in ("3.108 ± 0.032 (5)", "+0.104 [+0.0898, +0.118]", "2.50x", "1.20 GB (process)", "200 MFLOP"):
+        assert whole in text
+
+
+def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) -> None:
+    assert "failed: [bold]|<b>the loss is nan" in shown(comparison)
+    assert r"failed: [bold]\|&lt;b>the loss is nan" in render(comparison, "md")
+
+
+def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
+    found = json.loads(render(comparison, "json"), parse_constant=pytest.fail)
+    assert found["schema"] == 1
+    assert [group["label"] for group in found["groups"]][:2] == ["dense", "topk-rows"]
+    assert found["groups"][1]["quality"]["difference"]["seeds"] == 5
+    assert len(found["runs"]) == 12
+    assert found["runs"][0]["curve"][0][0] == 0
+    assert found["groups"][1]["changes"][1] == {"key": "policy.0.keep", "baseline": None, "value": 0.1}
+
+
+def test_csv_is_long_with_one_number_a_line(comparison: Comparison) -> None:
+    rows = list(csv.DictReader(io.StringIO(render(comparison, "csv"))))
+    cells = {(row["label"], row["run"], row["figure"]): row["value"] for row in rows}
+    assert float(cells["topk-rows", "", "quality.difference.low"]) == pytest.approx(0.0898, abs=1e-4)
+    assert cells["dense", "", "quality.difference"] == ""
+    run = next(run for run in comparison.runs if run.label == "topk-rows")
+    assert float(cells["topk-rows", run.run_id, "quality"]) == run.quality
+    assert {row["level"] for row in rows} == {"group", "run"}
+    assert all(None not in row and None not in row.values() for row in rows)
+
+
+def test_markdown_tables_have_as_many_cells_in_every_row(comparison: Comparison) -> None:
+    text = render(comparison, "md")
+    blocks = [block for part in text.split("\n\n") if (block := part.strip()).startswith("|")]
+    assert len(blocks) == 6
+    for block in blocks:
+        counts = {line.replace("\\|", "").count("|") for line in block.splitlines()}
+        assert len(counts) == 1
+    assert "- **topk-rows**: eval/loss is worse by 0.104" in text
+
+
+def test_an_unknown_format_is_refused_in_one_line(comparison: Comparison) -> None:
+    with pytest.raises(UsageError, match=r"^the format must be one of json, csv, md, got 'jsn'; did you mean json\?$"):
+        render(comparison, "jsn")
+
+
+def test_the_same_comparison_gives_the_same_text(two_groups: list[RunFolder]) -> None:
+    first, second = compare_runs(two_groups), compare_runs(two_groups)
+    assert first == second
+    assert render(first, "json") == render(second, "json")
+
+
+def test_more_than_four_recipes_are_put_side_by_side_in_several_tables(make_run: MakeRun) -> None:
+    runs = [make_run()]
+    for index in range(6):
+        policy = [{"name": "topk", "keep": 0.1 * (index + 1), "along": "rows"}]
+        runs.append(make_run(f"a-rather-long-name-{index}", policy=policy, exact=False))
+    text = shown(compare_runs(runs))
+    assert text.count("Recipe differences") == 2
+    assert max(len(line) for line in text.splitlines()) <= 100
+
+
+def test_a_single_run_is_shown_without_anything_to_compare_with(make_run: MakeRun) -> None:
+    text = shown(compare_runs([make_run()]))
+    assert "Recipe differences" not in text
+    assert "dense: baseline." in text
+
+
+def test_the_picture_is_drawn_with_every_group_in_it(comparison: Comparison, tmp_path: Path) -> None:
+    pixels = matplotlib.image.imread(picture(comparison, tmp_path / "a.png"))
+    assert pixels.shape[1] > 1000
+    colours = {tuple(round(float(x) * 255) for x in pixel[:3]) for row in pixels[::2] for pixel in row[::2]}
+    assert {(0x56, 0xB4, 0xE9), (0xD5, 0x5E, 0x00)} <= colours
+    svg = picture(comparison, tmp_path / "a.svg").read_text()
+    assert ET.fromstring(svg).tag.endswith("svg")
+    assert svg == picture(comparison, tmp_path / "b.svg").read_text()
+    for text in ("at equal steps", "at equal time", "topk-rows (5 seeds)", "backward", "eval/loss (nats/token)"):
+        assert text in svg
+
+
+def test_a_picture_of_runs_without_numbers_is_still_a_picture(make_run: MakeRun, tmp_path: Path) -> None:
+    empty = compare_runs([make_run(end="failed", steps=0), make_run("b", end="failed", steps=0)])
+    assert picture(empty, tmp_path / "a.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "missing/a.png"])
+def test_a_picture_that_cannot_be_written_is_refused_in_one_line(
+    comparison: Comparison, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        picture(comparison, tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_are_short_and_have_their_unit() -> None:
+    assert [scaled(x, SECONDS) for x in (1.5, 0.1824, 0.0000021, 0.0, None)] == [
+        "1.50 s",
+        "182 ms",
+        "2.10 µs",
+        "0.00 µs",
+        "-",
+    ]
+    assert [scaled(x, BYTES) for x in (1.21e9, 512.0, 5e13)] == ["1.21 GB", "512 B", "50000 GB"]
+    assert scaled(3.2e12, FLOPS) == "3.20 TFLOP"
+    assert scaled(0.02, SECONDS, like=2.0) == "0.02 s"
+    assert of_quartiles(Quartiles(0.2, 0.19, 1.2, 9), SECONDS) == "200 ms [190, 1200]"
+    assert of_spread(Spread(3.21456, 0.0123, 5)) == "3.215 ± 0.012 (5)"
+    assert of_spread(Spread(3.21456, None, 1)) == "3.215 (1)"
+    assert [of_share(x) for x in (0.1, 0.034, -0.2, None)] == ["10%", "3.4%", "-20%", "-"]
+    assert of_speedup(1.5, 1.4, 1.6) == "1.50x [1.40, 1.60]"
+    assert of_speedup(1.5, None, None) == "1.50x"
