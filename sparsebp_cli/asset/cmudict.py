@@ -18,11 +18,11 @@ def load() -> dict[str, list[dict[str, str]]]:
     """Return the splits ``train`` and ``test`` by word, with the columns of format ``completion``.
 
     Returns:
-        Rows such as ``{"prompt": "a u s t e n ->", "completion": " AO1 S T AH0 N"}``, in the order of the words.
+        Rows such as ``{"prompt": "a u s t e n:", "completion": " AO1 S T AH0 N"}``, in the order of the words.
     """
     splits: dict[str, list[dict[str, str]]] = {"train": [], "test": []}
     for line in FILE.read_text(encoding="utf-8").splitlines():
         word, *phonemes = line.partition(" #")[0].split()
-        row = {"prompt": f"{' '.join(word)} ->", "completion": " " + " ".join(phonemes)}
+        row = {"prompt": f"{' '.join(word)}:", "completion": " " + " ".join(phonemes)}
         splits["test" if is_held_out(word) else "train"].append(row)
     return splits

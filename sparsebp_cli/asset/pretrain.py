@@ -1,8 +1,8 @@
 """Make the model ``austen-llama`` anew: ``python -m sparsebp_cli.asset.pretrain FOLDER [--texts TEXTS]``.
 
-A byte-level BPE of 2,048 tokens is trained on the novels and on the training split of the Python documentation (the
-model is fine-tuned on it; without it a token would hold 2.3 of its characters, with it 2.9), then a llama of 3.7
-million parameters on the novels alone. One novel, *Persuasion*, is held out of both. The folder gets all that
+A byte-level BPE of 2,048 tokens is trained on the novels and on the Python documentation, its held-out topics left
+out (the model is fine-tuned on it; without it a token would hold 2.3 of its characters, with it 2.9), then a llama of
+3.7 million parameters on the novels alone. One novel, *Persuasion*, is held out of both. The folder gets all that
 ``from_pretrained`` reads, and ``training.json``: command, versions, sha256 of every input, loss curve.
 
 The size was chosen by timing (2 CPU cores, fp32, 2,048 tokens a step): wide and shallow enough that matrix
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsebp_cli.asset import austen, python_docs
+from sparsebp_cli.asset import austen
+from sparsebp_cli.asset.split import is_held_out
 
 HELD_OUT = "persuasion.txt"
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     if HELD_OUT not in books or len(books) < 2:
         parser.error(f"--texts {options.texts}: needs {HELD_OUT} and at least one other *.txt, got {', '.join(books)}")
     held_out = books.pop(HELD_OUT)
-    docs = [row["text"] for row in python_docs.load()["train"]]
+    docs = [topics[name].strip() for name in sorted(topics) if not is_held_out(name)]
     tokenizer = train_tokenizer([*books.values(), *docs])
     train_BT = pack(tokenizer, books.values())
     held_out_BT = pack(tokenizer, [held_out])
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"--steps {options.steps} --seed {options.seed}",
         "versions": versions(),
         "inputs_sha256": {name: sha256(text.encode()) for name, text in {**books, HELD_OUT: held_out}.items()}
-        | {"python-docs, train": sha256(json.dumps(docs).encode())},
+        | {"pydoc_data.topics, those of the training split": sha256(json.dumps(docs).encode())},
         "parameters": sum(parameter.numel() for parameter in saved.parameters()),
         "training_tokens_in_data": train_BT.numel(),
         "training_tokens_seen": options.steps * BATCH * LENGTH,

@@ -14,20 +14,24 @@ def texts(tmp_path):
     folder.mkdir()
     for book in austen.BOOKS.values():
         text = (austen.FOLDER / book).read_text(encoding="utf-8")
-        (folder / book).write_text(text[:20_000], encoding="utf-8")
+        (folder / book).write_text(text[:10_000], encoding="utf-8")
     return folder
 
 
-def test_the_same_texts_and_seed_give_the_same_weights_and_another_seed_gives_others(texts, tmp_path):
+def test_the_same_texts_and_seed_give_the_same_weights(texts, tmp_path):
     weights = []
-    for name, seed in (("first", "7"), ("second", "7"), ("other", "8")):
-        pretrain.main([str(tmp_path / name), "--texts", str(texts), "--steps", "2", "--seed", seed])
+    for name in ("first", "second"):
+        pretrain.main([str(tmp_path / name), "--texts", str(texts), "--steps", "1", "--seed", "7"])
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1] != weights[2]
+    assert weights[0] == weights[1]
 
     folder = tmp_path / "first"
     record = json.loads((folder / "training.json").read_bytes())
-    assert set(record["inputs_sha256"]) == {"northangerabbey.txt", "persuasion.txt", "python-docs, train"}
+    assert set(record["inputs_sha256"]) == {
+        "northangerabbey.txt",
+        "persuasion.txt",
+        "pydoc_data.topics, those of the training split",
+    }
     assert str(tmp_path) not in (folder / "training.json").read_text(encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
