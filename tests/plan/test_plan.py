@@ -1,0 +1,92 @@
+"""The plan: JSON both ways, one group for all seeds, ceilings by arithmetic."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.errors import RunNotFoundError
+from sparsebp_cli.plan import Plan, ceiling, find_provenance, make_plan, realised_share
+from sparsebp_cli.recipe.schema import Recipe
+
+
+def recipe(**changes: object) -> Recipe:
+    values = {"version": 1, "name": "x", "model": {"name": "m"}, "dataset": {"name": "d"}} | changes
+    return Recipe.model_validate(values)
+
+
+def test_a_plan_survives_the_way_through_its_file(tmp_path) -> None:
+    plan = Plan(recipe=recipe(policy=[{"name": "topk", "keep": 0.1, "along": "rows"}]))
+    assert Plan.load(plan.save(tmp_path)) == plan
+
+
+def test_what_is_no_plan_is_one_line(tmp_path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    for file in (tmp_path / "plan.json", tmp_path / "absent.json"):
+        with pytest.raises(RunNotFoundError) as caught:
+            Plan.load(file)
+        assert "\n" not in str(caught.value)
+
+
+def test_runs_that_differ_only_in_seed_name_or_place_are_one_group() -> None:
+    base = Plan(recipe=recipe()).group
+    same = [{"name": "y"}, {"training": {"seed": 3}}, {"target": {"threads": 1}}, {"tracking": {"experiment": "e"}}]
+    other = [{"training": {"max_steps": 3}}, {"policy": [{"name": "topk", "keep": 0.1}]}, {"model": {"name": "n"}}]
+    assert {Plan(recipe=recipe(**change)).group for change in same} == {base}
+    assert len({base} | {Plan(recipe=recipe(**change)).group for change in other}) == 4
+
+
+def test_local_paths_become_absolute_beside_the_recipe_first(tmp_path, monkeypatch) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        (folder / "data.txt").write_text("x")
+    monkeypatch.chdir(here)
+    made = make_plan(recipe(dataset={"name": "data.txt"}), there / "r.yaml").recipe
+    assert made.dataset.name == str(there / "data.txt")
+    (there / "data.txt").unlink()
+    assert make_plan(recipe(dataset={"name": "data.txt"}), there / "r.yaml").recipe.dataset.name == str(here / "data.txt")
+    assert make_plan(recipe(), there / "r.yaml").recipe.model.name == "m"
+
+
+def test_provenance_tells_commit_and_changes_and_no_remote(tmp_path) -> None:
+    def git(*arguments: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)
+
+    file = tmp_path / "r.yaml"
+    file.write_text("version: 1\n")
+    assert find_provenance(file).git_sha == ""
+    git("init", "-q")
+    git("remote", "add", "origin", "https://user:canary@example.invalid/x.git")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e@example.invalid", "commit", "-qm", "m")
+    file.write_text("version: 2\n")
+    provenance = find_provenance(file)
+    assert len(provenance.git_sha) == 40
+    assert "+version: 2" in provenance.git_diff
+    assert "canary" not in provenance.model_dump_json()
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.1])
+def test_the_ceiling_of_the_whole_backward_is_three_over_one_plus_two_p(share) -> None:
+    assert ceiling(1.0, 2.0, 2.0 * share) == pytest.approx(3 / (1 + 2 * share))
+
+
+def test_the_ceiling_refuses_nonsense() -> None:
+    for counts in ((-1.0, 1.0, 1.0), (0.0, 0.0, 0.0)):
+        with pytest.raises(ValueError, match="FLOP"):
+            ceiling(*counts)
+
+
+def test_the_realised_share_is_all_none_or_negative() -> None:
+    assert realised_share(3.0, 1.5, 2.0) == pytest.approx(1.0)
+    assert realised_share(3.0, 3.0, 2.0) == pytest.approx(0.0)
+    assert realised_share(3.0, 3.3, 2.0) < 0
+    assert realised_share(3.0, 2.9, 1.0) is None
+
+
+def test_a_relative_recipe_path_works(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert make_plan(recipe(), Path("r.yaml")).provenance.recipe_file == "r.yaml"
