@@ -1,0 +1,76 @@
+"""Writes the pages that follow from the code: ``python docs/generate.py [--check]``.
+
+With ``--check`` nothing is written; stale pages are named, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from generator import command, error, metric, policy, readme, recipe, shipped
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PAGES: dict[str, Callable[[Path], str]] = {
+    "docs/reference/cli.md": command.page,
+    "docs/reference/recipe.md": recipe.page,
+    "docs/reference/policies.md": policy.page,
+    "docs/reference/recipes.md": shipped.page,
+    "docs/reference/metrics.md": metric.page,
+    "docs/reference/errors.md": error.page,
+    "docs/recipe.schema.json": recipe.schema,
+    "README.md": readme.page,
+}
+
+
+def generate(root: Path = ROOT) -> dict[Path, str]:
+    """Return every generated file and what it must hold.
+
+    Args:
+        root: Of the repository.
+    """
+    return {root / name: make(root) for name, make in PAGES.items()}
+
+
+def find_stale(root: Path = ROOT) -> list[Path]:
+    """Return the generated files that do not hold what they must.
+
+    Args:
+        root: Of the repository.
+    """
+    return [
+        file
+        for file, text in generate(root).items()
+        if not file.exists() or file.read_text(encoding="utf-8") != text
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Write what is stale, or with ``--check`` name it.
+
+    Args:
+        arguments: Of the command line.
+
+    Returns:
+        1 when something is stale and nothing was written, 2 for a wrong argument, else 0.
+    """
+    if arguments not in ([], ["--check"]):
+        print(f"error: --check is the only option, got {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    stale = find_stale()
+    if arguments:
+        for file in stale:
+            print(f"stale: {file.relative_to(ROOT)}; `make fix` writes it again", file=sys.stderr)
+        return 1 if stale else 0
+    for file, text in generate().items():
+        if file in stale:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+            print(f"written: {file.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

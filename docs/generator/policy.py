@@ -1,0 +1,83 @@
+"""The policies' reference: options from their classes, claims by asking them."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from generator.markdown import code, head, table, unwrap
+
+from sparsebp_cli.policy import FoundPolicy, GradientSelector, Policy, find_policies
+
+TEXT = """Every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed plugins. To write
+one: [writing a policy](../guide/policy.md).
+
+The tables of claims were made by asking each policy with the options shown. *Exact*: every gradient equals the dense
+one. *Unbiased*: a site's selected gradient has the dense one as its mean over random draws. *Budget*: share of the
+gradient's entries kept. *dgrad* and *wgrad*: share of the dense multiplications that the policy claims to leave, for
+the gradient of the input and of the weight. The conformance suite holds each claim against what is executed."""
+
+NUMBERS = (0.25, 1.0)  # at which a share is asked
+
+
+def built_in() -> dict[str, FoundPolicy]:
+    """Return the policies of the distribution ``sparsebp``; what else is installed here is not in any page."""
+    return {name: found for name, found in find_policies().items() if found.source.split()[0] == "sparsebp"}
+
+
+def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
+    """Return the page.
+
+    Args:
+        root: Of the repository.
+    """
+    parts = [head("Policies", TEXT)]
+    for name, found in built_in().items():
+        assert found.policy_class is not None, found.problem
+        parts += _policy(name, found, found.policy_class)
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _policy(name: str, found: FoundPolicy, policy_class: type[Policy]) -> list[str]:
+    from generator.recipe import describe_range, show_default
+
+    schema = policy_class.model_json_schema()
+    required = schema.get("required", ())
+    rows = [
+        (code(key), describe_range(option), show_default(option, required=key in required), option["description"])
+        for key, option in schema.get("properties", {}).items()
+    ]
+    options = table(("option", "value", "default", "meaning"), rows) if rows else "No options.\n"
+    return [
+        f"## {name}\n",
+        f"*{found.kind}.* {unwrap(policy_class.__doc__)}\n",
+        unwrap(_module(policy_class).__doc__) + "\n",
+        options,
+        _claims(policy_class),
+    ]
+
+
+def _module(policy_class: type[Policy]) -> ModuleType:
+    from importlib import import_module
+
+    return import_module(policy_class.__module__)
+
+
+def _claims(policy_class: type[Policy]) -> str:
+    options = policy_class.model_json_schema().get("properties", {})
+    rows = []
+    for values in product(*(_examples(option) for option in options.values())):
+        policy = policy_class(**dict(zip(options, values, strict=True)))
+        assert isinstance(policy, GradientSelector)
+        claims = ("yes" if claim else "no" for claim in (policy.exact, policy.unbiased))
+        shares = (f"{share:g}" for share in (policy.budget, *policy.backward_share))
+        rows.append((*(str(value).lower() for value in values), *claims, *shares))
+    return table((*options, "exact", "unbiased", "budget", "dgrad", "wgrad"), rows)
+
+
+def _examples(option: dict[str, Any]) -> tuple[Any, ...]:
+    if "enum" in option:
+        return tuple(option["enum"])
+    return {"boolean": (False, True), "number": NUMBERS}.get(option["type"], (option.get("default"),))
