@@ -10,7 +10,7 @@ Shape letters: N rows (= B*T), D input width, O output width, K kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -104,10 +104,11 @@ class SelectedLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: Decider) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.decider, ctx.input_shape = decider, x.shape
-        ctx.input_stride = None if x.is_contiguous() else x.stride()
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        ctx.order = _order(decider.form, x, frozen=not needs_wgrad)
         ctx.save_for_backward(x if needs_wgrad else None, weight if needs_dgrad else None)
-        return decider.form.forward(x, weight, bias)
+        # Detached, since autograd forbids to change a view made in here in place, and some linears return one.
+        return decider.form.forward(x, weight, bias).detach()
 
     @staticmethod
     @once_differentiable
@@ -122,10 +123,10 @@ class SelectedLinear(Function):
         if selection is not None and (decider.reference or isinstance(selection, Elements)):
             grad, selection = selection.apply(grad_NO).view(grad.shape), None
         if selection is None:
-            shape, stride = ctx.input_shape, ctx.input_stride
-            dgrad = None if weight is None else _dense_dgrad(decider.form, grad, weight, shape, stride, needs)
+            dgrad = None if weight is None else _dense_dgrad(grad, decider.form.by_output(weight), ctx.order)
             wgrad = None if x_ND is None else decider.form.wgrad(grad.reshape(grad_NO.shape), x_ND)
-            return dgrad, wgrad, _dense_bias_grad(grad, stride) if needs.bias else None, None
+            bias_grad = _dense_bias_grad(grad, ctx.order) if needs.bias else None
+            return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None
         kernel = _KERNELS.get(type(selection))
         if kernel is None:
             raise UnsupportedError(f"no kernel for {type(selection).__name__}; built: Rows, Columns, Elements")
@@ -133,25 +134,37 @@ class SelectedLinear(Function):
         return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None
 
 
-def _dense_dgrad(
-    form: Form, grad: Tensor, weight: Tensor, shape: torch.Size, stride: tuple[int, ...] | None, needs: Needs
-) -> Tensor:
-    weight_OD = form.by_output(weight)
+class _Order(NamedTuple):
+    """In which order PyTorch multiplies and adds, for the way that an input lies in memory."""
+
+    dgrad: Literal["rows", "columns", "batched"] = "rows"
+    flat_bias: bool = True
+
+
+def _order(form: Form, x: Tensor, *, frozen: bool) -> _Order:
+    if x.is_contiguous():
+        return _Order()
+    flat_bias = x.dim() == 2 or isinstance(form, Conv1DForm)  # else the bias is added after the product
+    folds = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
+    if not folds:
+        return _Order("batched" if frozen else "rows", flat_bias)
+    x_ND = x.view(-1, x.shape[-1])
+    by_columns = x_ND.stride(0) == 1 and x_ND.stride(1) == x_ND.shape[0]
+    return _Order("columns" if by_columns else "rows", flat_bias)
+
+
+def _dense_dgrad(grad: Tensor, weight_OD: Tensor, order: _Order) -> Tensor:
     grad_NO = grad.reshape(-1, grad.shape[-1])
-    if stride is not None:  # where PyTorch multiplies in another order for an input that is not contiguous
-        if len(shape) == 2 and stride[0] == 1 and stride[1] == shape[0]:
-            return weight_OD.t().mm(grad_NO.t()).t()
-        folds = all(stride[i] == stride[i + 1] * shape[i + 1] for i in range(len(shape) - 2))
-        if not folds and not needs.wgrad and grad.numel() > 0:
-            grad_BTO = grad.reshape(-1, *grad.shape[-2:])
-            return grad_BTO.bmm(weight_OD.expand(len(grad_BTO), -1, -1)).view(shape)
-    return grad_NO.mm(weight_OD).view(shape)
+    if order.dgrad == "columns":
+        return weight_OD.t().mm(grad_NO.t()).t()
+    if order.dgrad == "batched":
+        grad_BTO = grad.reshape(-1, *grad.shape[-2:])
+        return grad_BTO.bmm(weight_OD.expand(len(grad_BTO), -1, -1))
+    return grad_NO.mm(weight_OD)
 
 
-def _dense_bias_grad(grad: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    if stride is None or grad.dim() == 2:
-        return grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad.sum_to_size(grad.shape[-1:])  # there the bias was added after the product
+def _dense_bias_grad(grad: Tensor, order: _Order) -> Tensor:
+    return grad.reshape(-1, grad.shape[-1]).sum(0) if order.flat_bias else grad.sum_to_size(grad.shape[-1:])
 
 
 def _rows(
