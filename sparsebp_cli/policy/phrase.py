@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 BOUNDS = ("gt", "ge", "lt", "le")
 LOWER = ("gt", "ge")
 LONGEST_SHOWN = 60
+HUGE = "a huge number"
 
 
 def show(value: object) -> str:
@@ -30,7 +31,7 @@ def show(value: object) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "a list"
     if isinstance(value, int) and value.bit_length() > 200:  # Python refuses to print the longest ones
-        return "a huge number"
+        return HUGE
     return shorten(repr(value))
 
 
@@ -45,9 +46,9 @@ def show_with_type(value: object) -> str:
     """
     if isinstance(value, str):
         return f"{show(value)} (text)"
-    return (
-        f"{show(value)} (a number)" if isinstance(value, int | float) and not isinstance(value, bool) else show(value)
-    )
+    shown = show(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"{shown} (a number)" if is_number and shown != HUGE else shown
 
 
 def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:

@@ -25,12 +25,13 @@ LONGEST_KEY = 200
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
 UNCLOSED = "a quote is not closed"
+NO_COLON = "a key without ':', or wrong indentation"
 
 # What PyYAML says, and what the writer of a recipe needs to hear.
 _REWORDED = (
     (r"found character '\\t'", "a tab cannot indent; use spaces"),
     (r"mapping values are not allowed", "a ':' cannot stand here: wrong indentation, or a text that needs quotes"),
-    (r"could not find expected ':'", "a key without ':', or wrong indentation"),
+    (r"could not find expected ':'", NO_COLON),
     (r"<document start>", "wrong indentation: the keys of a recipe start at the same column"),
     (r"expected <block end>, but found '<scalar>'", "text after a closing quote: put the whole value in quotes"),
     (r"expected <block end>", "wrong indentation: this does not line up with what stands above"),
@@ -193,7 +194,7 @@ def read_document(text: str, source: str, within: Sequence[str] | None = None) -
     except yaml.MarkedYAMLError as error:
         words = _word_problem(error)
         starts, found = error.context_mark, error.problem_mark
-        mark = (starts or found) if words == UNCLOSED else (found or starts)
+        mark = (starts or found) if words in {UNCLOSED, NO_COLON} else (found or starts)
         raise (reader.place(mark) if mark else Place(source)).error(words, reader.within) from None
     except RecipeError:
         raise

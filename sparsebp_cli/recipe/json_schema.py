@@ -5,6 +5,7 @@ With ``base`` nothing is required, since the base may give it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +70,7 @@ def recipe_schema(policies: Mapping[str, FoundPolicy] | None = None) -> Schema:
 def _add_policy(sections: dict[str, Schema], name: str, policy: FoundPolicy) -> None:
     """Add one policy's options; definitions of its own get its name before theirs."""
     assert policy.policy_class is not None
-    prefix = f"policy.{name}"
+    prefix = _make_key(name)
     options = policy.policy_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
     for inner, definition in options.pop("$defs", {}).items():
         sections[f"{prefix}.{inner}"] = definition
@@ -91,13 +92,18 @@ def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:
                 "allOf": [
                     {
                         "if": {"properties": {"name": {"const": key}}},
-                        "then": {"$ref": f"#/$defs/policy.{key}"},
+                        "then": {"$ref": f"#/$defs/{_make_key(key)}"},
                     }
                     for key in usable
                 ],
             },
         ]
     }
+
+
+def _make_key(name: str) -> str:
+    """Return a key for a policy's definition that needs no escape in a ``$ref``."""
+    return "policy." + re.sub(r"[^A-Za-z0-9._-]", lambda match: f"-{ord(match[0]):x}-", name)
 
 
 def _requires_options(policy: FoundPolicy) -> bool:

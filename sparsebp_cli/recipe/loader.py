@@ -39,10 +39,9 @@ def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
     base = tree.content.pop("base", None)
     if base is not None:
         tree = _merge(_read_base(file, base), tree)
-    tree = _name_by_file(tree, file)
     for change in changes:
         tree = write_out(apply_change(tree, change))
-    return check_recipe(tree)
+    return check_recipe(_name_by_file(tree, file))
 
 
 def _read_file(file: Path, named_by: Node | None = None) -> Node:

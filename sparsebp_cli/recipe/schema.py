@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from sparsebp_cli.policy.phrase import show
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -158,10 +160,17 @@ class TrackingSection(Section):
     experiment: str = Field("sparsebp", min_length=1, max_length=250, description="MLflow experiment.")
 
 
+def _refuse_other_ones(value: object) -> object:
+    """For pydantic, true and 1.0 are the literal 1."""
+    if type(value) is not int:
+        raise ValueError(f"got {show(value)}, allowed: 1")
+    return value
+
+
 class Recipe(Section):
     """One experiment: a model, a dataset, a gradient policy and a target."""
 
-    version: Literal[1] = Field(description="Of this format.")
+    version: Annotated[Literal[1], BeforeValidator(_refuse_other_ones)] = Field(description="Of this format.")
     name: Name = Field(
         description="What the run is called; letters, digits, dot, dash, underscore. Not given: the file's name."
     )

@@ -1,0 +1,120 @@
+"""Files, bases and names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.recipe import Recipe, load_recipe
+from tests.recipe.conftest import SMALL
+
+Refuse = Callable[..., str]
+Read = Callable[..., Recipe]
+
+
+def refuse_file(file: Path) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    assert str(caught.value).isprintable()
+    return str(caught.value)
+
+
+def test_mappings_are_merged_and_lists_replaced(read: Read) -> None:
+    Path("b.yaml").write_text(
+        SMALL
+        + "training: {max_steps: 7, seed: 3}\nbackward: {exclude: [a, b]}\n"
+        + "policy: {name: topk, keep: 0.5}\ntarget: {threads: 2}\n"
+    )
+    recipe = read(
+        "base: b.yaml\ntraining: {seed: 4}\nbackward: {exclude: [c]}\npolicy: {name: random, keep: 1}\ntarget: local\n"
+    )
+    assert (recipe.training.max_steps, recipe.training.seed) == (7, 4)
+    assert recipe.backward.exclude == ["c"]
+    assert [entry.name for entry in recipe.policy] == ["random"]
+    assert recipe.policy[0].options["keep"] == 1.0
+    assert recipe.target.threads == 2
+
+
+def test_a_base_lies_beside_the_recipe_not_in_the_working_directory(tmp_path: Path, read: Read) -> None:
+    folder = tmp_path / "elsewhere"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "b.yaml").write_text(SMALL)
+    (folder / "deep" / "top.yaml").write_text("base: ../b.yaml\n")
+    assert load_recipe(folder / "deep" / "top.yaml").model.name == "austen-llama"
+
+
+def test_a_name_is_that_of_the_file_and_never_that_of_the_base(read: Read) -> None:
+    Path("b.yaml").write_text(SMALL)
+    assert read("base: b.yaml").name == "r"
+    assert read("base: b.yaml\nname: mine").name == "mine"
+    Path("two words.yaml").write_text("base: b.yaml")
+    assert refuse_file(Path("two words.yaml")).startswith("two words.yaml:1:1: name: missing (What the run is called")
+
+
+def test_an_error_in_the_base_names_the_base(refuse: Refuse) -> None:
+    Path("b.yaml").write_text(SMALL + "training: {max_steps: x}\n")
+    assert refuse("base: b.yaml\n").startswith("b.yaml:5:23: training.max_steps: ")
+    assert refuse("base: b.yaml\ntraining: {seed: x}\n").startswith("r.yaml:2:18: training.seed: ")
+    Path("b.yaml").write_text("a: *x\n")
+    assert refuse("base: b.yaml\n").startswith("b.yaml:1:4: a: an alias")
+    Path("b.yaml").write_text("")
+    assert refuse("base: b.yaml\n").startswith("b.yaml:1:1: empty")
+
+
+def test_a_base_has_no_base_and_no_recipe_is_its_own(refuse: Refuse) -> None:
+    Path("b.yaml").write_text("base: c.yaml\n")
+    expected = "b.yaml:1:1: base: a base cannot have a base of its own: one level is allowed"
+    assert refuse("base: b.yaml\n") == expected
+    assert refuse("base: r.yaml\n") == expected.replace("b.yaml", "r.yaml")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("3", "must be the path of a recipe, got 3 (a number)"),
+        ("", "must be the path of a recipe, got nothing"),
+        ("''", "must be the path of a recipe, got '' (text)"),
+        ("[a]", "must be the path of a recipe, got a list"),
+        ("quikstart.yaml", "quikstart.yaml: no such file; did you mean quickstart.yaml?"),
+        ("..", "..: cannot be read: is a folder, not a file"),
+        ("/dev/zero", "/dev/zero: cannot be read: is not a regular file"),
+        ("b.yaml/c", "b.yaml/c: cannot be read: not a directory"),
+    ],
+)
+def test_a_base_that_cannot_be_read_is_named_where_it_is_given(refuse: Refuse, value: str, expected: str) -> None:
+    Path("b.yaml").write_text(SMALL)
+    Path("quickstart.yaml").write_text(SMALL)
+    line = refuse(f"base: {value}")
+    assert line.startswith("r.yaml:1:")
+    assert line.endswith(f": base: {expected}")
+
+
+def test_a_section_emptied_over_a_base_is_an_error(refuse: Refuse) -> None:
+    Path("b.yaml").write_text(SMALL + "training: {max_steps: 7}\n")
+    assert refuse("base: b.yaml\ntraining:\n") == "r.yaml:2:10: training: must be a mapping, got nothing"
+
+
+def test_files_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "quick.yaml").write_text(SMALL)
+    assert refuse_file(tmp_path) == f"{tmp_path}: cannot be read: is a folder, not a file"
+    assert refuse_file(pipe) == f"{pipe}: cannot be read: is not a regular file"
+    assert refuse_file(tmp_path / "quik.yml").endswith(
+        f"quik.yml: no such file; did you mean {tmp_path / 'quick.yaml'}?"
+    )
+    assert refuse_file(tmp_path / "absent" / "x.yaml").endswith("x.yaml: no such file")
+    assert refuse_file(Path("a\0b")) == "a\\x00b: cannot be read: embedded null byte"
+    assert refuse_file(Path("x" * 300)).endswith(": cannot be read: file name too long")
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    assert refuse_file(loop).startswith(f"{loop}: cannot be read: ")
+
+
+def test_a_resolved_recipe_survives_json(read: Read) -> None:
+    recipe = read(SMALL + "policy: [{name: topk, keep: 0.1}]\nmeasure: {probe_every: null}\n")
+    assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe

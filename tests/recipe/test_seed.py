@@ -1,0 +1,78 @@
+"""Seeds of a sweep, and what differs between recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.recipe import Recipe, describe_changes, parse_seeds, with_seed
+from tests.recipe.conftest import SMALL
+
+Read = Callable[..., Recipe]
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"),
+    [
+        ("0-4", [0, 1, 2, 3, 4]),
+        ("0,2,5", [0, 2, 5]),
+        ("3", [3]),
+        ("7, 0-2", [7, 0, 1, 2]),
+        ("5-5", [5]),
+        ("0-999", list(range(1000))),
+        (str(2**63 - 1), [2**63 - 1]),
+    ],
+)
+def test_seeds_are_numbers_and_ranges(text: str, seeds: list[int]) -> None:
+    assert parse_seeds(text) == seeds
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "must be numbers and ranges such as 0-4 or 0,2,5, got ''"),
+        ("a", "must be numbers and ranges such as 0-4 or 0,2,5, got 'a'"),
+        ("1,,2", "must be numbers and ranges such as 0-4 or 0,2,5, got ''"),
+        ("-1", "must be numbers and ranges such as 0-4 or 0,2,5, got '-1'"),
+        ("1-2-3", "must be numbers and ranges such as 0-4 or 0,2,5, got '1-2-3'"),
+        ("1.5", "must be numbers and ranges such as 0-4 or 0,2,5, got '1.5'"),
+        ("9" * 50, f"must be numbers and ranges such as 0-4 or 0,2,5, got '{'9' * 50}'"),
+        ("٣", "must be numbers and ranges such as 0-4 or 0,2,5, got '٣'"),
+        ("4-0", "a range must rise, got 4-0; did you mean 0-4?"),
+        ("0-2,2", "seed 2 is given twice"),
+        ("0-1000", "at most 1000 seeds are allowed"),
+        ("0-999,1000", "at most 1000 seeds are allowed"),
+        ("0-9999999999999", "at most 1000 seeds are allowed"),
+        (str(2**63), f"a seed must be in [0, {2**63 - 1}], got {2**63}"),
+    ],
+)
+def test_wrong_seeds_are_one_line(text: str, expected: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_seeds(text)
+    assert str(caught.value) == f"--seeds {text}: {expected}"
+
+
+def test_a_recipe_with_another_seed_differs_in_nothing_else(read: Read) -> None:
+    recipe = read(SMALL)
+    assert describe_changes(recipe, with_seed(recipe, 3)) == [("training.seed", 0, 3)]
+    assert recipe.training.seed == 0
+    with pytest.raises(UsageError, match="got -1"):
+        with_seed(recipe, -1)
+
+
+def test_differences_are_flat_and_in_the_order_of_the_schema(read: Read) -> None:
+    a = read(SMALL + "policy: [{name: topk, keep: 0.1}]\nbackward: {exclude: [lm_head]}\n")
+    b = read(SMALL + "policy: [{name: random, keep: 0.2}]\nmodel: {name: austen-llama}\n".partition("model")[0])
+    assert describe_changes(a, b) == [
+        ("policy.0.name", "topk", "random"),
+        ("policy.0.keep", 0.1, 0.2),
+        ("policy.0.weighted", None, False),
+        ("backward.exclude.0", "lm_head", None),
+        ("backward.exclude", None, []),
+    ]
+
+
+def test_the_same_recipe_differs_in_nothing(read: Read) -> None:
+    assert describe_changes(read(SMALL), read(SMALL)) == []

@@ -1,0 +1,151 @@
+"""What the schema refuses is said in one line: place, key, what is wrong, got, allowed, did you mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.recipe import Recipe
+from tests.recipe.conftest import SMALL
+
+Refuse = Callable[..., str]
+Read = Callable[..., Recipe]
+
+TRAINING = SMALL + "training:\n  "
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TRAINING + "max_steps: abc", "6:14: training.max_steps: must be a whole number, got 'abc' (text)"),
+        (
+            TRAINING + "max_steps: '8'",
+            "6:14: training.max_steps: must be a whole number, got '8' (text); write it without quotes",
+        ),
+        (
+            TRAINING + "max_steps: 1E3",
+            "6:14: training.max_steps: must be a whole number, got 1000.0 (a number); write 1000",
+        ),
+        (TRAINING + "max_steps: 8.5", "6:14: training.max_steps: must be a whole number, got 8.5 (a number)"),
+        (TRAINING + "max_steps: true", "6:14: training.max_steps: must be a whole number, got true"),
+        (TRAINING + "max_steps: 0", "6:14: training.max_steps: must be at least 1, got 0"),
+        (TRAINING + "max_steps: [1]", "6:3: training.max_steps: must be a whole number, got a list"),
+        (TRAINING + "max_steps: {}", "6:3: training.max_steps: must be a whole number, got a mapping"),
+        (TRAINING + "max_steps:", "6:13: training.max_steps: must be a whole number, got nothing"),
+        (TRAINING + "learning_rate: yes", "6:18: training.learning_rate: must be a number, got 'yes' (text)"),
+        (TRAINING + "learning_rate: 0", "6:18: training.learning_rate: must be above 0, got 0"),
+        (TRAINING + "max_grad_norm: -1.5", "6:18: training.max_grad_norm: must be above 0, got -1.5"),
+        (
+            TRAINING + "mixed_precision: fb16",
+            "6:20: training.mixed_precision: got 'fb16', allowed: 'no', 'bf16'; did you mean bf16?",
+        ),
+        (TRAINING + "mixed_precision: 3", "6:20: training.mixed_precision: got 3, allowed: 'no', 'bf16'"),
+        (
+            SMALL + "backward: {sites: branches, exclude: lm_head}",
+            "5:19: backward.sites: got 'branches', allowed: 'linears'",
+        ),
+        (SMALL + "backward: {exclude: lm_head}", "5:21: backward.exclude: must be a list, got 'lm_head' (text)"),
+        (
+            SMALL + "backward: {exclude: [a, 3]}",
+            "5:25: backward.exclude.1: must be text, got 3 (a number); put it in quotes",
+        ),
+        (SMALL + "training:", "5:10: training: must be a mapping, got nothing"),
+        (SMALL + "training: 3", "5:11: training: must be a mapping, got 3 (a number)"),
+        (SMALL + "target: docker", "5:9: target.kind: got 'docker', allowed: 'local'"),
+        (SMALL + "policy: 3", "5:9: policy: must be a list, got 3 (a number)"),
+        (SMALL + "policy: [3]", "5:10: policy.0: must be a mapping, got 3 (a number)"),
+        (
+            SMALL.replace("small", "a b"),
+            "2:7: name: must be text that matches ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$, got 'a b'",
+        ),
+        (SMALL.replace("version: 1", "version: 2"), "1:10: version: got 2, allowed: 1"),
+        (SMALL.replace("version: 1", "version: true"), "1:10: version: got true, allowed: 1"),
+        (SMALL.replace("version: 1", "version: 1.0"), "1:10: version: got 1.0, allowed: 1"),
+        (
+            SMALL.replace("python-docs", "0123"),
+            "4:17: dataset.name: must be text, got 123 (a number); put it in quotes",
+        ),
+        (
+            SMALL.replace("python-docs}", "x, eval_fraction: 1}"),
+            "4:35: dataset.eval_fraction: must be in (0, 1), got 1",
+        ),
+        (SMALL + "tracking: {experiment: ''}", "5:24: tracking.experiment: must be at least 1 character long, got ''"),
+        (SMALL.replace("name: austen-llama", ""), "3:1: model: give name, or a config for random weights"),
+        (
+            SMALL.replace("austen-llama", "x, config: {model_type: gpt2}"),
+            "3:1: model: give either name or config, not both",
+        ),
+        (
+            SMALL.replace("austen-llama", "x, lora: {target_modules: 3}"),
+            "3:41: model.lora.target_modules: must be a list or 'all-linear', got 3 (a number)",
+        ),
+        (
+            SMALL.replace("austen-llama", "x, lora: {target_modules: [q, 3]}"),
+            "3:45: model.lora.target_modules.1: must be text, got 3 (a number); put it in quotes",
+        ),
+    ],
+)
+def test_wrong_values_are_named_with_what_is_allowed(refuse: Refuse, text: str, expected: str) -> None:
+    assert refuse(text) == f"r.yaml:{expected}"
+
+
+def test_an_unknown_key_lists_the_known_ones_and_the_nearest(refuse: Refuse) -> None:
+    line = refuse(TRAINING + "lerning_rate: 3e-4")
+    assert line.startswith(
+        "r.yaml:6:3: training.lerning_rate: unknown key 'lerning_rate'; allowed: max_steps, learning_rate, "
+    )
+    assert line.endswith("; did you mean learning_rate?")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (SMALL + "learning_rate: 3e-4", "learning_rate belongs under training"),
+        (SMALL + "warmup_steps: 3", "warmup_steps belongs under training or measure"),
+        (TRAINING + "max_seq_length: 3", "max_seq_length belongs under dataset"),
+        (TRAINING + "policy: [dense]", "policy belongs at the top, without indentation"),
+    ],
+)
+def test_a_key_in_the_wrong_section_is_told_its_home(refuse: Refuse, text: str, expected: str) -> None:
+    assert refuse(text).endswith(expected)
+
+
+def test_a_missing_key_is_named_at_its_parent(refuse: Refuse) -> None:
+    text = "version: 1\nmodel: {name: x}\ndataset:\n  split: train\n"
+    assert refuse(text).startswith("r.yaml:3:1: dataset.name: missing (Hub id, local file or folder")
+    assert refuse("version: 1\nmodel: {name: x}\n").startswith("r.yaml:1:1: dataset: missing (The data")
+
+
+def test_the_first_error_in_the_file_is_named_and_a_misspelt_key_before_the_one_missing(refuse: Refuse) -> None:
+    assert refuse(SMALL + "training: {seed: x}\nbackward: {sites: 3}").startswith("r.yaml:5:18: training.seed")
+    assert refuse(SMALL + "backward: {sites: 3}\ntraining: {seed: x}").startswith("r.yaml:5:19: backward.sites")
+    assert refuse(SMALL + "policy: [{name: topk, keep: 2}]\ntraining: {seed: x}").startswith(
+        "r.yaml:5:29: policy.0.keep"
+    )
+    assert refuse(SMALL.replace("model", "modle")).startswith("r.yaml:3:1: modle: unknown key")
+
+
+def test_long_values_are_cut(refuse: Refuse) -> None:
+    line = refuse(TRAINING + "seed: " + "x" * 5000)
+    assert "'xxxxxxxxxx" in line
+    assert len(line) < 160
+
+
+def test_an_error_carries_its_parts(read: Read) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read(TRAINING + "max_steps: 0")
+    error = caught.value
+    assert (error.file, error.line, error.column, error.key) == ("r.yaml", 6, 14, "training.max_steps")
+    assert error.text == "must be at least 1, got 0"
+
+
+def test_a_whole_number_does_for_a_number(read: Read) -> None:
+    recipe = read(TRAINING + "learning_rate: 1\n  max_grad_norm: null")
+    assert recipe.training.learning_rate == 1.0
+    assert recipe.training.max_grad_norm is None
+
+
+def test_a_target_may_be_its_kind_alone(read: Read) -> None:
+    assert read(SMALL + "target: local") == read(SMALL + "target: {kind: local}") == read(SMALL)
