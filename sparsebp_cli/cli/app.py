@@ -6,7 +6,7 @@ Nothing heavy is imported here or at the top of a verb's file: `sparsebp --help`
 from __future__ import annotations
 
 import sys
-from importlib.metadata import version
+from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
@@ -48,15 +48,28 @@ for panel, verbs in VERBS.items():
         app.command(rich_help_panel=panel)(verb)
 
 
+def show_version(asked: bool) -> None:
+    """Print the version and end.
+
+    Args:
+        asked: Whether ``--version`` was given.
+
+    Raises:
+        Exit: It was.
+    """
+    if asked:
+        print(f"sparsebp {installed_version('sparsebp')}")
+        raise typer.Exit
+
+
 @app.callback()
 def _main(
-    show_version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version.")] = False,
+    version: Annotated[  # noqa: ARG001 - its callback does it all
+        bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an unexpected error.")] = False,
 ) -> None:
     crash.shown = debug
-    if show_version:
-        print(f"sparsebp {version('sparsebp')}")
-        raise typer.Exit
 
 
 def main() -> None:

@@ -37,9 +37,10 @@ def compare(
     from sparsebp_cli.compare import compare_runs, picture, render, table
 
     comparison = compare_runs(find_all(runs), baseline=baseline, metric=metric)
+    drawn = picture(comparison, png) if png is not None else None  # first, for it may be refused
     if output is Form.TABLE:
         console().print(*table(comparison), sep="\n")
     else:
         print_line(render(comparison, output.value).rstrip("\n"))
-    if png is not None:
-        print_line(f"picture: {picture(comparison, png)}", stderr=True)
+    if drawn is not None:
+        print_line(f"picture: {drawn}", stderr=True)

@@ -85,7 +85,8 @@ class PlainDisplay(Display):
 
     def __enter__(self) -> Self:
         self._shown, self._last, self._evaluated = time.monotonic(), "", False
-        self.say(f"{self.progress.name} {self.progress.run_id}: {self.progress.max_steps} steps")
+        name = f"{self.progress.name} {self.progress.run_id}"
+        self.say(f"{name}: {self.progress.max_steps} steps; times are of a step (forward/backward/optimizer in ms)")
         return self
 
     def __exit__(self, *_: object) -> None:

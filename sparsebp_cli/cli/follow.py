@@ -102,11 +102,10 @@ def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
             progress.take(record)
     with make_display(progress) as display:
         offset, handled = seen, 0
-        while not job.settled():
+        # After a signal, nobody waits for the last numbers to be sent: that goes on by itself.
+        while not (job.status().over if interrupts.received else job.settled()):
             offset = _show_new(job, display, offset)
             for _ in interrupts.received[handled:]:
-                if job.status().over:
-                    return  # only its last numbers are on their way, and they need nobody to watch
                 job.stop() if handled == 0 else job.kill()
                 display.say(STOPPING if handled == 0 else KILLING)
                 handled += 1

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.cli.option import Format
-from sparsebp_cli.cli.screen import Output, console, make_table, print_json
+from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy import FoundPolicy
-
-BOUNDS = (("exclusiveMinimum", "> "), ("minimum", ">= "), ("exclusiveMaximum", "< "), ("maximum", "<= "))
 
 
 def policies(output: Format = Output.TABLE) -> None:
@@ -29,9 +28,12 @@ def policies(output: Format = Output.TABLE) -> None:
         claims = ["by options" if line[c] is None else "yes" if line[c] else "no" for c in ("exact", "unbiased")]
         cells = [line["name"], line["kind"], options, *claims, line["source"]]
         if line["problem"]:
-            cells[2:5] = [line["problem"], "", ""]
+            cells[2:5] = ["", "", ""]
         table.add_row(*(Text(cell) for cell in cells), style="red" if line["problem"] else None)
     console().print(table)
+    for line in described:
+        if line["problem"]:
+            print_line(f"{line['name']} of {line['source']} is broken: {line['problem']}")
 
 
 def describe_policy(found: FoundPolicy) -> dict[str, Any]:
@@ -73,5 +75,8 @@ def _describe_range(option: dict[str, Any]) -> str:
         return " | ".join(map(str, option["enum"]))
     if "const" in option:
         return str(option["const"])
-    bounds = [f"{sign}{option[key]:g}" for key, sign in BOUNDS if key in option]
-    return " ".join([option.get("type", "any"), ", ".join(bounds)]).rstrip()
+    low = f"({option['exclusiveMinimum']:g}" if "exclusiveMinimum" in option else f"[{option.get('minimum', -inf):g}"
+    high = f"{option['exclusiveMaximum']:g})" if "exclusiveMaximum" in option else f"{option.get('maximum', inf):g}]"
+    kind = str(option.get("type", "any"))
+    interval = f" in {low}, {high}".replace("[-inf", "(-inf").replace("inf]", "inf)")
+    return kind if kind not in {"number", "integer"} or (low, high) == ("[-inf", "inf]") else kind + interval

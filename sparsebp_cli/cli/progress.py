@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RECENT_STEPS = 50
+PHASES = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZER_SECONDS, "optimizer"))
 
 
 class Progress:
@@ -60,9 +61,9 @@ class Progress:
                     self.step, self.phase = record["step"], ""
                     self._recent.append((record["time"], record["step"]))
                 elif not self._recent:
-                    self.phase = "measuring before the first step"
+                    self.phase = "before the first step"
             case "end":
-                self.phase = record["status"]
+                self.phase = ""
 
     def seconds_left(self) -> float | None:
         """Return the time to the end at the pace of the last steps, evaluations included; None when it is not known."""
@@ -88,19 +89,21 @@ class Progress:
         """Return the last step's time and its phases; empty before the first."""
         if STEP_SECONDS.name not in self.latest:
             return ""
-        phases = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZER_SECONDS, "optimizer"))
-        parts = [f"{word} {show_seconds(self.latest[key.name])}" for key, word in phases if key.name in self.latest]
+        parts = [f"{word} {show_seconds(self.latest[key.name])}" for key, word in PHASES if key.name in self.latest]
         return f"step {show_seconds(self.latest[STEP_SECONDS.name])}: {', '.join(parts)}"
 
     def line(self) -> str:
-        """Return everything in one plain line."""
-        left = self.seconds_left()
-        parts = [f"step {self.step}/{self.max_steps}", *self.numbers(), self.step_split()]
+        """Return everything in one plain line that fits 100 columns; the split of a step without its words."""
+        left, numbers = self.seconds_left(), self.numbers()
+        parts = [f"step {self.step}/{self.max_steps}", *(part.partition(" (start")[0] for part in numbers)]
+        if STEP_SECONDS.name in self.latest:
+            split = "/".join(f"{1000 * self.latest.get(key.name, 0.0):.3g}" for key, _ in PHASES)
+            parts.append(f"{show_seconds(self.latest[STEP_SECONDS.name])} ({split})")
         if self.phase:
             parts.insert(1, self.phase)
         elif left is not None:
             parts.append(f"{show_clock(left)} left")
-        return "  ".join(part for part in parts if part)
+        return "  ".join(parts)
 
     def picture(self, spinner: RenderableType) -> RenderableType:
         """Return a bar and two lines of numbers.

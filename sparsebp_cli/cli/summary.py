@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
 from sparsebp_cli.cli.stored import describe_policies, read_recipe
-from sparsebp_cli.run import History, RunFolder, metric
+from sparsebp_cli.run import History, RunFolder, list_runs, metric
 from sparsebp_cli.run.metric import Metric
 
 if TYPE_CHECKING:
@@ -49,8 +49,10 @@ def summarise(run: RunFolder, *, show_next: bool = True) -> RenderableType:
     if (run.path / "model").is_dir():
         grid.add_row("model", Text(str(run.path / "model")))
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")
-    after = Text.assemble("next: ", ("sparsebp compare @2", "bold")) if show_next else Text()
-    return Group(head, grid, after)
+    if not show_next:
+        return Group(head, grid)
+    command = "sparsebp compare @2" if len(list_runs()) > 1 else f"sparsebp show {run.run_id}"
+    return Group(head, grid, Text.assemble("next: ", (command, "bold")))
 
 
 def summary_rows(history: History) -> Iterator[tuple[str, str]]:
@@ -67,6 +69,7 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
             yield label, f"{values[0]:.4f} -> {values[-1]:.4f}"
     if text := _step_time(history):
         yield "step time", text
+        yield "training", _training(history)
     if text := _speed(history):
         yield "speed", text
     if text := _memory(history):
@@ -88,9 +91,15 @@ def _step_time(history: History) -> str:
         return ""
     phases = [(word, quartiles(_after_warmup(history, key))) for key, word in PHASES]
     split = ", ".join(f"{word} {show_seconds(q.median)}" for word, q in phases if q is not None)
-    total = sum(history.series(metric.STEP_SECONDS.name).values())
-    spread = f"{show_seconds(step.median)} [{show_seconds(step.low)} to {show_seconds(step.high)}]"
-    return f"{spread}: {split}; {show_clock(total)} of training"
+    return f"{show_seconds(step.median)} [{show_seconds(step.low)} to {show_seconds(step.high)}]: {split}"
+
+
+def _training(history: History) -> str:
+    seconds = history.series(metric.STEP_SECONDS.name)
+    parts = [f"{show_clock(sum(seconds.values()))} for {len(seconds)} steps"]
+    if (tokens := history.last(metric.TOKENS_PER_SECOND.name)) is not None:
+        parts.append(f"{tokens:,.0f} tokens/s")
+    return ", ".join(parts)
 
 
 def _after_warmup(history: History, key: Metric) -> list[float]:
@@ -103,11 +112,11 @@ def _after_warmup(history: History, key: Metric) -> list[float]:
 def _speed(history: History) -> str:
     ceiling, speedup = history.last(metric.CEILING.name), history.last(metric.SPEEDUP.name)
     share = history.last(metric.REALISED_SHARE.name)
-    parts = [f"{speedup:.2f}x measured against dense in this run"] if speedup is not None else []
+    parts = [f"{speedup:.2f}x against dense in this run"] if speedup is not None else []
     if ceiling is not None:
         parts.append(f"ceiling {ceiling:.2f}x")
     if share is not None:
-        parts.append(f"{show_share(share)} of the possible saving realised")
+        parts.append(f"{show_share(share)} of the saving realised")
     return ", ".join(parts)
 
 

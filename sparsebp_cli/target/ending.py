@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.run import JournalWriter, RunFolder, State, read
 
 MAX_LINE_CHARACTERS = 300
@@ -29,7 +30,10 @@ def settle(
     Raises:
         RunBusyError: The worker lives after all.
     """
-    with run.lock("worker"), JournalWriter(run.path) as journal:
+    # The worker's lock is looked at, not taken: whoever asked for the state in between would be told "running".
+    if run.is_locked("worker"):
+        raise RunBusyError(f"the worker of run {run.run_id} lives: it says itself how it ends")
+    with JournalWriter(run.path) as journal:
         journal.attempt = max(journal.attempt - 1, after_attempt + 1)
         step, end = _find_last(run, journal.attempt)
         cancelled = run.cancel_file.exists()

@@ -20,6 +20,7 @@ from sparsebp_cli.target.ending import settle
 from sparsebp_cli.target.launch import Launch
 
 POLL_SECONDS = 0.1
+SENDING_SECONDS = 60.0  # a watcher gives up sending after 30
 
 
 @final
@@ -132,6 +133,7 @@ class LocalTarget(Target):
     def submit_all(self, runs: Sequence[RunFolder]) -> list[Job]:
         watcher = [sys.executable, "-m", "sparsebp_cli.target.watcher", "--worker", self.worker_module]
         for run in runs:
+            _wait_for_sending(run)
             if run.is_locked("worker") or run.is_locked("target"):
                 raise RunBusyError(f"run {run.run_id} is {run.state()}: it is being worked on by another process")
         process = subprocess.Popen(
@@ -147,6 +149,13 @@ class LocalTarget(Target):
 
     def reattach(self, run: RunFolder) -> Job:
         return LocalJob(run)
+
+
+def _wait_for_sending(run: RunFolder) -> None:
+    """A run that just ended is still held by a watcher that sends its last numbers: it needs no decision, only time."""
+    deadline = time.monotonic() + SENDING_SECONDS
+    while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
 
 
 def _check_answer(answer: bytes) -> None:

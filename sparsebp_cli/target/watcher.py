@@ -48,7 +48,8 @@ class Watch:
         """
         self.run, self._target = run, target
         self._lock: FileLock = run.lock("target")
-        run.lock("worker").release()  # a worker may live on without its watcher
+        if run.is_locked("worker"):  # a worker may live on without its watcher
+            raise RunBusyError(f"run {run.run_id} is already being worked on by another process")
         attempts = max((record["attempt"] for record, _ in read(run.path)), default=0)
         self._launch = Launch(after_attempt=attempts, watcher_pid=os.getpid())
         self._launch.save(run)

@@ -19,7 +19,6 @@ from sparsebp_cli.run import History, RunFolder, State, create_run
 from sparsebp_cli.target import LocalTarget
 from sparsebp_cli.target.launch import Launch
 
-
 UNUSABLE = "file:///nowhere"  # refused before mlflow is imported, which takes seconds
 
 
@@ -288,7 +287,7 @@ def test_runs_in_a_queue_go_one_after_the_other(target: LocalTarget) -> None:
     runs = [make_run() for _ in range(3)]
     jobs = target.submit_all(runs)
     assert [job.wait(120) for job in jobs] == [State.FINISHED] * 3
-    spans = [[end["time"] for end in History.load(run.path).ends][0] for run in runs]
+    spans = [next(end["time"] for end in History.load(run.path).ends) for run in runs]
     assert spans == sorted(spans)
 
 

@@ -1,0 +1,269 @@
+"""What every verb promises: exit codes, errors in one line, and nothing heavy imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run import History, State, list_runs
+
+from .conftest import TESTS, Cli, Write, write_run
+
+WIDTH = 100
+VERBS = (
+    *("run", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "ui"),
+    *("validate", "schema", "policies", "doctor"),
+)
+HEAVY = ("torch", "mlflow", "transformers", "scipy", "matplotlib", "pandas", "numpy")
+PROBE = """
+import sys
+from sparsebp_cli.cli.app import main
+sys.argv = ["sparsebp", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+heavy = [name for name in {heavy!r} if name in sys.modules]
+print("HEAVY", heavy, "CODE", code, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself_within_100_columns(call: Cli, verb: str) -> None:
+    done = call(verb, "--help")
+    assert done.returncode == 0
+    assert f"Usage: sparsebp {verb}" in done.stdout
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+
+
+def test_help_names_every_verb_and_the_exit_codes(call: Cli) -> None:
+    shown = call("--help").stdout
+    assert [verb for verb in VERBS if f" {verb} " not in shown] == []
+    assert "103 cancelled" in " ".join(shown.split())
+
+
+def test_the_installed_command_is_this_one() -> None:
+    command = Path(sys.executable).with_name("sparsebp")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"sparsebp {version('sparsebp')}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["validate", "fake.yaml"],
+        ["run", "fake.yaml", "--dry-run"],
+        ["runs"],
+        ["show", "@last"],
+        ["schema"],
+        ["policies"],
+        ["logs", "@last"],
+        ["cancel", "@last"],
+        ["resume", "@last"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_nothing_heavy_is_imported(write_recipe: Write, tmp_path: Path, words: list[str]) -> None:
+    recipe = write_recipe()
+    write_run(recipe)
+    probe = PROBE.format(heavy=HEAVY)
+    done = subprocess.run(
+        [sys.executable, "-c", probe, *words], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.stderr.splitlines()[-1] == "HEAVY [] CODE 0"
+
+
+def test_compare_imports_neither_torch_nor_mlflow(two_runs: None, tmp_path: Path) -> None:
+    probe = PROBE.format(heavy=("torch", "mlflow", "transformers", "matplotlib", "pandas"))
+    done = subprocess.run(
+        [sys.executable, "-c", probe, "compare", "@2"], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.stderr.splitlines()[-1] == "HEAVY [] CODE 0"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["show", "topk-row"], 102, "did you mean topk-rows?"),
+        (["show", "@9"], 102, "@9: there are 2 runs; use @last or @N with N from 1 to 2"),
+        (["logs", "zzz"], 102, "no run answers to 'zzz'"),
+        (["cancel", "zzz"], 102, "no run answers to 'zzz'"),
+        (["resume", "zzz"], 102, "no run answers to 'zzz'"),
+        (["compare", "zzz"], 102, "no run answers to 'zzz'"),
+        (["sync", "zzz"], 102, "no run answers to 'zzz'"),
+        (["compare", "@2", "--metric", "eval/los"], 2, "did you mean eval/loss?"),
+        (["compare", "@2", "--baseline", "dens"], 2, "did you mean dense?"),
+        (["compare", "@2", "--png", "picture.gif"], 2, "must end in .png"),
+        (["sync"], 2, "sync needs runs, or --all"),
+        (["sync", "@last", "--all"], 2, "sync needs runs, or --all"),
+        (["run", "none.yaml"], 2, "none.yaml: no such file"),
+        (["run", "dense.yaml", "--seeds", "4-0"], 2, "did you mean 0-4?"),
+        (["run", "dense.yaml", "--set", "trainig.seed=1"], 2, "did you mean training"),
+        (["run", "dense.yaml", "--set", "policy.0.name=topkk"], 2, "did you mean topk?"),
+        (["validate", "dense.yaml", "--set", "policy.0.keep=2"], 2, "got 2"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_an_exit_code(
+    call: Cli, two_runs: None, words: list[str], code: int, text: str
+) -> None:
+    done = call(*words)
+    assert done.returncode == code
+    assert text in done.stderr
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr)
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["run"], ["fly"], ["runs", "--limit", "0"], ["runs", "-o", "xml"], ["ui", "--port", "0"]]
+)
+def test_wrong_usage_ends_with_2(call: Cli, words: list[str]) -> None:
+    done = call(*words)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unforeseen_error_is_one_line_and_its_traceback_is_kept(cli: Cli, home_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sparsebp_cli.cli.runs as verb\n"
+        "def broken():\n    raise ValueError('the moon\\nis full')\n"
+        "verb.list_runs = broken\n"
+    )
+    done = cli("runs", real=True, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 100
+    log = home_folder / "error.log"
+    assert done.stderr == (
+        f"error: ValueError: the moon is full (the traceback is in {log}; `sparsebp --debug` shows it)\n"
+    )
+    assert "Traceback" in log.read_text()
+    assert "Traceback" in cli("--debug", "runs", real=True, PYTHONPATH=str(tmp_path)).stderr
+
+
+def test_a_home_that_cannot_be_written_is_one_line(cli: Cli, write_recipe: Write, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = cli("run", write_recipe(), SPARSEBP_HOME=str(tmp_path / "file" / "home"))
+    assert done.returncode == 100
+    assert re.fullmatch(r"error: [^\n]*Not a directory[^\n]*\n", done.stderr)
+
+
+def test_output_into_a_closed_pipe_is_no_traceback(two_runs: None, tmp_path: Path) -> None:
+    line = f"{sys.executable} -c 'from sparsebp_cli.cli.app import main; main()' schema | head -1"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout == "{\n"
+    assert done.stderr == ""
+
+
+def test_runs_lists_the_newest_first_within_100_columns(call: Cli, two_runs: None) -> None:
+    done = call("runs")
+    assert next(word for word in done.stdout.split() if word in {"topk-rows", "dense"}) == "dense"
+    assert "topk keep=0.1 along=rows" in done.stdout
+    assert "3/3" in done.stdout
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+    assert "1 older runs are not shown" in call("runs", "--limit", "1").stdout
+
+
+def test_runs_as_json_can_be_read_by_a_program(call: Cli, two_runs: None) -> None:
+    lines = json.loads(call("runs", "-o", "json").stdout)
+    assert [line["name"] for line in lines] == ["dense", "topk-rows"]
+    assert {line["state"] for line in lines} == {State.FINISHED.value}
+
+
+def test_no_runs_yet_says_what_to_do(call: Cli) -> None:
+    assert "`sparsebp run RECIPE` makes one" in call("runs").stdout
+    assert json.loads(call("runs", "-o", "json").stdout) == []
+
+
+def test_a_damaged_plan_does_not_hide_the_other_runs(call: Cli, two_runs: None) -> None:
+    list_runs()[0].plan_file.write_text("{")
+    states = {line["state"] for line in json.loads(call("runs", "-o", "json").stdout)}
+    assert states == {"damaged", "finished"}
+
+
+def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) -> None:
+    good, bad = write_recipe(name="good"), write_recipe(name="bad")
+    bad.write_text(bad.read_text() + "extra: 1\n")
+    done = call("validate", good, bad, "--seeds", "0-4")
+    assert done.returncode == 2
+    policy = "policy topk keep=0.1 along=rows"
+    assert done.stdout == f"ok {good}: good: model none, data none, {policy}, 30 steps, 5 runs\n"
+    assert done.stderr.startswith(f"error: {bad}:8:1: extra: ")
+
+
+def test_schema_is_json_with_the_options_of_policies(call: Cli) -> None:
+    schema = json.loads(call("schema").stdout)
+    assert "keep" in schema["$defs"]["policy.topk"]["properties"]
+
+
+def test_policies_show_options_claims_and_broken_plugins(cli: Cli, tmp_path: Path) -> None:
+    info = tmp_path / "broken_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sparsebp.policies]\nlost = no_such_module:Lost\n")
+    path = f"{tmp_path}{os.pathsep}{TESTS / 'cli'}{os.pathsep}{TESTS / 'target'}"
+    shown = cli("policies", PYTHONPATH=path).stdout
+    assert "keep: number in (0, 1]" in shown
+    assert "by options" in shown
+    assert "broken-plugin 1.0" in shown
+    assert "lost of broken-plugin 1.0 is broken: ModuleNotFoundError: No module named 'no_such_module'\n" in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= WIDTH
+    found = {line["name"]: line for line in json.loads(cli("policies", "-o", "json", PYTHONPATH=path).stdout)}
+    assert (found["dense"]["exact"], found["topk"]["exact"]) == (True, None)
+    assert found["lost"]["kind"] == "broken"
+
+
+def test_doctor_finds_this_machine_well(cli: Cli) -> None:
+    done = cli("doctor")
+    assert done.returncode == 0, done.stdout
+    found = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines() if line.startswith((" ok", " warn"))}
+    assert set(found) >= {"python", "packages", "torch", "threads", "home", "disk", "tracking", "policies", "recipes"}
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+
+
+def test_doctor_fails_on_what_keeps_runs_from_working(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environ = {"SPARSEBP_HOME": str(tmp_path / "file" / "home"), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    done = cli("doctor", "-o", "json", **environ)
+    assert done.returncode == 1
+    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert (found["home"]["level"], found["tracking"]["level"]) == ("fail", "warn")
+    assert found["home"]["hint"]
+
+
+def test_sync_sends_what_was_not_sent_and_twice_sends_nothing(cli: Cli, write_recipe: Write) -> None:
+    run = write_run(write_recipe(), "~tracking.uri")
+    first, second = cli("sync", run.run_id), cli("sync", "--all")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    points = sum(len(points) for points in History.load(run.path).metrics.values())
+    assert first.stdout.startswith(f"{run.run_id} fake: {points} points sent to sqlite:///")
+    assert second.stdout.startswith(f"{run.run_id} fake: 0 points sent")
+
+
+def test_sync_to_a_store_that_cannot_be_used_is_a_warning_and_no_success(call: Cli, write_recipe: Write) -> None:
+    run = write_run(write_recipe())
+    done = call("sync", "--all")
+    assert done.returncode == 100
+    assert done.stderr.startswith(f"warning: {run.run_id}: tracking.uri must be")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ui_refuses_a_server_which_has_its_own_pages(call: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    done = call("ui")
+    assert done.returncode == 100
+    assert done.stderr == "error: the tracking store is a server: open http://127.0.0.1:9 in a browser\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"), [("show topk", "topk-rows"), ("logs @", "@last"), ("run top", "topk-rows.yaml")]
+)
+def test_the_shell_completes_runs_and_recipes(cli: Cli, two_runs: None, typed: str, expected: str) -> None:
+    environ = {"_SPARSEBP_COMPLETE": "complete_bash", "COMP_WORDS": f"sparsebp {typed}", "COMP_CWORD": "2"}
+    assert expected in cli(real=True, **environ).stdout.split()

@@ -1,0 +1,339 @@
+"""``sparsebp run`` and the verbs that keep a grip on what it started."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import time
+from collections.abc import Callable
+from fcntl import ioctl
+from pathlib import Path
+from termios import TIOCSWINSZ
+
+import psutil
+import pytest
+import yaml
+
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.run import History, RunFolder, State, list_runs
+from sparsebp_cli.target.launch import Launch
+
+from .conftest import Cli, Start, Write, write_run
+
+WIDTH = 100
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened"
+        time.sleep(0.02)
+
+
+def wait_for_step(step: int = 2) -> RunFolder:
+    until(lambda: list_runs() and step in History.load(list_runs()[0].path).series("train/loss"))
+    return list_runs()[0]
+
+
+def processes_of(run: RunFolder) -> tuple[psutil.Process, psutil.Process]:
+    launch = Launch.load(run)
+    assert launch is not None
+    watcher, worker = launch.watcher(run), launch.worker(run)
+    assert watcher is not None
+    assert worker is not None
+    return watcher, worker
+
+
+def test_a_run_shows_steps_and_a_summary_and_ends_with_0(cli: Cli, write_recipe: Write) -> None:
+    done = cli("run", write_recipe())
+    assert done.returncode == 0, done.stderr
+    run = list_runs()[0]
+    assert run.state() is State.FINISHED
+    assert done.stdout.startswith(f"fake {run.run_id}: 30 steps")
+    assert "step 20/30  loss 3.3333  eval loss 3.4167  kept 10 %  6,400 tokens/s" in done.stdout
+    assert "eval loss  4.1000 -> 3.1538" in done.stdout
+    assert "1.50x against dense in this run, ceiling 2.00x, 66 % of the saving realised" in done.stdout
+    assert f"next: sparsebp show {run.run_id}" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_plain_output_fits_100_columns(cli: Cli, write_recipe: Write) -> None:
+    done = cli("run", write_recipe(name="n" * 64))
+    lines = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith("nnn")]
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_a_tracking_store_that_cannot_be_used_is_one_warning(cli: Cli, write_recipe: Write) -> None:
+    done = cli("run", write_recipe())
+    assert done.returncode == 0
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["warning"]
+
+
+def test_a_dry_run_prints_a_plan_and_the_command_and_writes_nothing(
+    cli: Cli, write_recipe: Write, home_folder: Path
+) -> None:
+    done = cli("run", write_recipe(), "--dry-run", "--set", "training.max_steps=7", real=True)
+    assert done.returncode == 0
+    plan = Plan.model_validate(yaml.safe_load(done.stdout))
+    assert plan.recipe.training.max_steps == 7
+    assert done.stdout.splitlines()[-1].endswith(f"-m sparsebp_cli.worker {home_folder}/runs/{plan.run_id}/plan.json")
+    assert not home_folder.exists()
+
+
+def test_seeds_and_recipes_run_one_after_the_other(cli: Cli, write_recipe: Write) -> None:
+    done = cli("run", write_recipe(name="a"), write_recipe(name="b"), "--seeds", "0-1", "--set", "training.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    plans = [Plan.load(run.plan_file).recipe for run in list_runs()[::-1]]
+    assert [(plan.name, plan.training.seed) for plan in plans] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [run.state() for run in list_runs()] == [State.FINISHED] * 4
+    assert "next: sparsebp compare @2" in done.stdout
+
+
+def test_name_and_set_change_the_recipe(cli: Cli, write_recipe: Write) -> None:
+    done = cli(
+        "run", write_recipe(), "--name", "other", "--set", "policy.0.keep=0.5", "--set", "~tracking.uri", "--dry-run"
+    )
+    recipe = yaml.safe_load(done.stdout)["recipe"]
+    assert (recipe["name"], recipe["policy"][0]["keep"], recipe["tracking"]["uri"]) == ("other", 0.5, None)
+
+
+def test_detach_prints_ids_and_returns_at_once(cli: Cli, write_recipe: Write) -> None:
+    done = cli("run", write_recipe("slow"), "--seeds", "0,1", "--detach")
+    assert done.returncode == 0
+    assert done.stdout.split() == [run.run_id for run in list_runs()[::-1]]
+    assert not list_runs()[1].state().over
+    assert list_runs()[0].state() is State.QUEUED
+    assert cli("cancel", "@2").returncode == 0
+    assert [run.state() for run in list_runs()] == [State.CANCELLED] * 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+def test_a_signal_stops_with_a_checkpoint_and_says_how_to_go_on(
+    start: Start, write_recipe: Write, number: int, code: int
+) -> None:
+    client = start("run", write_recipe("slow"))
+    run = wait_for_step()
+    client.send_signal(number)
+    _, errors = client.communicate(timeout=60)
+    assert client.returncode == code
+    assert run.state() is State.INTERRUPTED
+    assert f"sparsebp resume {run.run_id}" in errors
+    assert "Traceback" not in errors
+
+
+def test_ctrl_c_twice_kills_a_worker_that_does_not_listen(start: Start, write_recipe: Write) -> None:
+    client = start("run", write_recipe("stubborn"))
+    run = wait_for_step()
+    client.send_signal(signal.SIGINT)
+    until(lambda: "stopping" in client.stdout.readline())  # type: ignore[union-attr]
+    client.send_signal(signal.SIGINT)
+    _, errors = client.communicate(timeout=60)
+    assert client.returncode == 130
+    assert "killed by the user" in errors
+    assert run.state() is State.INTERRUPTED
+
+
+def test_ctrl_c_does_not_start_the_runs_behind(start: Start, write_recipe: Write) -> None:
+    client = start("run", write_recipe("slow"), "--seeds", "0-2")
+    wait_for_step_of_oldest()
+    client.send_signal(signal.SIGINT)
+    _, errors = client.communicate(timeout=60)
+    assert client.returncode == 130
+    runs = list_runs()
+    assert f"not started: {runs[1].run_id} {runs[0].run_id}" in errors
+    until(lambda: all(run.state() is State.INTERRUPTED for run in runs))
+    assert [len(History.load(run.path).environments) for run in runs] == [0, 0, 1]
+
+
+def wait_for_step_of_oldest() -> None:
+    until(lambda: len(list_runs()) == 3 and History.load(list_runs()[-1].path).series("train/loss"))
+
+
+def test_a_killed_client_leaves_the_run_going_and_logs_find_it(cli: Cli, start: Start, write_recipe: Write) -> None:
+    client = start("run", write_recipe("slow"))
+    run = wait_for_step()
+    client.kill()
+    client.wait()
+    steps = len(History.load(run.path).series("train/loss"))
+    wait_for_step(steps + 3)
+    follower = start("logs", "-f", "@last")
+    until(lambda: "fake worker: slow" in follower.stdout.readline())  # type: ignore[union-attr]
+    assert cli("cancel", "@last").returncode == 0
+    out, _ = follower.communicate(timeout=60)
+    assert follower.returncode == 0
+    assert out.splitlines()[-1].startswith(f"{run.run_id}: cancelled")
+
+
+def test_ctrl_c_in_logs_leaves_the_run_alone(start: Start, cli: Cli, write_recipe: Write) -> None:
+    run_id = cli("run", write_recipe("slow"), "--detach").stdout.strip()
+    follower = start("logs", "-f", run_id)
+    until(lambda: "fake worker: slow" in follower.stdout.readline())  # type: ignore[union-attr]
+    follower.send_signal(signal.SIGINT)
+    _, errors = follower.communicate(timeout=60)
+    assert follower.returncode == 130
+    assert f"the run goes on; `sparsebp cancel {run_id}` stops it" in errors
+    assert list_runs()[0].state() is State.RUNNING
+
+
+def test_logs_of_a_finished_run_show_progress_and_output(cli: Cli, write_recipe: Write) -> None:
+    cli("run", write_recipe())
+    done = cli("logs", "@last")
+    assert done.returncode == 0
+    assert "step 20/30" in done.stdout
+    assert "fake worker: ok from step 0" in done.stdout.splitlines()
+    assert done.stdout.splitlines()[-1].endswith(": finished")
+
+
+def test_a_killed_worker_ends_with_101_and_can_be_resumed(start: Start, cli: Cli, write_recipe: Write) -> None:
+    client = start("run", write_recipe("slow"))
+    run = wait_for_step()
+    processes_of(run)[1].kill()
+    _, errors = client.communicate(timeout=60)
+    assert client.returncode == 101
+    assert "killed by SIGKILL" in errors
+    assert cli("resume", run.run_id, "--detach").stdout.strip() == run.run_id
+    until(lambda: len(History.load(run.path).environments) == 2)
+
+
+def test_a_killed_watcher_is_not_noticed_by_the_client(start: Start, write_recipe: Write) -> None:
+    client = start("run", write_recipe("slow"))
+    run = wait_for_step()
+    processes_of(run)[0].kill()
+    wait_for_step(len(History.load(run.path).series("train/loss")) + 3)
+    client.send_signal(signal.SIGINT)
+    client.communicate(timeout=60)
+    assert client.returncode == 130
+    assert run.state() is State.INTERRUPTED
+
+
+def test_cancelling_from_elsewhere_ends_the_client_with_103(start: Start, cli: Cli, write_recipe: Write) -> None:
+    client = start("run", write_recipe("slow"))
+    run = wait_for_step()
+    assert cli("cancel", run.run_id).stdout == f"{run.run_id} cancelled\n"
+    client.communicate(timeout=60)
+    assert client.returncode == 103
+    again = cli("cancel", run.run_id)
+    assert (again.returncode, again.stdout) == (0, f"{run.run_id} is cancelled already\n")
+
+
+def test_a_live_run_is_not_resumed(cli: Cli, start: Start, write_recipe: Write) -> None:
+    start("run", write_recipe("slow"))
+    run = wait_for_step()
+    done = cli("resume", "@last")
+    assert done.returncode == 101
+    assert done.stderr == f"error: run {run.run_id} is running: it is being worked on by another process\n"
+
+
+def test_a_finished_run_is_not_resumed_and_that_is_no_error(cli: Cli, write_recipe: Write) -> None:
+    cli("run", write_recipe())
+    done = cli("resume", "@last")
+    assert (done.returncode, done.stdout) == (0, f"{list_runs()[0].run_id} is finished already\n")
+
+
+def test_resume_goes_on_under_the_same_id_and_shows_only_what_is_new(
+    start: Start, cli: Cli, write_recipe: Write
+) -> None:
+    recipe = write_recipe("steady")
+    client = start("run", recipe, "--set", "training.max_steps=60")
+    run = wait_for_step(25)
+    client.send_signal(signal.SIGINT)
+    client.communicate(timeout=60)
+    done = cli("resume", run.run_id)
+    assert done.returncode == 0, done.stderr
+    assert [folder.run_id for folder in list_runs()] == [run.run_id]
+    assert "step 60/60" in done.stdout
+    assert "step 20/60" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fake", "code", "reason"),
+    [
+        ("fail", 100, "RuntimeError: the fake broke"),
+        ("silent", 100, "ImportError: no module named torch"),
+        ("data-error", 2, "dataset.name: no such file: x.txt"),
+    ],
+)
+def test_a_failed_run_gives_its_reason_in_one_line(
+    cli: Cli, write_recipe: Write, fake: str, code: int, reason: str
+) -> None:
+    done = cli("run", write_recipe(fake))
+    assert done.returncode == code
+    run = list_runs()[0]
+    assert f"error: run {run.run_id} failed: {reason}" in done.stderr.splitlines()
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_the_first_failure_of_several_runs_gives_the_exit_code(cli: Cli, write_recipe: Write) -> None:
+    done = cli("run", write_recipe("data-error", "bad"), write_recipe("ok", "good"))
+    assert done.returncode == 2
+    assert [run.state() for run in list_runs()] == [State.FINISHED, State.FAILED]
+
+
+def test_a_wrong_recipe_among_several_starts_none(cli: Cli, write_recipe: Write, home_folder: Path) -> None:
+    good, bad = write_recipe(name="good"), write_recipe(name="bad")
+    bad.write_text(bad.read_text().replace("max_steps", "max_stebs"))
+    done = cli("run", good, bad)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {bad}:6:")
+    assert "did you mean max_steps?" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not home_folder.exists()
+
+
+def test_a_terminal_of_100_columns_shows_a_picture_that_fits(write_recipe: Write, tmp_path: Path) -> None:
+    from .conftest import FAKE, environment
+
+    leader, follower = pty.openpty()
+    ioctl(follower, TIOCSWINSZ, struct.pack("HHHH", 30, WIDTH, 0, 0))
+    environ = {key: value for key, value in environment().items() if key != "COLUMNS"} | {"TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        [*FAKE, "run", str(write_recipe("steady"))],
+        stdin=follower,
+        stdout=follower,
+        stderr=subprocess.DEVNULL,
+        env=environ,
+    )
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(leader, 65536)
+        except OSError:  # the other side was closed
+            break
+    os.close(leader)
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "\x1b[" in text
+    assert "━" in text
+    moves = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours take no room; what is left moves the cursor
+    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", moves).split("\n")
+    assert max(map(len, lines)) <= WIDTH
+    assert "forward 3.00 ms, backward 6.00 ms, optimizer 1.00 ms" in text
+    assert "next: " in text
+
+
+def test_show_gives_everything_as_json_and_the_recipe_as_yaml(call: Cli, write_recipe: Write) -> None:
+    write_run(write_recipe(), max_steps=30)
+    shown = json.loads(call("show", "@last", "-o", "json").stdout)
+    assert shown["state"] == "finished"
+    assert shown["metrics"]["train/loss"]["points"] == 30
+    assert shown["metrics"]["eval/loss"]["first"] == pytest.approx(4.1 / 1.01)
+    recipe = yaml.safe_load(call("show", "fake", "-o", "yaml").stdout)
+    assert Plan.load(list_runs()[0].plan_file).recipe.model_dump(mode="json") == recipe
+    people = call("show", "@last").stdout
+    assert "eval loss  4.0594 -> 3.1538" in people
+    assert "max_steps: 30" in people
+
+
+def test_compare_shows_two_policies(call: Cli, two_runs: None, tmp_path: Path) -> None:
+    done = call("compare", "@2", "--png", "picture.png")
+    assert done.returncode == 0, done.stderr
+    assert "topk-rows" in done.stdout
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads(call("compare", "dense", "topk-rows", "-o", "json").stdout)["groups"]) == 2
