@@ -1,0 +1,76 @@
+"""Real stores: a sqlite database made once, and MLflow's own server in a process of its own."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.provenance import Provenance
+from sparsebp_cli.run import RunFolder, create_run
+from sparsebp_cli.tracking.store import open_client
+from tests.tracking.material import attempt
+from tests.tracking.server import Server
+
+MakeRun = Callable[..., RunFolder]
+
+START = 1_700_000_000.0
+
+
+@pytest.fixture(scope="session")
+def fresh_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An initialised, empty store, to be copied: making one takes seconds."""
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def store(fresh_database: Path, home_folder: Path) -> Path:
+    """The default store of this test, initialised."""
+    home_folder.mkdir()
+    return Path(shutil.copy(fresh_database, home_folder / "mlflow.db"))
+
+
+@pytest.fixture
+def make_run(home_folder: Path) -> MakeRun:
+    """A function that makes a run with a plan and a journal of some steps."""
+
+    def make(
+        steps: int = 30, *, end: str | None = "finished", provenance: Provenance | None = None, **sections: Any
+    ) -> RunFolder:
+        recipe = {"version": 1, "name": "demo", "model": {"name": "m"}, "dataset": {"name": "d"}} | sections
+        plan = Plan.model_validate({"recipe": recipe, "created": START, "provenance": provenance or Provenance()})
+        run = create_run(plan.run_id)
+        plan.save(run.path)
+        attempt(run, 0, steps, end=end)
+        return run
+
+    return make
+
+
+@pytest.fixture
+def server(tmp_path: Path, fresh_database: Path) -> Iterator[Server]:
+    """A server that is running."""
+    found = Server(tmp_path / "server", fresh_database)
+    try:
+        found.start()
+        yield found
+    finally:
+        found.kill()
+
+
+# What MLflow and its libraries say about themselves.
+UPSTREAM_NOISE = ("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Warnings are errors here too, but for MLflow's own, by name."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            for noise in UPSTREAM_NOISE:
+                item.add_marker(pytest.mark.filterwarnings(noise))

@@ -1,0 +1,33 @@
+"""Journals as a worker writes them, and the rows of a store."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+from sparsebp_cli.run import JournalWriter, RunFolder
+
+Row = tuple[str, int, int, float, int]
+
+
+def attempt(run: RunFolder, from_step: int, to_step: int, *, end: str | None = "finished", bias: float = 0.0) -> None:
+    """Write what one attempt of the worker writes."""
+    with JournalWriter(run.path, durable=False) as journal:
+        journal.write("attempt", from_step=from_step, environment={"cpu": "a cpu", "attempt": journal.attempt})
+        journal.write("facts", values={"dataset_digest": "abc"})
+        for step in range(from_step + 1, to_step + 1):
+            journal.write(
+                "metrics", step=step, values={"train/loss": 3.0 / step + bias, "time/step_seconds": 0.1 + bias}
+            )
+        if end:
+            journal.write("end", status=end, step=to_step, text="all is well" if end == "finished" else "something")
+
+
+def metric_rows(database: Path) -> list[Row]:
+    """Return (key, step, time, value, is_nan) of every row of a store."""
+    with sqlite3.connect(database) as connection:
+        found = connection.execute(
+            "select key, step, timestamp, value, is_nan from metrics order by 1, 2, 3, 4"
+        ).fetchall()
+    connection.close()
+    return found

@@ -1,0 +1,102 @@
+"""Through MLflow's own server, killed midway: the table is that of a direct sync."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.tracking import Follower, SyncResult, sync, ui_command, ui_environment
+from tests.tracking.material import attempt, metric_rows
+from tests.tracking.server import Server
+
+MakeRun = Callable[..., RunFolder]
+
+
+@pytest.mark.slow
+def test_a_server_killed_midway_costs_a_warning_and_no_point(
+    server: Server, make_run: MakeRun, fresh_database: Path, tmp_path: Path
+) -> None:
+    run = make_run(6000, end=None, tracking={"uri": server.uri})
+    with JournalWriter(run.path) as journal:
+        journal.write("metrics", step=6001, values={"a": math.nan, "b": math.inf, "pass@1": 0.1 + 0.2})
+    results: list[SyncResult] = []
+    thread = threading.Thread(target=lambda: results.append(sync(run)))
+    thread.start()
+    kept = run.path / "tracking.json"
+    while not kept.exists() or json.loads(kept.read_text())["offset"] == 0:
+        time.sleep(0.01)
+    server.kill()
+    thread.join()
+    (broken,) = results
+    assert not broken.complete
+    assert broken.problem.startswith(f"tracking store {server.uri}: ")
+    assert 0 < broken.points_sent < 12_003
+
+    attempt(run, 5990, 6100, bias=1.0)  # the run went on, resumed from a checkpoint
+    follower = Follower(run)
+    assert not follower.flush().complete
+    assert len(follower.warnings) == 1
+    journal_bytes = (run.path / "journal.jsonl").read_bytes()
+
+    server.start()
+    assert follower.flush().complete
+    direct = Path(shutil.copy(fresh_database, tmp_path / "direct.db"))
+    assert sync(run, f"sqlite:///{direct}").complete
+    through = metric_rows(server.database)
+    assert through == metric_rows(direct)
+    assert len(through) == 2 * 6100 + 3
+    kept.unlink()
+    assert sync(run).points_sent == len(through)
+    assert sync(run).points_sent == 0
+    assert metric_rows(server.database) == through
+    assert (run.path / "journal.jsonl").read_bytes() == journal_bytes
+    files = sorted(path.name for path in (server.folder / "artifacts").rglob("*") if path.is_file())
+    assert files == ["environment.json", "plan.json", "recipe.yaml"]
+
+
+@pytest.mark.slow
+def test_a_password_in_the_address_reaches_the_server_only(
+    server: Server, make_run: MakeRun, home_folder: Path
+) -> None:
+    address = server.uri.replace("http://", "http://me:CANARY@")
+    run = make_run(3, tracking={"uri": address})
+    result = sync(run)
+    assert result.complete
+    assert "CANARY" not in repr(result)
+    kept = [file for file in home_folder.rglob("*") if file.is_file() and file.name != "plan.json"]
+    stored = [file for file in server.folder.rglob("*") if file.is_file()]
+    assert (server.folder / "artifacts") in [parent for file in stored for parent in file.parents]
+    for file in kept + stored:
+        assert b"CANARY" not in file.read_bytes(), file
+
+
+@pytest.mark.slow
+def test_the_pages_of_the_default_store_open_with_its_runs_and_artifacts(store: Path, make_run: MakeRun) -> None:
+    run = make_run(3)
+    mlflow_run = sync(run).mlflow_run_id
+    command = ui_command(f"sqlite:///{store}", port=Server.free_port())
+    address = f"http://127.0.0.1:{command[command.index('--port') + 1]}"
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    with subprocess.Popen(
+        command, env=os.environ | ui_environment(), stdout=-3, stderr=-3, start_new_session=True
+    ) as process:
+        try:
+            Server.wait(address, process)
+            with urllib.request.urlopen(f"{address}/api/2.0/mlflow/runs/get?run_id={mlflow_run}") as answer:
+                assert json.load(answer)["run"]["info"]["status"] == "FINISHED"
+            with urllib.request.urlopen(f"{address}/get-artifact?path=recipe.yaml&run_uuid={mlflow_run}") as answer:
+                assert b"name: demo" in answer.read()
+        finally:
+            Server.end(process)
