@@ -41,9 +41,7 @@ def find_stale(root: Path = ROOT) -> list[Path]:
         root: Of the repository.
     """
     return [
-        file
-        for file, text in generate(root).items()
-        if not file.exists() or file.read_text(encoding="utf-8") != text
+        file for file, text in generate(root).items() if not file.exists() or file.read_text(encoding="utf-8") != text
     ]
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
 
-from generator.markdown import code, head, table, unwrap
 from typer.models import ArgumentInfo, OptionInfo
 
+from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.cli.app import VERBS, _main
 
 TEXT = """Every verb, with its arguments and options. `sparsebp VERB --help` says the same in a terminal; every verb has

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from generator.markdown import code, head, table, unwrap
-
 from sparsebp_cli import errors
 from sparsebp_cli.errors import SparseBPError
 
-TEXT = """An error that a user can cause is one line on standard error: what is wrong, the value got, what is allowed. Anything
-else is a defect of SparseBP: its traceback is kept in a file that the line names, or shown with `--debug`."""
+TEXT = """An error that a user can cause is one line on standard error: what is wrong, the value got, what is allowed.
+Anything else is a defect of SparseBP: its traceback is kept in a file that the line names, or shown with `--debug`."""
 
 CODES = (
     ("0", "done"),

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from generator.markdown import code, head, table
-
 from sparsebp_cli.run.metric import METRICS
 
-TEXT = """Every number that is logged over steps, in the journal and in MLflow. What each one means, and how it is measured:
+TEXT = """Every number that is logged over steps, in the journal and in MLflow. What each one means:
 [how numbers are measured](../guide/numbers.md). *Timing*: the value depends on the machine's speed, so repeating the
 run gives another one; all others are repeated bit for bit on one machine with one thread count (CPU)."""
 
@@ -20,7 +19,6 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
         root: Of the repository.
     """
     rows = [
-        (code(metric.name), metric.unit, metric.better, "yes" if metric.timing else "")
-        for metric in METRICS.values()
+        (code(metric.name), metric.unit, metric.better, "yes" if metric.timing else "") for metric in METRICS.values()
     ]
     return "\n".join([head("Metrics", TEXT), table(("metric", "unit", "better", "timing"), rows)])

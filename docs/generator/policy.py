@@ -8,11 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from generator.markdown import code, head, table, unwrap
-
 from sparsebp_cli.policy import FoundPolicy, GradientSelector, Policy, find_policies
 
-TEXT = """Every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed plugins. To write
-one: [writing a policy](../guide/policy.md).
+TEXT = """Every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed plugins. To
+write one: [writing a policy](../guide/policy.md).
 
 The tables of claims were made by asking each policy with the options shown. *Exact*: every gradient equals the dense
 one. *Unbiased*: a site's selected gradient has the dense one as its mean over random draws. *Budget*: share of the

@@ -8,12 +8,11 @@ from typing import Any
 
 from generator.markdown import code, head, table, unwrap
 from generator.policy import built_in
-
 from sparsebp_cli.recipe import Recipe, recipe_schema
 
-TEXT = """Every key that a recipe may have. Anything else is refused, with file, line and column. How recipes are written,
-based on each other and changed from the command line: [recipes](../guide/recipes.md). The options of a policy stand
-beside its name: [policies](policies.md). For editors: [`recipe.schema.json`](../recipe.schema.json), or
+TEXT = """Every key that a recipe may have. Anything else is refused, with file, line and column. How recipes are
+written, based on each other and changed from the command line: [recipes](../guide/recipes.md). The options of a policy
+stand beside its name: [policies](policies.md). For editors: [`recipe.schema.json`](../recipe.schema.json), or
 `sparsebp schema` with the options of the plugins that are installed too."""
 
 BOUNDS = (("exclusiveMinimum", "> "), ("minimum", ">= "), ("exclusiveMaximum", "< "), ("maximum", "<= "))
@@ -93,7 +92,9 @@ def _section(key: str, section: dict[str, Any], sections: dict[str, Any]) -> lis
     return parts
 
 
-def _table(schema: dict[str, Any], sections: dict[str, Any], rows: list[tuple[str, str, str, str]] | None = None) -> str:
+def _table(
+    schema: dict[str, Any], sections: dict[str, Any], rows: list[tuple[str, str, str, str]] | None = None
+) -> str:
     required = schema.get("required", ())
     rows = list(rows or [])
     for key, option in schema["properties"].items():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from generator.markdown import code, head, table
-
 from sparsebp_cli.recipe import Recipe, load_recipe
 
-TEXT = """The recipes in `recipes/`. Each runs from a checkout, without a network. They are written for two CPU cores."""
+TEXT = (
+    """The recipes in `recipes/`. Each runs from a checkout, without a network. They are written for two CPU cores."""
+)
 
 
 def page(root: Path) -> str:

@@ -1,0 +1,95 @@
+"""Pages that follow from the code are up to date, and what is written by hand names what there is."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run.metric import METRICS
+from tests.docs.block import FILES, ROOT
+from tests.docs.conftest import PLUGIN
+
+LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
+HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("huggingface", "co"))]
+PATHS = [f"/{name}/" for name in ("work", "opt", "root")]
+TEXTS = {".py", ".md", ".toml", ".yaml", ".json", ".txt", ".svg", ".csv", ""}
+
+
+def _name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def _generate(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "docs/generate.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+def test_generated_pages_are_fresh_whatever_the_terminal_and_the_plugins(plugin_folder: Path) -> None:
+    done = _generate("--check", COLUMNS="37", PYTHONPATH=f"{plugin_folder}{os.pathsep}{PLUGIN}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_stale_page_is_named_and_a_wrong_option_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generate  # type: ignore[import-not-found]
+
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("_build"))
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    page = tmp_path / "docs" / "reference" / "metrics.md"
+    page.write_text(page.read_text(encoding="utf-8") + "more\n", encoding="utf-8")
+    (tmp_path / "docs" / "reference" / "cli.md").unlink()
+    assert {file.name for file in generate.find_stale(tmp_path)} == {"metrics.md", "cli.md"}
+    assert _generate("--chek").returncode == 2
+
+
+def test_recorded_numbers_take_their_place_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from generator import readme  # type: ignore[import-not-found]
+
+    (tmp_path / "README.md").write_text("a\n<!-- numbers: quickstart -->\nold\n<!-- end of numbers -->\nb\n")
+    record = tmp_path / readme.RECORDED
+    record.parent.mkdir(parents=True)
+    record.write_text("### Recipe differences\n\nno\n\n### Speed\n\n| step |\n\nnote\n\n### In words\n\n- x\n")
+    assert readme.page(tmp_path) == (
+        "a\n<!-- numbers: quickstart -->\n**Speed**\n\n| step |\n\nnote\n\n**In words**\n\n- x\n"
+        "<!-- end of numbers -->\nb\n"
+    )
+
+
+def test_every_metric_is_explained() -> None:
+    text = (ROOT / "docs" / "guide" / "numbers.md").read_text(encoding="utf-8")
+    assert [name for name in METRICS if f"`{name}`" not in text] == []
+
+
+def test_the_rooms_of_the_contributors_guide_are_those_of_the_layers() -> None:
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    rooms = [room for layer in contract[0]["layers"] for room in layer.split(" | ")]
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == rooms
+
+
+@pytest.mark.parametrize("file", [*FILES, ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"], ids=_name)
+def test_links_lead_to_files(file: Path) -> None:
+    links = [link for link in LINK.findall(file.read_text(encoding="utf-8")) if "://" not in link]
+    assert [link for link in links if not (file.parent / link).exists()] == []
+
+
+def test_no_file_names_this_machine_or_a_package_registry() -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listed.split("\0") if name and Path(name).suffix in TEXTS]
+    assert len(files) > 50
+    found = []
+    for file in files:
+        if not file.exists() or file == Path(__file__):
+            continue
+        text = file.read_text(encoding="utf-8", errors="replace")
+        found += [f"{file.relative_to(ROOT)}: {word}" for word in (*HOSTS, *PATHS) if word in text]
+    assert found == []
