@@ -96,9 +96,25 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def _create_database(uri: str) -> None:
-    """Create tables and the default experiment, whose artifacts would else lie in the working folder."""
+    """Create what is missing. A file appears whole or not at all, so a process killed here leaves nothing broken.
+
+    Raises at once what MLflow would try for a minute and a half: no server, no rights, not a database.
+    """
+    import sqlalchemy
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    if is_sqlite(uri) and sqlite_file(uri).exists() and sqlite_file(uri).stat().st_size:
+    root = artifact_root(uri).as_uri()  # without it the default experiment writes into the working folder
+    if is_sqlite(uri) and not sqlite_file(uri).exists():
+        file = sqlite_file(uri)
+        part = file.with_name(file.name + ".part")
+        part.unlink(missing_ok=True)
+        SqlAlchemyStore(f"sqlite:///{part}", root).engine.dispose()
+        part.replace(file)
         return
-    SqlAlchemyStore(uri, artifact_root(uri).as_uri())
+    engine = sqlalchemy.create_engine(uri)
+    try:
+        has_tables = sqlalchemy.inspect(engine).has_table("experiments")
+    finally:
+        engine.dispose()
+    if not has_tables:
+        SqlAlchemyStore(uri, root)

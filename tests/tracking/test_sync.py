@@ -379,6 +379,22 @@ def test_eight_processes_at_once_on_a_store_that_does_not_exist_yet_lose_nothing
     assert rows == sorted(row for run in runs for row in expected_rows(run))
 
 
+@pytest.mark.slow
+def test_a_process_killed_while_it_makes_the_store_leaves_nothing_broken(make_run: MakeRun, home_folder: Path) -> None:
+    run, part = make_run(5), home_folder / "mlflow.db.part"
+    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", SYNC, str(run.path)], stdin=-1) as process:
+        assert process.stdin is not None
+        process.stdin.write(b"!")
+        process.stdin.flush()
+        while not (part.exists() and part.stat().st_size):
+            assert process.poll() is None
+        process.kill()
+    assert not (home_folder / "mlflow.db").exists()
+    assert sync(run).complete
+    assert not part.exists()
+    assert metric_rows(home_folder / "mlflow.db") == expected_rows(run)
+
+
 def test_two_processes_that_send_the_same_run_make_one_table(store: Path, make_run: MakeRun) -> None:
     run = make_run(1200)
     command = [sys.executable, "-W", "ignore", "-c", SYNC, str(run.path)]
