@@ -48,6 +48,7 @@ def picture(comparison: Comparison, path: Path) -> Path:
         _draw_curves(steps, comparison, along=0)
         _draw_curves(seconds, comparison, along=1)
         _draw_phases(phases, comparison.groups)
+        _cut_the_start(steps, seconds, comparison)
         steps.set(xlabel="optimizer steps", ylabel=_quality_label(comparison), title="at equal steps")
         seconds.set(xlabel="seconds of training, evaluation left out", title="at equal time")
         handles, labels = steps.get_legend_handles_labels()
@@ -82,6 +83,19 @@ def _draw_curves(axes: Axes, comparison: Comparison, along: int) -> None:
             )
     axes.grid(visible=True, color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def _cut_the_start(steps: Axes, seconds: Axes, comparison: Comparison) -> None:
+    """A value before training that lies far from all later ones would press them together: it is told instead."""
+    points = [point for run in comparison.runs if run.counts for point in run.curve]
+    first, later = ([value for step, _, value in points if (step == 0) == at_start] for at_start in (True, False))
+    span = max(later, default=0.0) - min(later, default=0.0)
+    if not first or not span or all(min(later) - span < value < max(later) + span for value in first):
+        return
+    for axes in (steps, seconds):
+        axes.set_ylim(min(later) - 0.08 * span, max(later) + 0.08 * span)
+    told = f"before training: {sum(first) / len(first):.3g} (outside)"
+    steps.text(0.98, 0.97, told, transform=steps.transAxes, ha="right", va="top", fontsize=8, color="#555555")
 
 
 def _draw_phases(axes: Axes, groups: tuple[Group, ...]) -> None:

@@ -145,6 +145,13 @@ def test_the_picture_is_drawn_with_every_group_in_it(comparison: Comparison, tmp
         assert text in svg
 
 
+def test_a_value_before_training_that_lies_far_off_is_told_and_not_drawn(make_run: MakeRun, tmp_path: Path) -> None:
+    near = picture(compare_runs([make_run(loss=5.0)]), tmp_path / "near.svg").read_text()
+    assert "before training" not in near
+    far = picture(compare_runs([make_run(loss=1.0)]), tmp_path / "far.svg").read_text()
+    assert "before training: 6 (outside)" in far
+
+
 def test_a_picture_of_runs_without_numbers_is_still_a_picture(make_run: MakeRun, tmp_path: Path) -> None:
     empty = compare_runs([make_run(end="failed", steps=0), make_run("b", end="failed", steps=0)])
     assert picture(empty, tmp_path / "a.png").stat().st_size > 5000
