@@ -75,21 +75,13 @@ def watch(job: Job, *, follow: bool) -> int:
 
 
 def begin_progress(run: RunFolder) -> Progress:
-    """Return the progress of a run before the first record of its journal.
-
-    Args:
-        run: The run.
-    """
+    """Return the progress of a run before the first record of its journal."""
     recipe = read_recipe(run)
     return Progress(recipe["name"], run.run_id, recipe["training"]["max_steps"])
 
 
 def describe_end(job: Job) -> str:
-    """Return the state of a run, and why it ended where the journal says so, in one line.
-
-    Args:
-        job: The run.
-    """
+    """Return the state of a run, and why it ended where the journal says so, in one line."""
     ends = History.load(job.run.path).ends
     text = ends[-1]["text"] if ends and job.status().over else ""
     return f"{job.status()}: {text}" if text else str(job.status())

@@ -30,20 +30,12 @@ def read_plan(run: RunFolder) -> dict[str, Any]:
 
 
 def read_recipe(run: RunFolder) -> dict[str, Any]:
-    """Return a run's resolved recipe.
-
-    Args:
-        run: The run.
-    """
+    """Return a run's resolved recipe."""
     return dict(read_plan(run)["recipe"])
 
 
 def describe_policies(recipe: dict[str, Any]) -> str:
-    """Return policies and their options in one line: ``topk along=rows keep=0.1``.
-
-    Args:
-        recipe: A resolved recipe.
-    """
+    """Return policies and their options in one line: ``topk along=rows keep=0.1``."""
     entries = []
     for entry in recipe["policy"]:
         options = [f"{key}={value}" for key, value in entry.items() if key != "name" and value is not None]
@@ -64,9 +56,5 @@ def find_one(word: str) -> RunFolder:
 
 
 def find_all(words: list[str]) -> list[RunFolder]:
-    """Return every run that one of the words names, each once, in the order of the words.
-
-    Args:
-        words: See ``run.find_run``.
-    """
+    """Return every run that one of the words names, each once, in the order of the words."""
     return list({run.run_id: run for word in words for run in find_run(word)}.values())

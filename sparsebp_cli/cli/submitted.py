@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 def target_of(run: RunFolder) -> Target:
-    """Return the target that a run was, or is to be, submitted to.
-
-    Args:
-        run: The run.
-    """
+    """Return the target that a run was, or is to be, submitted to."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import make_target
 
@@ -23,9 +19,5 @@ def target_of(run: RunFolder) -> Target:
 
 
 def reattach(run: RunFolder) -> Job:
-    """Return a grip on a run that was submitted before.
-
-    Args:
-        run: The run.
-    """
+    """Return a grip on a run that was submitted before."""
     return target_of(run).reattach(run)

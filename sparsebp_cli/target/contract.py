@@ -92,11 +92,7 @@ class Target(ABC):
 
     @abstractmethod
     def command(self, run: RunFolder) -> list[str]:
-        """Return the exact command that the worker is started with; nothing is started or written.
-
-        Args:
-            run: The run.
-        """
+        """Return the exact command that the worker is started with; nothing is started or written."""
 
     @abstractmethod
     def submit_all(self, runs: Sequence[RunFolder]) -> list[Job]:
@@ -126,8 +122,4 @@ class Target(ABC):
 
     @abstractmethod
     def reattach(self, run: RunFolder) -> Job:
-        """Return a grip on a run that was submitted before, by whatever process.
-
-        Args:
-            run: Its folder.
-        """
+        """Return a grip on a run that was submitted before, by whatever process."""

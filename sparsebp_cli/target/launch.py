@@ -44,30 +44,18 @@ class Launch:
 
     @classmethod
     def load(cls, run: RunFolder) -> Self | None:
-        """Read the newest start of a run; None when there was none.
-
-        Args:
-            run: The run.
-        """
+        """Read the newest start of a run; None when there was none."""
         try:
             return cls(**json.loads(run.target_file.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
 
     def worker(self, run: RunFolder) -> psutil.Process | None:
-        """Return the living worker, or None.
-
-        Args:
-            run: The run.
-        """
+        """Return the living worker, or None."""
         return None if self.worker_pid is None else _find_process(self.worker_pid, run)
 
     def watcher(self, run: RunFolder) -> psutil.Process | None:
-        """Return the living watcher, or None.
-
-        Args:
-            run: The run.
-        """
+        """Return the living watcher, or None."""
         return _find_process(self.watcher_pid, run)
 
 

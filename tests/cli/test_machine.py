@@ -1,0 +1,87 @@
+"""The verbs about this machine: ``policies``, ``schema``, ``doctor``, ``sync``, ``ui``, and the shell's completion."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run import History
+
+from .conftest import TESTS, Cli, Write, write_run
+
+WIDTH = 100
+
+
+def test_schema_is_json_with_the_options_of_policies(call: Cli) -> None:
+    schema = json.loads(call("schema").stdout)
+    assert "keep" in schema["$defs"]["policy.topk"]["properties"]
+
+
+def test_policies_show_options_claims_and_broken_plugins(cli: Cli, tmp_path: Path) -> None:
+    info = tmp_path / "broken_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[sparsebp.policies]\nlost = no_such_module:Lost\n")
+    path = f"{tmp_path}{os.pathsep}{TESTS / 'cli'}{os.pathsep}{TESTS / 'target'}"
+    shown = cli("policies", PYTHONPATH=path).stdout
+    assert "keep: number in (0, 1]" in shown
+    assert "by options" in shown
+    assert "broken-plugin 1.0" in shown
+    assert "lost of broken-plugin 1.0 is broken: ModuleNotFoundError: No module named 'no_such_module'\n" in shown
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= WIDTH
+    found = {line["name"]: line for line in json.loads(cli("policies", "-o", "json", PYTHONPATH=path).stdout)}
+    assert (found["dense"]["exact"], found["topk"]["exact"]) == (True, None)
+    assert found["lost"]["kind"] == "broken"
+
+
+def test_doctor_finds_this_machine_well(cli: Cli) -> None:
+    done = cli("doctor")
+    assert done.returncode == 0, done.stdout
+    found = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines() if line.startswith((" ok", " warn"))}
+    assert set(found) >= {"python", "packages", "torch", "threads", "home", "disk", "tracking", "policies", "recipes"}
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+
+
+def test_doctor_fails_on_what_keeps_runs_from_working(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    environ = {"SPARSEBP_HOME": str(tmp_path / "file" / "home"), "MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+    done = cli("doctor", "-o", "json", **environ)
+    assert done.returncode == 1
+    found = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert (found["home"]["level"], found["tracking"]["level"]) == ("fail", "warn")
+    assert found["home"]["hint"]
+
+
+def test_sync_sends_what_was_not_sent_and_twice_sends_nothing(cli: Cli, write_recipe: Write) -> None:
+    run = write_run(write_recipe(), "~tracking.uri")
+    first, second = cli("sync", run.run_id), cli("sync", "--all")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    points = sum(len(points) for points in History.load(run.path).metrics.values())
+    assert first.stdout.startswith(f"{run.run_id} fake: {points} points sent to sqlite:///")
+    assert second.stdout.startswith(f"{run.run_id} fake: 0 points sent")
+
+
+def test_sync_to_a_store_that_cannot_be_used_is_a_warning_and_no_success(call: Cli, write_recipe: Write) -> None:
+    run = write_run(write_recipe())
+    done = call("sync", "--all")
+    assert done.returncode == 100
+    assert done.stderr.startswith(f"warning: {run.run_id}: tracking.uri must be")
+    assert done.stderr.count("\n") == 1
+
+
+def test_ui_refuses_a_server_which_has_its_own_pages(call: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    done = call("ui")
+    assert done.returncode == 100
+    assert done.stderr == "error: the tracking store is a server: open http://127.0.0.1:9 in a browser\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"), [("show topk", "topk-rows"), ("logs @", "@last"), ("run top", "topk-rows.yaml")]
+)
+def test_the_shell_completes_runs_and_recipes(cli: Cli, two_runs: None, typed: str, expected: str) -> None:
+    environ = {"_SPARSEBP_COMPLETE": "complete_bash", "COMP_WORDS": f"sparsebp {typed}", "COMP_CWORD": "2"}
+    assert expected in cli(real=True, **environ).stdout.split()
