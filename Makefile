@@ -2,10 +2,21 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: quickstart setup test chaos check fix docs bench image clean
+.PHONY: quickstart picture setup test chaos check style fix docs bench image clean help
+
+BASE ?= python:3.12-slim
+IMAGE ?= sparsebp:latest
+# Such as: PIP_OPTIONS="--extra-index-url ..." for torch without CUDA; BUILD_OPTIONS="--network host".
+PIP_OPTIONS ?=
+BUILD_OPTIONS ?=
 
 quickstart: .venv/runtime  ## install, run the quickstart dense and sparse, compare the two
 	$(BIN)/sparsebp run recipes/quickstart-dense.yaml recipes/quickstart.yaml && $(BIN)/sparsebp compare @2
+
+picture: .venv/runtime  ## record the two newest runs as the README's picture and numbers: after make quickstart
+	$(BIN)/sparsebp compare @2 -o md --png docs/picture/quickstart.svg > docs/picture/quickstart.part
+	mv docs/picture/quickstart.part docs/picture/quickstart.md
+	$(BIN)/python docs/generate.py
 
 setup: .venv/develop  ## install for development
 
@@ -15,12 +26,13 @@ test: .venv/develop  ## the tests
 chaos: .venv/develop  ## random faults in large numbers (about half an hour)
 	$(BIN)/pytest -m chaos -s
 
-check: .venv/develop  ## style, types, layers, docstrings, docs
+check: style docs  ## style, types, layers, docstrings, docs
+
+style: .venv/develop
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pydoclint --quiet sparsebp_cli plugins
-	$(MAKE) docs
 
 fix: .venv/develop  ## mend what a tool can mend, write again what is generated
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
@@ -33,10 +45,13 @@ docs: .venv/develop  ## build the documentation; warnings and stale generated pa
 bench: .venv/develop  ## measure the kernels on this machine
 	$(BIN)/python benchmarks/linears.py
 
-image:  ## the container image
-	docker build -t sparsebp:latest .
+image:  ## the container image; BASE, IMAGE, PIP_OPTIONS, BUILD_OPTIONS
+	docker build --build-arg BASE=$(BASE) --build-arg PIP_OPTIONS="$(PIP_OPTIONS)" $(BUILD_OPTIONS) -t $(IMAGE) .
 
-clean:
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+clean:  ## remove what was installed and built
 	rm -rf .venv docs/_build dist build .mypy_cache .ruff_cache .pytest_cache
 
 .venv/runtime: pyproject.toml

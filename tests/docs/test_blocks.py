@@ -85,11 +85,7 @@ def test_every_recipe_and_part_of_one_is_accepted(block: Block, tmp_path: Path, 
     assert given - {"base"} <= load_recipe(shown).model_fields_set
 
 
-@pytest.mark.parametrize(
-    "file",
-    [file for file in FILES if any(b.file == file for b in blocks("python"))],
-    ids=lambda file: str(file.relative_to(ROOT)),
-)
+@pytest.mark.parametrize("file", WITH_PYTHON, ids=lambda file: str(file.relative_to(ROOT)))
 def test_python_runs_from_top_to_bottom_and_its_policies_keep_the_contract(file: Path) -> None:
     from sparsebp_cli.policy import GradientSelector
     from sparsebp_cli.testing import check_policy
