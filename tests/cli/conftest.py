@@ -64,10 +64,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Start the command line and go on."""
     processes: list[subprocess.Popen[str]] = []
 
-    def begin(*words: object, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    def begin(*words: object, command: list[str] = FAKE) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*FAKE, *map(str, words)],
-            stdout=stdout,
+            [*command, *map(str, words)],
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
