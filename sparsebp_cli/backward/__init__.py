@@ -1,6 +1,7 @@
 """PUBLIC. The engine that carries policies' decisions out in a model's backward, and what measures it."""
 
-from sparsebp_cli.backward.engine import Engine, attach
+from sparsebp_cli.backward.attachment import attach
+from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.fidelity import Fidelity, compare_gradients
 from sparsebp_cli.backward.flops import FlopCount, count_flops
 from sparsebp_cli.backward.memory import SavedBytes, saved_bytes, tensor_bytes

@@ -1,0 +1,76 @@
+"""Puts a policy into a model: finds the sites, and refuses by name what is not built, before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from sparsebp_cli.backward.engine import Engine
+from sparsebp_cli.backward.site import BoundSite, find_sites
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import GradientSelector, Policy
+
+
+def attach(  # noqa: PLR0913 - each is one choice of the user
+    model: nn.Module,
+    policies: Sequence[Policy],
+    *,
+    sites: str = "linears",
+    optimizer: torch.optim.Optimizer | None = None,
+    update: str = "deferred",
+    segments: int | None = None,
+    engine: str = "fast",
+    exclude: Iterable[str] = (),
+    seed: int = 0,
+) -> Engine:
+    """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
+
+    Args:
+        model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are.
+        policies: At most one answers each question; none is dense.
+        sites: Where gradient policies are asked: ``linears``, the output of every ``nn.Linear`` and ``Conv1D``.
+        optimizer: Its steps advance ``Step.index``; without it, every backward does.
+        update: When parameters change: ``deferred``, by the optimizer after the backward.
+        segments: Not built; None.
+        engine: ``fast`` multiplies only what was selected; ``reference`` masks the gradient and multiplies all.
+        exclude: Globs over module names; what matches stays dense.
+        seed: Of random decisions.
+
+    Returns:
+        The engine; as a context manager it detaches at the end.
+
+    Raises:
+        UnsupportedError: Something that is not built: a kind of policy, two policies with one question, another
+            ``sites``, ``update`` or ``segments``, a model that is attached or offloaded.
+        UsageError: ``engine`` is unknown, ``exclude`` matches nothing, or the model has no linear.
+    """
+    asked = (("sites", sites, "linears"), ("update", update, "deferred"), ("segments", segments, None))
+    for key, value, built in asked:
+        if value != built:
+            raise UnsupportedError(f"{key}={value!r} is not built; built: {built!r}")
+    if engine not in ("fast", "reference"):
+        raise UsageError(f"engine must be fast or reference, got {engine!r}")
+    selector = _only_selector(policies)
+    found = find_sites(model, exclude)
+    for name, module, _ in found.covered:
+        current = module.__dict__.get("forward")
+        if isinstance(current, BoundSite):
+            raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
+        if current is not None:
+            raise UnsupportedError(f"{name!r} has a forward of its own ({current!r}): exclude it or remove its hook")
+    if not found.covered:
+        left = f"; not covered: {', '.join(found.not_covered)}" if found.not_covered else ""
+        raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
+    return Engine(found, selector, optimizer=optimizer, reference=engine == "reference", seed=seed)
+
+
+def _only_selector(policies: Sequence[Policy]) -> GradientSelector | None:
+    for policy in policies:
+        if not isinstance(policy, GradientSelector):
+            raise UnsupportedError(f"policy {policy!r}: its kind is not built; built: GradientSelector")
+    if len(policies) > 1:
+        names = " and ".join(type(policy).__name__ for policy in policies)
+        raise UnsupportedError(f"{names} both choose what is kept of a site's gradient: give one of them")
+    return next(iter(policies), None)  # type: ignore[return-value]
