@@ -63,38 +63,43 @@ def kill_once(run: RunFolder, chance: random.Random) -> bool:
     return any((run.path / "checkpoints").glob(".part-*"))
 
 
-def run_trials(count: int, tiny_recipe: Callable[..., Recipe], prepared: Callable[[Recipe], RunFolder]) -> int:
+def run_trials(
+    count: int, tiny_recipe: Callable[..., Recipe], prepared: Callable[[Recipe], RunFolder]
+) -> tuple[int, int]:
     """Kill ``count`` runs one to three times each, resume them, and compare with the run left alone.
 
     Returns:
-        How many kills fell into a save.
+        How many kills there were, and how many of them fell into a save.
     """
     recipe = tiny_recipe(**LONG, model={"config": tiny_recipe().model.config | DROPOUT})
     straight = prepared(recipe)
     assert work(straight) == 0
-    expected, chance, inside = result(straight), random.Random(0), 0
+    expected, chance, total, inside = result(straight), random.Random(0), 0, 0
     for _ in range(count):
         run = prepared(recipe)
         kills = chance.choice([1, 1, 3])
         for _ in range(kills):
             inside += kill_once(run, chance)
+        total += kills
         assert run.state() in {State.INTERRUPTED, State.QUEUED, State.FINISHED}
         assert work(run) == 0
         assert run.state() is State.FINISHED
         assert result(run) == expected
-    return inside
+    return total, inside
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_identical_weights_and_metrics(tiny_recipe, prepared) -> None:
-    assert run_trials(6, tiny_recipe, prepared) >= 1
+    total, inside = run_trials(6, tiny_recipe, prepared)
+    assert total >= 6
+    assert inside >= 1
 
 
 @pytest.mark.chaos
 def test_fifty_killed_runs_resume_to_identical_weights_and_metrics(tiny_recipe, prepared) -> None:
-    inside = run_trials(50, tiny_recipe, prepared)
-    print(f"50 runs killed and resumed: all identical; {inside} kills inside a save")
-    assert inside >= 8
+    total, inside = run_trials(50, tiny_recipe, prepared)
+    print(f"50 runs, {total} times killed -9 and resumed: all identical; {inside} kills inside a save")
+    assert inside >= 0.15 * total
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
