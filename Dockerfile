@@ -5,16 +5,18 @@
 #   docker run --rm -v sparsebp:/data sparsebp:latest run recipes/quickstart.yaml
 ARG BASE=python:3.12-slim
 
+# What pip installs, alone: the layer with torch in it is built again only when this list changes.
+FROM ${BASE} AS requirements
+COPY pyproject.toml ./
+RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > /requirements.txt
+
 FROM ${BASE} AS build
 # Such as "--extra-index-url ..." for a build of torch without CUDA, which makes the image several GB smaller.
 ARG PIP_OPTIONS=""
 WORKDIR /build
-# Dependencies first: this layer stays as long as pyproject.toml does.
-COPY pyproject.toml ./
-RUN python3 -m venv /venv \
- && python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
- && /venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} --requirement requirements.txt
-COPY README.md LICENSE NOTICE ./
+COPY --from=requirements /requirements.txt ./
+RUN python3 -m venv /venv && /venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} --requirement requirements.txt
+COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY sparsebp_cli sparsebp_cli
 RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . \
  && /venv/bin/pip install --no-cache-dir --no-deps dist/*.whl
