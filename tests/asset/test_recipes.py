@@ -1,0 +1,66 @@
+"""Every recipe that comes with the project does what its words say: it is run, shortened, by the real worker."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.plan import make_plan
+from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.run import create_run, read
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+RECIPES = sorted(FOLDER.glob("*.yaml"))
+SHORT = [
+    "training.max_steps=2",
+    "training.warmup_steps=0",
+    "training.per_device_train_batch_size=4",
+    "measure.eval_batches=1",
+    "measure.probe_every=null",
+    "target.threads=1",
+]
+
+
+def test_there_are_recipes_for_the_quickstart_and_for_each_way_of_training():
+    names = {file.stem for file in RECIPES}
+    expected = {"austen-from-scratch", "cmudict-completion", "lora", "quickstart", "quickstart-dense", "random-rows"}
+    assert expected <= names
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_is_short_says_what_it_is_for_and_is_called_like_its_file(file):
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 40
+    assert lines[0].startswith("# ")
+    assert load_recipe(file).name == file.stem
+
+
+def test_the_two_quickstart_recipes_differ_in_the_policy_alone():
+    dense, sparse, control = (
+        load_recipe(FOLDER / f"{name}.yaml").model_dump(exclude={"name"})
+        for name in ("quickstart-dense", "quickstart", "random-rows")
+    )
+    assert {key for key in dense if dense[key] != sparse[key]} == {"policy"}
+    assert {key for key in dense if dense[key] != control[key]} == {"policy"}
+    assert [policy["keep"] for policy in sparse["policy"]] == [policy["keep"] for policy in control["policy"]]
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_runs(file):
+    plan = make_plan(load_recipe(file, SHORT), file)
+    run = create_run(plan.run_id)
+    plan.save(run.path)
+    done = subprocess.run(
+        [sys.executable, "-m", "sparsebp_cli.worker", str(run.plan_file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    records = [record for record, _ in read(run.path)]
+    steps = {record["step"] for record in records if "train/loss" in record.get("values", {})}
+    assert steps == {1, 2}
+    assert records[-1]["status"] == "finished"
