@@ -28,13 +28,11 @@ STATUS = {
 
 
 def find_state(run: RunFolder, history: History) -> State:
-    """Return the run's state as the process that watches over it sees it.
-
-    ``RunFolder.state`` asks the watcher's lock first, which is still held while the watcher sends the end.
+    """Return the run's state, as ``RunFolder.state`` does, without reading the journal again where it is clear.
 
     Args:
         run: The run.
-        history: Its journal.
+        history: Its journal, already read.
 
     Returns:
         The state.
@@ -42,11 +40,11 @@ def find_state(run: RunFolder, history: History) -> State:
     if run.is_locked("worker"):
         return State.RUNNING
     attempt = history.warm[-1][0] if history.warm else 0
-    if history.ends and history.ends[-1]["attempt"] >= attempt:
-        return State(history.ends[-1]["status"])
-    if run.is_locked("target"):
-        return State.RUNNING if attempt else State.QUEUED
-    return State.INTERRUPTED if attempt else State.QUEUED
+    if history.ends and history.ends[-1]["attempt"] >= attempt and not run.is_locked("target"):
+        state = State(history.ends[-1]["status"])
+        if state is not State.INTERRUPTED:  # which may have been cancelled since
+            return state
+    return run.state()
 
 
 def clean_name(name: str) -> str:

@@ -68,8 +68,8 @@ class Flusher:
             with FileLock(self.run.path / "tracking.lock", timeout=LOCK_SECONDS):
                 client = self._client = self._client or open_client(self.uri)
                 kept = Sent.load(self.run.path, mask(self.uri))
-                if kept.offset < self._sent.offset or kept.mlflow_run_id != self._sent.mlflow_run_id:
-                    self._restart(kept)  # the file was lost, or the store is another one
+                if kept.mlflow_run_id != self._sent.mlflow_run_id:
+                    self._restart(kept)  # what this process remembers was sent to another run
                 self._sent = kept
                 mlflow_run = self._attach(client)
                 self._send_points(client)

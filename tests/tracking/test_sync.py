@@ -17,11 +17,12 @@ import yaml
 from mlflow import MlflowClient
 from mlflow.entities import Run
 
+from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.provenance import Provenance
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.tracking import Flusher, sync
-from sparsebp_cli.tracking.content import clean_name
+from sparsebp_cli.tracking.content import clean_name, find_state
 from tests.tracking.material import Row, attempt, metric_rows
 
 MakeRun = Callable[..., RunFolder]
@@ -178,6 +179,29 @@ def test_the_watcher_sees_the_end_although_it_still_holds_its_lock(store: Path, 
     assert only_run(store).info.status == "FINISHED"
 
 
+@pytest.mark.parametrize("lock", ["worker", "target", ""])
+@pytest.mark.parametrize("end", ["finished", "interrupted", None])
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_the_state_is_that_of_the_runs_folder(make_run: MakeRun, lock: str, end: str | None, cancelled: bool) -> None:
+    run = make_run(2, end=end)
+    run.target_file.write_text(json.dumps({"after_attempt": 1}))
+    if cancelled:
+        run.cancel_file.touch()
+    if not lock:
+        assert find_state(run, History.load(run.path)) == run.state()
+        return
+    with run.lock(lock):
+        assert find_state(run, History.load(run.path)) == run.state()
+
+
+def test_a_run_that_was_cancelled_before_its_turn_is_killed(store: Path, make_run: MakeRun) -> None:
+    run = make_run(2)
+    (run.path / "journal.jsonl").unlink()
+    run.cancel_file.touch()
+    sync(run)
+    assert only_run(store).info.status == "KILLED"
+
+
 def test_a_run_that_waits_is_scheduled(store: Path, make_run: MakeRun) -> None:
     run = make_run(2)
     (run.path / "journal.jsonl").unlink()
@@ -288,6 +312,51 @@ def test_a_store_that_was_emptied_gets_everything_again(store: Path, fresh_datab
     shutil.copy(fresh_database, store)
     assert flusher.flush().points_sent == 40
     assert only_run(store).info.run_id != first
+    assert metric_rows(store) == expected_rows(run)
+
+
+class BreakingFlusher(Flusher):
+    """Loses its store after some batches."""
+
+    batches_left = 0
+
+    def _send_batch(self, client: MlflowClient) -> None:
+        if self.batches_left == 0:
+            raise OSError("the store is gone")
+        self.batches_left -= 1
+        super()._send_batch(client)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2])
+def test_a_store_lost_between_two_batches_of_one_record_gets_the_rest_later(
+    store: Path, make_run: MakeRun, batches: int
+) -> None:
+    run = make_run(3, end=None)
+    with JournalWriter(run.path) as journal:
+        journal.write("metrics", step=4, values={f"layer/{index}": float(index) for index in range(2500)})
+    breaking = BreakingFlusher(run)
+    breaking.batches_left = batches
+    with pytest.raises(TrackingError, match="the store is gone"):
+        breaking.flush()
+    assert len(metric_rows(store)) == breaking.points_sent == 1000 * batches
+    assert sync(run).complete
+    assert metric_rows(store) == expected_rows(run)
+    breaking.batches_left = 99
+    assert breaking.flush().points_sent == 0  # another process did it
+
+
+def test_what_was_sent_to_a_store_that_is_no_more_is_not_taken_as_sent(
+    store: Path, fresh_database: Path, make_run: MakeRun
+) -> None:
+    run = make_run(20)
+    flusher = Flusher(run)
+    assert flusher.flush().points_sent == 40
+    MlflowClient(f"sqlite:///{store}")._tracking_client.store.engine.dispose()
+    shutil.copy(fresh_database, store)
+    with pytest.raises(TrackingError):
+        BreakingFlusher(run).flush()  # it makes the new run, and no more
+    assert metric_rows(store) == []
+    assert flusher.flush().complete
     assert metric_rows(store) == expected_rows(run)
 
 
