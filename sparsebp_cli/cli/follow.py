@@ -22,24 +22,24 @@ STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at
 KILLING = "ending it at once"
 
 
-def follow_all(jobs: Sequence[Job], *, seen: Sequence[int] = ()) -> int:
+def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = ()) -> int:
     """Show the runs of jobs one after the other, each with a summary. Ctrl-C and SIGTERM are handed on to the worker.
 
     Args:
         jobs: In the order in which they run.
+        interrupts: The context in which the jobs were submitted, so that no signal is lost in between.
         seen: Bytes of each journal that belong to earlier attempts; none: all journals are new.
 
     Returns:
         The exit code: that of the first run that did not finish, or 130, 143 after a signal.
     """
     codes: list[int] = []
-    with Interrupts() as interrupts:
-        for number, job in enumerate(jobs):
-            _follow(job, interrupts, seen[number] if seen else 0)
-            codes.append(_conclude(job, show_next=number == len(jobs) - 1))
-            if interrupts.received:
-                _tell_rest(jobs[number + 1 :])
-                return interrupts.exit_code
+    for number, job in enumerate(jobs):
+        _follow(job, interrupts, seen[number] if seen else 0)
+        codes.append(_conclude(job, show_next=number == len(jobs) - 1))
+        if interrupts.received:
+            _tell_rest(jobs[number + 1 :])
+            return interrupts.exit_code
     return next((code for code in codes if code), 0)
 
 

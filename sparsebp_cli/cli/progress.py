@@ -95,9 +95,12 @@ class Progress:
     def line(self) -> str:
         """Return everything in one plain line that fits 100 columns; the split of a step without its words."""
         left, numbers = self.seconds_left(), self.numbers()
-        parts = [f"step {self.step}/{self.max_steps}", *(part.partition(" (start")[0] for part in numbers)]
+        parts = [
+            f"step {self.step}/{self.max_steps}",
+            *(part.partition(" (start")[0].replace("eval loss", "eval") for part in numbers),
+        ]
         if STEP_SECONDS.name in self.latest:
-            split = "/".join(f"{1000 * self.latest.get(key.name, 0.0):.3g}" for key, _ in PHASES)
+            split = "/".join(_show_milliseconds(self.latest.get(key.name, 0.0)) for key, _ in PHASES)
             parts.append(f"{show_seconds(self.latest[STEP_SECONDS.name])} ({split})")
         if self.phase:
             parts.insert(1, self.phase)
@@ -134,3 +137,7 @@ class Progress:
         return Group(
             head, *(Text(f"  {line}", style="dim", no_wrap=True, overflow="ellipsis") for line in lines if line)
         )
+
+
+def _show_milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}" if seconds < 0.9995 else f"{1000 * seconds:.0f}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from sparsebp_cli.cli.follow import follow_all
+from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Detach, ManyRuns
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored import find_all
@@ -22,9 +23,11 @@ def resume(runs: ManyRuns, detach: Detach = False) -> None:
     if not folders:
         return
     seen = [journal.stat().st_size if (journal := f.path / "journal.jsonl").exists() else 0 for f in folders]
-    jobs = target_of(folders[0]).submit_all(folders)
-    if detach:
-        for job in jobs:
-            print_line(job.run.run_id)
-        return
-    raise typer.Exit(follow_all(jobs, seen=seen))
+    with Interrupts() as interrupts:
+        jobs = target_of(folders[0]).submit_all(folders)
+        if detach:
+            for job in jobs:
+                print_line(job.run.run_id)
+            return
+        code = follow_all(jobs, interrupts, seen=seen)
+    raise typer.Exit(code)

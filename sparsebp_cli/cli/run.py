@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sparsebp_cli.cli.follow import follow_all
+from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Changes, Detach, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.run import RunFolder, create_run, home
@@ -36,12 +37,14 @@ def run(
         for plan in plans:
             _print_plan(plan, target)
         return
-    jobs = target.submit_all([_write_plan(plan) for plan in plans])
-    if detach:
-        for job in jobs:
-            print_line(job.run.run_id)
-        return
-    raise typer.Exit(follow_all(jobs))
+    with Interrupts() as interrupts:
+        jobs = target.submit_all([_write_plan(plan) for plan in plans])
+        if detach:
+            for job in jobs:
+                print_line(job.run.run_id)
+            return
+        code = follow_all(jobs, interrupts)
+    raise typer.Exit(code)
 
 
 def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | None) -> list[Plan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from statistics import median
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
@@ -110,13 +111,15 @@ def _after_warmup(history: History, key: Metric) -> list[float]:
 
 
 def _speed(history: History) -> str:
-    ceiling, speedup = history.last(metric.CEILING.name), history.last(metric.SPEEDUP.name)
-    share = history.last(metric.REALISED_SHARE.name)
-    parts = [f"{speedup:.2f}x against dense in this run"] if speedup is not None else []
+    """Probes time dense and policy in turn: the median of them, for a single one may have been disturbed."""
+    speedups, shares = (list(history.series(key.name).values()) for key in (metric.SPEEDUP, metric.REALISED_SHARE))
+    ceiling = history.last(metric.CEILING.name)
+    parts = [f"{median(speedups):.2f}x against dense in this run"] if speedups else []
     if ceiling is not None:
         parts.append(f"ceiling {ceiling:.2f}x")
-    if share is not None:
-        parts.append(f"{show_share(share)} of the saving realised")
+    if shares:
+        share = median(shares)
+        parts.append(f"{show_share(share)} of the saving realised" if share > 0 else "nothing of the saving realised")
     return ", ".join(parts)
 
 

@@ -73,7 +73,7 @@ def test_a_sparse_and_a_dense_run_are_trained_tracked_and_compared(
 @pytest.mark.slow
 def test_ctrl_c_then_resume_finishes_the_same_run(start: Start, cli: Cli, recipe: Path) -> None:
     client = start(
-        "run", recipe, "--set", "training.max_steps=400", "--set", "tracking.uri=file:///nowhere", command=REAL
+        "run", recipe, "--set", "training.max_steps=150", "--set", "tracking.uri=file:///nowhere", command=REAL
     )
     run = wait_for_step(3)
     client.send_signal(signal.SIGINT)
@@ -84,7 +84,7 @@ def test_ctrl_c_then_resume_finishes_the_same_run(start: Start, cli: Cli, recipe
     assert done.returncode == 0, done.stderr
     history = History.load(run.path)
     assert run.state() is State.FINISHED
-    assert list(history.series("train/loss")) == list(range(1, 401))
+    assert list(history.series("train/loss")) == list(range(1, 151))
     assert history.warm[1][1] == history.ends[0]["step"] > 0
 
 

@@ -29,7 +29,7 @@ def test_a_run_shows_steps_and_a_summary_and_ends_with_0(cli: Cli, write_recipe:
     run = list_runs()[0]
     assert run.state() is State.FINISHED
     assert done.stdout.startswith(f"fake {run.run_id}: 30 steps")
-    assert "step 20/30  loss 3.3333  eval loss 3.4167  kept 10 %  6,400 tokens/s" in done.stdout
+    assert "step 20/30  loss 3.3333  eval 3.4167  kept 10 %  6,400 tokens/s" in done.stdout
     assert "eval loss  4.1000 -> 3.1538" in done.stdout
     assert "1.50x against dense in this run, ceiling 2.00x, 66 % of the saving realised" in done.stdout
     assert f"next: sparsebp show {run.run_id}" in done.stdout
