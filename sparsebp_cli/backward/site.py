@@ -127,7 +127,8 @@ def _known_forms() -> dict[type[nn.Module], Form]:
 
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:
-    # What autocast itself does to the arguments of a linear: floating, not double.
+    # What autocast itself does to the arguments of a linear: floating, not double. It also caches the cast of a weight,
+    # so that a layer used twice adds its gradients up in low precision; here they add up in full precision.
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
