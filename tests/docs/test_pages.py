@@ -93,3 +93,15 @@ def test_no_file_names_this_machine_or_a_package_registry() -> None:
         text = file.read_text(encoding="utf-8", errors="replace")
         found += [f"{file.relative_to(ROOT)}: {word}" for word in (*HOSTS, *PATHS) if word in text]
     assert found == []
+
+
+def test_the_image_gets_every_file_that_the_package_is_built_from() -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, wheel = pyproject["project"], pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
+    needed = {"pyproject.toml", project["readme"], *project["license-files"], *wheel["packages"], "recipes"}
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = {
+        name for line in lines if line.startswith("COPY ") and "--from" not in line for name in line.split()[1:-1]
+    }
+    assert let_in == copied == needed
