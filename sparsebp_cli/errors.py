@@ -43,7 +43,7 @@ class RecipeError(UsageError):
 
         Args:
             text: What is wrong, the value got, what is allowed.
-            file: The recipe's path as the user gave it; empty when the value came from the command line.
+            file: The recipe's path as the user gave it, or the ``--set KEY=VALUE`` that the value came from.
             line: Counted from 1; 0 when unknown.
             column: Counted from 1; 0 when unknown.
             key: Dotted path of the key, ``policy.0.keep``.

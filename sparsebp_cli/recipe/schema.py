@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from sparsebp_cli.policy.phrase import show
 
@@ -156,8 +156,19 @@ class TargetSection(Section):
 class TrackingSection(Section):
     """Where the numbers go."""
 
-    uri: str | None = Field(None, description="MLflow store; null: MLFLOW_TRACKING_URI, else the default database.")
+    uri: str | None = Field(
+        None,
+        description="MLflow store, without a password; null: MLFLOW_TRACKING_URI, else the default database.",
+    )
     experiment: str = Field("sparsebp", min_length=1, max_length=250, description="MLflow experiment.")
+
+    @field_validator("uri")
+    @classmethod
+    def _no_password(cls, uri: str | None) -> str | None:
+        if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
+            # A recipe is shown, logged and sent.
+            raise ValueError("holds a user name or password: set MLFLOW_TRACKING_URI in the environment instead")
+        return uri
 
 
 def _refuse_other_ones(value: object) -> object:

@@ -1,8 +1,5 @@
 """Every recipe that comes with the project does what its words say: it is run, shortened, by the real worker."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +7,12 @@ import pytest
 from sparsebp_cli.plan import make_plan
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import create_run, read
+from tests.worker.conftest import work
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 SHORT = [
+    "dataset.max_examples=500",
     "training.max_steps=2",
     "training.warmup_steps=0",
     "training.per_device_train_batch_size=4",
@@ -52,14 +51,7 @@ def test_a_recipe_runs(file):
     plan = make_plan(load_recipe(file, SHORT), file)
     run = create_run(plan.run_id)
     plan.save(run.path)
-    done = subprocess.run(
-        [sys.executable, "-m", "sparsebp_cli.worker", str(run.plan_file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert work(run) == 0, run.log_file.read_text(encoding="utf-8")[-2000:]
     records = [record for record, _ in read(run.path)]
     steps = {record["step"] for record in records if "train/loss" in record.get("values", {})}
     assert steps == {1, 2}

@@ -47,7 +47,9 @@ def test_local_paths_become_absolute_beside_the_recipe_first(tmp_path, monkeypat
     made = make_plan(recipe(dataset={"name": "data.txt"}), there / "r.yaml").recipe
     assert made.dataset.name == str(there / "data.txt")
     (there / "data.txt").unlink()
-    assert make_plan(recipe(dataset={"name": "data.txt"}), there / "r.yaml").recipe.dataset.name == str(here / "data.txt")
+    assert make_plan(recipe(dataset={"name": "data.txt"}), there / "r.yaml").recipe.dataset.name == str(
+        here / "data.txt"
+    )
     assert make_plan(recipe(), there / "r.yaml").recipe.model.name == "m"
 
 

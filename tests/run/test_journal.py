@@ -125,7 +125,13 @@ def test_runs_answer_to_id_prefix_name_and_age() -> None:
 
 @pytest.mark.parametrize(
     ("word", "says"),
-    [("aa", "no run answers"), ("@4", "there are 3 runs"), ("@x", "@N"), ("onne", "did you mean one"), ("aac", "no run")],
+    [
+        ("aa", "no run answers"),
+        ("@4", "there are 3 runs"),
+        ("@x", "@N"),
+        ("onne", "did you mean one"),
+        ("aac", "no run"),
+    ],
 )
 def test_a_name_that_no_run_answers_to_is_one_helpful_line(word, says) -> None:
     for number, (run_id, name) in enumerate([("aaa111", "one"), ("aab222", "two"), ("bbb333", "two")]):
