@@ -118,3 +118,9 @@ def test_files_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
 def test_a_resolved_recipe_survives_json(read: Read) -> None:
     recipe = read(SMALL + "policy: [{name: topk, keep: 0.1}]\nmeasure: {probe_every: null}\n")
     assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
+
+
+def test_a_password_in_the_tracking_uri_is_refused_and_not_repeated(refuse: Refuse) -> None:
+    text = refuse(SMALL + 'tracking: {uri: "https://me:canary@host.invalid"}\n')
+    assert "tracking.uri: holds a user name or password" in text
+    assert "canary" not in text
