@@ -16,8 +16,9 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.worker.stop import StopRequest
 
-# Read when torch loads OpenMP. Threads that spin at barriers make a step several times slower as soon as anything else
-# wants a core (measured: 3 to 6 times, 2 threads on 2 shared cores); threads that sleep cost nothing measurable.
+# Read when torch loads OpenMP. Threads that spin at barriers make a step three to six times slower as soon as anything
+# else wants a core; threads that sleep make it about a tenth slower on a quiet machine (both measured with 2 threads on
+# 2 cores, the quickstart's model, torch 2.13). A value that the user set is left alone.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
