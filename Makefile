@@ -21,7 +21,7 @@ picture: .venv/runtime  ## record the two newest runs as the README's picture an
 setup: .venv/develop  ## install for development
 
 test: .venv/develop  ## the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 chaos: .venv/develop  ## random faults in large numbers (about half an hour)
 	$(BIN)/pytest -m chaos -s

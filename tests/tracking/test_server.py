@@ -68,14 +68,14 @@ def test_a_server_killed_midway_costs_a_warning_and_no_point(
 
 @pytest.mark.slow
 def test_a_password_in_the_address_reaches_the_server_only(
-    server: Server, make_run: MakeRun, home_folder: Path
+    server: Server, make_run: MakeRun, home_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address = server.uri.replace("http://", "http://me:CANARY@")
-    run = make_run(3, tracking={"uri": address})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.uri.replace("http://", "http://me:CANARY@"))
+    run = make_run(3)
     result = sync(run)
     assert result.complete
     assert "CANARY" not in repr(result)
-    kept = [file for file in home_folder.rglob("*") if file.is_file() and file.name != "plan.json"]
+    kept = [file for file in home_folder.rglob("*") if file.is_file()]
     stored = [file for file in server.folder.rglob("*") if file.is_file()]
     assert (server.folder / "artifacts") in [parent for file in stored for parent in file.parents]
     for file in kept + stored:
