@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -81,11 +82,12 @@ class CheckpointFolder:
                 shutil.rmtree(place)
             part.rename(place)
             _sync(self.folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(part, ignore_errors=True)
-            reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+            reason = "the disk is full" if is_disk_full(error) else str(error)
             raise CheckpointError(
-                f"checkpoint of step {snapshot.step} cannot be written: {reason}; the ones before it are untouched"
+                f"checkpoint of step {snapshot.step} cannot be written: {reason}; "
+                "the ones before it are untouched: make room, then resume"
             ) from None
         for step in self.steps()[self.keep_last :]:
             shutil.rmtree(self._place(step))
@@ -117,6 +119,11 @@ class CheckpointFolder:
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error says that there is no room; safetensors hides the system's error in its own text."""
+    return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
 
 
 def capture_rng() -> dict[str, Any]:

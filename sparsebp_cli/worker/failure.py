@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-
 import torch
 
 from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.worker.checkpoint import is_disk_full
 
 
 def explain(error: Exception) -> tuple[str, int]:
@@ -24,7 +23,7 @@ def explain(error: Exception) -> tuple[str, int]:
         return _out_of_memory(str(error)), 1
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
         return _out_of_memory(str(error)), 1
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    if is_disk_full(error):
         return "the disk is full; make room, then resume: the last checkpoint is intact", 1
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}", 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -182,3 +183,31 @@ def test_two_workers_never_write_one_run(tiny_recipe, prepared) -> None:
     assert first.is_alive()
     os.kill(first.pid, signal.SIGKILL)
     first.join()
+
+
+def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint_and_the_run_resumes(tiny_recipe, prepared) -> None:
+    recipe = tiny_recipe(training={"max_steps": 60}, checkpoint={"every": 5})
+    straight, run = prepared(recipe), prepared(recipe)
+    assert work(straight) == 0
+    process = start(run)
+    wait_for(run, lambda: bool(list((run.path / "checkpoints").glob("step-*"))), process)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))  # weights need more
+    process.join()
+    assert process.exitcode == 1
+    end = History.load(run.path).ends[-1]
+    assert "cannot be written" in end["text"]
+    assert "the ones before it are untouched" in end["text"]
+    assert not list((run.path / "checkpoints").glob(".part-*"))
+    assert list((run.path / "checkpoints").glob("step-*"))
+    assert work(run) == 0
+    assert result(run) == result(straight)
+
+
+def test_a_full_disk_is_called_by_its_name() -> None:
+    from safetensors import SafetensorError
+
+    from sparsebp_cli.worker.failure import explain
+
+    text = "Error while serializing: I/O error: No space left on device (os error 28)"
+    for error in (SafetensorError(text), OSError(28, "No space left on device")):
+        assert "the disk is full" in explain(error)[0]
