@@ -62,7 +62,7 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
         journal.write("end", status=State.FAILED, step=training.step if training else 0, text=text)
         return code
     if stop.signal is not None and not training.is_done:
-        text = f"{stop.signal.name}: stopped after step {training.step}; `sparsebp resume {plan.run_id}` goes on"
+        text = f"{stop.signal.name}: stopped after step {training.step}"
         journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
         return 128 + stop.signal
     journal.write("end", status=State.FINISHED, step=training.step, text="")

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy import find_policies
 from sparsebp_cli.recipe import Recipe, load_recipe
+
+INSTALLED = ", ".join(find_policies())  # of this machine: plugins may be among them
 
 SMALL = """\
 version: 1

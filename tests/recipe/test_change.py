@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.recipe import Recipe
-from tests.recipe.conftest import SMALL
+from tests.recipe.conftest import INSTALLED, SMALL
 
 Refuse = Callable[..., str]
 Read = Callable[..., Recipe]
@@ -60,7 +60,7 @@ def test_changes_are_made_in_order_over_the_base(read: Read) -> None:
     [
         ("training.max_steps=x", "training.max_steps: must be a whole number, got 'x' (text)"),
         ("policy.0.keep=1.5", "policy.0.keep: must be in (0, 1], got 1.5"),
-        ("policy=tokp", "policy.0.name: unknown policy 'tokp'; installed: dense, random, topk; did you mean topk?"),
+        ("policy=tokp", f"policy.0.name: unknown policy 'tokp'; installed: {INSTALLED}; did you mean topk?"),
         ("policy.keep=1", "policy is a list of 1, so an index must follow; did you mean policy.0.keep?"),
         ("policy.5.keep=1", "policy is a list of 1: got index 5, allowed: an index in [0, 1]"),
         ("policy.-1.keep=1", "policy is a list of 1, so an index must follow; did you mean policy.0.-1.keep?"),

@@ -10,7 +10,7 @@ import pytest
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import find_policies, make_policy
 from sparsebp_cli.recipe import Recipe
-from tests.recipe.conftest import SMALL
+from tests.recipe.conftest import INSTALLED, SMALL
 
 Refuse = Callable[..., str]
 Read = Callable[..., Recipe]
@@ -36,7 +36,7 @@ POLICY = SMALL + "policy:\n  - name: "
         ),
         (
             "tokp\n    keep: 1",
-            "6:11: policy.0.name: unknown policy 'tokp'; installed: dense, random, topk; did you mean topk?",
+            f"6:11: policy.0.name: unknown policy 'tokp'; installed: {INSTALLED}; did you mean topk?",
         ),
         ("3", "6:11: policy.0.name: must be text, got 3 (a number); put it in quotes"),
         (
