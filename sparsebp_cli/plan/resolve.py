@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from sparsebp_cli.plan.plan import Plan
@@ -23,16 +24,19 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
     folder = recipe_file.resolve().parent
     model, dataset = recipe.model, recipe.dataset
     model = model.model_copy(
-        update={"name": _absolute(model.name, folder), "tokenizer": _absolute(model.tokenizer, folder)}
+        update={
+            "name": _absolute(model.name, folder, "sparsebp.models"),
+            "tokenizer": _absolute(model.tokenizer, folder, "sparsebp.models"),
+        }
     )
-    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folder)})
+    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folder, "sparsebp.datasets")})
     resolved = recipe.model_copy(update={"model": model, "dataset": dataset})
     return Plan(recipe=resolved, provenance=find_provenance(recipe_file))
 
 
-def _absolute(name: str | None, folder: Path) -> str | None:
-    if name is None or name.startswith("package:"):
-        return name
+def _absolute(name: str | None, folder: Path, group: str) -> str | None:
+    if name is None or name.startswith("package:") or name in entry_points(group=group).names:
+        return name  # an installed name comes first, whatever lies in the folder
     path = Path(name).expanduser()
     for start in (folder, Path.cwd()):
         if (start / path).exists() and (start / path) != start:

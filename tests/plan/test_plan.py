@@ -92,3 +92,10 @@ def test_the_realised_share_is_all_none_or_negative() -> None:
 def test_a_relative_recipe_path_works(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert make_plan(recipe(), Path("r.yaml")).provenance.recipe_file == "r.yaml"
+
+
+def test_an_installed_name_comes_before_a_folder_of_that_name(tmp_path) -> None:
+    for name in ("austen", "austen-llama"):
+        (tmp_path / name).mkdir()
+    made = make_plan(recipe(model={"name": "austen-llama"}, dataset={"name": "austen"}), tmp_path / "r.yaml").recipe
+    assert (made.model.name, made.dataset.name) == ("austen-llama", "austen")
