@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +98,6 @@ def test_nothing_that_is_wrong_with_the_run_raises(store: Path, make_run: MakeRu
     assert "\n" not in follower.warnings[0]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="niceness belongs to the process elsewhere")
 def test_training_comes_first_only_the_followers_thread_is_nice(store: Path, make_run: MakeRun) -> None:
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
     found: list[int] = []
