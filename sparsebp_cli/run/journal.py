@@ -5,6 +5,8 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
     attempt   a worker started: ``from_step``, ``environment``
     metrics   ``step`` (1 after the first optimizer step, 0 before), ``values``
     facts     ``values``: what is known once per run, such as the dataset's digest
+    layers    ``step``, ``values``: layer or site to its figures (``kept_share``, ``cosine``, ...; null where not known)
+    examples  ``step``, ``values``: ``loss`` of every held-out example and how many ``targets`` it has, in their order
     note      ``level`` (info, warning, error), ``text``
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``
 
@@ -48,7 +50,7 @@ class JournalWriter:
         """Append one record; values that are not finite are kept as text, for JSON has none."""
         record: dict[str, Any] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
         if "values" in record:
-            record["values"] = {k: _to_json(v) for k, v in record["values"].items()}
+            record["values"] = _to_json(record["values"])
         self._file.write(json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
@@ -96,7 +98,7 @@ def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], in
             except ValueError:
                 continue  # a damaged line in the middle loses itself only
             if "values" in record:
-                record["values"] = {k: _from_json(v) for k, v in record["values"].items()}
+                record["values"] = _from_json(record["values"])
             yield record, offset
 
 
@@ -111,6 +113,8 @@ class History:
         notes: (attempt, level, text), in order.
         ends: The ``end`` records, in order.
         warm: (attempt, from_step) pairs, to leave warm-up steps out of statistics.
+        layers: Step to layer to its figures.
+        examples: Step to ``loss`` and ``targets`` of every held-out example.
     """
 
     metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
@@ -119,6 +123,8 @@ class History:
     notes: list[tuple[int, str, str]] = field(default_factory=list)
     ends: list[dict[str, Any]] = field(default_factory=list)
     warm: list[tuple[int, int]] = field(default_factory=list)
+    layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
+    examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run_folder: Path) -> History:
@@ -147,6 +153,10 @@ class History:
                         new[name] = value
             case "facts":
                 self.facts |= record["values"]
+            case "layers":
+                self.layers.setdefault(record["step"], record["values"])
+            case "examples":
+                self.examples.setdefault(record["step"], record["values"])
             case "attempt":
                 self.environments.append(record["environment"])
                 self.warm.append((record["attempt"], record["from_step"]))
@@ -165,9 +175,26 @@ class History:
         return next(reversed(self.series(name).values()), None)
 
 
+NOT_FINITE = {"nan", "inf", "-inf"}
+
+
 def _to_json(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """JSON has no numbers that are not finite: alone or by name they become text, inside a list null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case dict():
+            return {key: _to_json(child) for key, child in value.items()}
+        case list() | tuple():
+            return [None if isinstance(x, float) and not math.isfinite(x) else _to_json(x) for x in value]
+    return value
 
 
 def _from_json(value: Any) -> Any:
-    return float(value) if isinstance(value, str) and value in {"nan", "inf", "-inf"} else value
+    """Words in a list stay words: a class may be called nan."""
+    match value:
+        case str():
+            return float(value) if value in NOT_FINITE else value
+        case dict():
+            return {key: _from_json(child) for key, child in value.items()}
+    return value

@@ -21,7 +21,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot, capture_rng, restore_rng
 from sparsebp_cli.worker.data import Example
-from sparsebp_cli.worker.evaluate import evaluate
+from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
 from sparsebp_cli.worker.probe import Probe
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch
@@ -190,7 +190,11 @@ class Training:
         size = recipe.training.per_device_train_batch_size
         count = len(self.held_out) if recipe.measure.eval_batches is None else size * recipe.measure.eval_batches
         batches = in_order(self.held_out[:count], size, self.order.pad_token_id)
-        return evaluate(self.model, batches, self.accelerator.device)
+        examples = ExampleLosses() if self.is_done else None
+        values = evaluate(self.model, batches, self.accelerator.device, examples)
+        if examples is not None and examples.loss:
+            self.journal.write("examples", step=self.step, values=vars(examples))
+        return values
 
     def _memory(self) -> dict[str, float]:
         values = {

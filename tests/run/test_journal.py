@@ -145,3 +145,15 @@ def test_a_prefix_of_two_runs_names_both() -> None:
         write_plan(create_run(run_id), "x", 0.0)
     with pytest.raises(RunNotFoundError, match="not unique: aaa222, aaa111"):
         find_run("aaa")
+
+
+def test_layers_and_examples_come_back_by_step_and_the_first_word_counts(tmp_path) -> None:
+    with JournalWriter(tmp_path) as journal:
+        journal.write("layers", step=4, values={"a": {"kept_share": 0.5, "cosine": math.nan}, "b": {"cosine": None}})
+        journal.write("examples", step=9, values={"loss": [1.5, math.inf], "targets": [15, 3]})
+        journal.write("layers", step=4, values={"a": {"kept_share": 0.9}})
+    history = History.load(tmp_path)
+    assert history.layers[4]["a"]["kept_share"] == 0.5
+    assert math.isnan(history.layers[4]["a"]["cosine"])
+    assert history.layers[4]["b"] == {"cosine": None}
+    assert history.examples == {9: {"loss": [1.5, None], "targets": [15, 3]}}
