@@ -8,6 +8,7 @@
     │   └── DataError         2    a model or dataset that cannot be found, read or trusted
     ├── RunNotFoundError    102    no run (or more than one) answers to a name
     ├── RunBusyError        101    the run is being written by another process
+    ├── UnreachableError    101    a target cannot be reached, so nothing is known of its runs
     ├── RunFailedError      100    the run stopped by an error
     │   ├── DivergedError   100    NaN or Inf in loss or gradient
     │   └── CheckpointError 100    no checkpoint is good, or one cannot be written
@@ -73,6 +74,12 @@ class RunNotFoundError(SparseBPError):
 
 class RunBusyError(SparseBPError):
     """Another process is writing this run."""
+
+    exit_code = 101
+
+
+class UnreachableError(SparseBPError):
+    """A target cannot be reached. What runs there goes on; nothing is known of it until the target answers again."""
 
     exit_code = 101
 

@@ -9,6 +9,7 @@ from typing import Any
 from generator.markdown import code, head, table, unwrap
 from generator.policy import built_in
 from sparsebp_cli.recipe import Recipe, recipe_schema
+from sparsebp_cli.recipe.target import FoundTarget, find_targets
 
 TEXT = """Every key that a recipe may have. Anything else is refused, with file, line and column. How recipes are
 written, based on each other and changed from the command line: [recipes](../guide/recipes.md). The options of a policy
@@ -41,6 +42,8 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
         name = _reference(option)
         if name and name != "PolicyEntry":
             parts += _section(key, sections[name], sections)
+        if key == "target":
+            parts += [part for kind, found in built_in_targets().items() for part in _kind(kind, found)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
@@ -50,7 +53,17 @@ def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     Args:
         root: Of the repository.
     """
-    return json.dumps(recipe_schema(built_in()), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(recipe_schema(built_in(), built_in_targets()), indent=2, ensure_ascii=False) + "\n"
+
+
+def built_in_targets() -> dict[str, FoundTarget]:
+    """Return the targets of the distribution ``sparsebp``."""
+    return {kind: found for kind, found in find_targets().items() if found.source.split()[0] == "sparsebp"}
+
+
+def _kind(kind: str, found: FoundTarget) -> list[str]:
+    section = found.options_class.model_json_schema()
+    return [f"### kind: {kind}\n", unwrap(section.get("description")), "", _table(section, section.get("$defs", {}))]
 
 
 def describe_range(option: dict[str, Any]) -> str:

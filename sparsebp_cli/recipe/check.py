@@ -11,7 +11,8 @@ from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.finding import Finding, word_errors
 from sparsebp_cli.recipe.place import Node, Place
-from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
+from sparsebp_cli.recipe.schema import PolicyEntry, Recipe, TargetSection
+from sparsebp_cli.recipe.target import check_target, lay_over_named
 
 
 def check_recipe(tree: Node) -> Recipe:
@@ -27,6 +28,7 @@ def check_recipe(tree: Node) -> Recipe:
         RecipeError: The first thing that is wrong: the recipe's file before its base and ``--set``, then by line and
             column. A missing key comes last, since a misspelt one explains it.
     """
+    tree = lay_over_named(tree)
     data = tree.plain
     findings: list[Finding] = []
     recipe = None
@@ -35,8 +37,9 @@ def check_recipe(tree: Node) -> Recipe:
     except ValidationError as error:
         findings += [_add_home(finding) for finding in word_errors(error, Recipe, data)]
     policies = _check_policies(data.get("policy") or [{"name": "dense"}], findings)
+    target = _check_target(data.get("target", {}), findings)
     if recipe is not None and not findings:
-        return recipe.model_copy(update={"policy": policies})
+        return recipe.model_copy(update={"policy": policies, "target": target})
     placed = [(_find_place(tree, finding), finding) for finding in findings]
     place, first = min(placed, key=lambda pair: _rank(*pair, own_file=tree.place.file))
     raise place.error(first.text, first.key)
@@ -67,6 +70,15 @@ def _check_policies(entries: Any, findings: list[Finding]) -> list[PolicyEntry]:
             findings.append(Finding(("policy", index, "name"), text))
         first_of_kind.setdefault(found.kind, (index, name))
     return policies
+
+
+def _check_target(section: Any, findings: list[Finding]) -> TargetSection | None:
+    """Check the options of the target; what is wrong is added to the findings, where the schema did not say it."""
+    if not isinstance(section, dict) or any(finding.location[:1] == ("target",) for finding in findings):
+        return None
+    target, wrong = check_target(section)
+    findings += [_add_home(replace(finding, location=("target", *finding.location))) for finding in wrong]
+    return target
 
 
 def _resolve_options(found: FoundPolicy, entry: dict[str, Any]) -> dict[str, Any]:

@@ -10,16 +10,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsebp_cli.policy import FoundPolicy, find_policies
-from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.recipe.schema import Recipe, TargetSection
+from sparsebp_cli.recipe.target import FoundTarget, find_targets, named_targets
 
 Schema = dict[str, Any]
 
 
-def recipe_schema(policies: Mapping[str, FoundPolicy] | None = None) -> Schema:
-    """Return the JSON Schema of a recipe, with the options of policies.
+def recipe_schema(
+    policies: Mapping[str, FoundPolicy] | None = None, targets: Mapping[str, FoundTarget] | None = None
+) -> Schema:
+    """Return the JSON Schema of a recipe, with the options of policies and targets.
 
     Args:
         policies: Name to policy; None: every installed one. Broken ones are left out.
+        targets: Kind to target; None: every installed one, and the names of ``targets.yaml``.
 
     Returns:
         A schema that stands alone.
@@ -39,11 +43,11 @@ def recipe_schema(policies: Mapping[str, FoundPolicy] | None = None) -> Schema:
         "description": properties["policy"]["description"],
         "anyOf": [{"type": "array", "items": entry}, entry],
     }
-    kinds = sections["TargetSection"]["properties"]["kind"]
-    properties["target"] = {
-        "description": properties["target"]["description"],
-        "anyOf": [{"$ref": "#/$defs/TargetSection"}, _allow_only(kinds)],
-    }
+    common = sections.pop("TargetSection")["properties"]
+    kinds = _find_kinds(targets)
+    for kind, target in (find_targets() if targets is None else targets).items():
+        _add_target(sections, kind, target, common)
+    properties["target"] = _make_target(kinds, properties["target"]["description"])
     base = {"type": "string", "minLength": 1, "description": "A recipe that this one is laid over; relative to it."}
 
     required = [key for key in schema.pop("required") if key != "name"]  # the file's name stands in
@@ -52,6 +56,10 @@ def recipe_schema(policies: Mapping[str, FoundPolicy] | None = None) -> Schema:
         section = sections.get(str(properties[key].get("$ref", "")).rpartition("/")[2], {})
         if "required" in section:
             inner[key] = {"required": section.pop("required")}
+    inner["target"] = {  # without a base, a target that does not say its kind is this machine
+        "if": {"type": "object", "not": {"required": ["kind"]}},
+        "then": {"$ref": "#/$defs/target.local"},
+    }
     _remove_titles(schema)
     _remove_titles(sections)
     return {
@@ -101,18 +109,49 @@ def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:
     }
 
 
-def _make_key(name: str) -> str:
-    """Return a key for a policy's definition that needs no escape in a ``$ref``."""
-    return "policy." + re.sub(r"[^A-Za-z0-9._-]", lambda match: f"-{ord(match[0]):x}-", name)
+def _find_kinds(targets: Mapping[str, FoundTarget] | None) -> dict[str, str]:
+    """Return what may stand as a target's kind, and the kind that it means."""
+    if targets is not None:
+        return {kind: kind for kind in targets}
+    named = {name: str(node.plain.get("kind", "local")) for name, node in named_targets().items()}
+    usable = {kind: kind for kind, target in find_targets().items() if target.target_class is not None}
+    return usable | {name: kind for name, kind in named.items() if kind in usable}
+
+
+def _add_target(sections: dict[str, Schema], kind: str, target: FoundTarget, common: Schema) -> None:
+    """Add one kind's options, beside the keys that every target has."""
+    prefix = _make_key(kind, "target")
+    options = target.options_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
+    for inner, definition in options.pop("$defs", {}).items():
+        sections[f"{prefix}.{inner}"] = definition
+    options["properties"] = {**common, **options["properties"]}
+    sections[prefix] = options
+
+
+def _make_target(kinds: Mapping[str, str], description: str) -> Schema:
+    """Return the schema of a target: its kind decides which options it may have; a kind alone will do."""
+    chosen = [
+        {
+            "if": {"required": ["kind"], "properties": {"kind": {"const": name}}},
+            "then": {"$ref": f"#/$defs/{_make_key(kind, 'target')}"},
+        }
+        for name, kind in kinds.items()
+    ]
+    kind = {"enum": list(kinds), "description": TargetSection.model_fields["kind"].description}
+    return {
+        "description": description,
+        "anyOf": [{"enum": list(kinds)}, {"type": "object", "properties": {"kind": kind}, "allOf": chosen}],
+    }
+
+
+def _make_key(name: str, group: str = "policy") -> str:
+    """Return a key for a definition that needs no escape in a ``$ref``."""
+    return f"{group}." + re.sub(r"[^A-Za-z0-9._-]", lambda match: f"-{ord(match[0]):x}-", name)
 
 
 def _requires_options(policy: FoundPolicy) -> bool:
     assert policy.policy_class is not None
     return any(field.is_required() for field in policy.policy_class.model_fields.values())
-
-
-def _allow_only(choice: Schema) -> Schema:
-    return {key: choice[key] for key in ("const", "enum") if key in choice}
 
 
 def _remove_titles(schema: Any) -> None:

@@ -146,11 +146,26 @@ class CheckpointSection(Section):
 
 
 class TargetSection(Section):
-    """Where the plan runs."""
+    """Where the plan runs. The options of its kind stand beside these keys."""
 
-    kind: Literal["local"] = Field("local", description="local: a process of its own on this machine.")
+    model_config = ConfigDict(extra="allow")
+
+    kind: Name = Field("local", description="A kind, or a name from targets.yaml: `sparsebp targets` lists them.")
     threads: PositiveInt | None = Field(None, description="CPU threads of torch; null: one a physical core.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The kind's own options."""
+        return dict(self.__pydantic_extra__ or {})
+
+
+class TargetOptions(Section):
+    """What every kind of target understands."""
+
+    worker: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")] = Field(
+        "sparsebp_cli.worker", description="Module that is run as the worker; another one must keep its promises."
+    )
 
 
 class TrackingSection(Section):

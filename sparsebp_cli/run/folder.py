@@ -9,6 +9,7 @@ $SPARSEBP_HOME/runs/RUN_ID/
     target.json      which processes these are, and how many attempts there were before them
     watcher.log      what the watching process printed
     cancelled        exists once somebody asked for the run to be cancelled
+    request          what the process that watches over a run elsewhere is asked to do: stop, kill
     tracking.json    how far the journal was sent, and to which MLflow run
     checkpoints/     step-00000050/, ...
     model/           the trained model, as transformers saves it
@@ -34,10 +35,14 @@ LOCK_PATIENCE_SECONDS = 0.5  # somebody who asks for the state holds a shared lo
 
 
 class State(StrEnum):
-    """What a run is doing. Only the last four are final until somebody resumes it."""
+    """What a run is doing. Only the last four are final until somebody resumes it.
+
+    Unreachable: the run was started on a target that does not answer, or that nobody asks; it may well be alive.
+    """
 
     QUEUED = "queued"
     RUNNING = "running"
+    UNREACHABLE = "unreachable"
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -46,7 +51,10 @@ class State(StrEnum):
     @property
     def over(self) -> bool:
         """Whether nothing works on the run any more."""
-        return self not in {State.QUEUED, State.RUNNING}
+        return self not in {State.QUEUED, State.RUNNING, State.UNREACHABLE}
+
+
+_SIGHTS = {"waiting": State.QUEUED, "working": State.RUNNING}
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,11 @@ class RunFolder:
         return self.path / "cancelled"
 
     @property
+    def request_file(self) -> Path:
+        """What is asked of the process that watches over a run elsewhere."""
+        return self.path / "request"
+
+    @property
     def target_file(self) -> Path:
         """Which processes work on the run."""
         return self.path / "target.json"
@@ -102,7 +115,10 @@ class RunFolder:
     def _recorded_state(self) -> State:
         if self.is_locked("worker"):
             return State.RUNNING
-        watched, before = self.is_locked("target"), self._attempts_before()
+        watched = self.is_locked("target")
+        before, sight = self._read_launch()
+        if sight not in {"", "over"}:  # it runs elsewhere: only the target knows, and only the process that asks it
+            return _SIGHTS.get(sight, State.UNREACHABLE) if watched else State.UNREACHABLE
         attempts, end = self._read_ends()
         if watched and attempts <= (before or 0):
             return State.QUEUED
@@ -127,11 +143,13 @@ class RunFolder:
                 end = State(record["status"])
         return attempts, end
 
-    def _attempts_before(self) -> int | None:
+    def _read_launch(self) -> tuple[int | None, str]:
+        """Return the attempts before the newest start (None: there was none), and how it was last seen elsewhere."""
         try:
-            return int(json.loads(self.target_file.read_bytes())["after_attempt"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+            launch = json.loads(self.target_file.read_bytes())
+            return int(launch["after_attempt"]), str(launch.get("sight", ""))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None, ""
 
     def lock(self, role: str) -> FileLock:
         """Take the lock of a role (``worker`` or ``target``) for as long as the returned lock lives.

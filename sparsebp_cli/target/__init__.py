@@ -1,21 +1,27 @@
 """Where a plan runs. One contract; the command line knows no more than that."""
 
-from sparsebp_cli.recipe.schema import TargetSection
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
+from sparsebp_cli.recipe.target import find_target
 from sparsebp_cli.target.contract import Job, Target
-from sparsebp_cli.target.local import LocalTarget
 
-__all__ = ["Job", "LocalTarget", "Target", "make_target"]
+__all__ = ["Job", "Target", "TargetOptions", "make_target"]
 
 
 def make_target(section: TargetSection) -> Target:
     """Make the target that a recipe asks for.
 
     Args:
-        section: The recipe's ``target``.
+        section: The recipe's ``target``, checked.
 
     Returns:
         The target.
+
+    Raises:
+        UsageError: Its kind is not installed here, or broken.
     """
-    match section.kind:
-        case "local":
-            return LocalTarget()
+    found = find_target(section.kind)
+    if not issubclass(found.target_class, Target):
+        raise UsageError(f"target {section.kind!r} of {found.source} is broken: it is not a Target")
+    target: Target = found.target_class(found.options_class.model_validate(section.options))
+    return target

@@ -9,7 +9,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import ClassVar
 
+from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State
 
 
@@ -88,7 +90,12 @@ class Job(ABC):
 
 
 class Target(ABC):
-    """A place where plans are run."""
+    """A place where plans are run. Installed under the entry-point group ``sparsebp.targets``, by the name of its kind.
+
+    A target is made of its options alone: ``target_class(options)``.
+    """
+
+    options_class: ClassVar[type[TargetOptions]] = TargetOptions
 
     @abstractmethod
     def command(self, run: RunFolder) -> list[str]:

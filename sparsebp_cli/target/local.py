@@ -14,6 +14,7 @@ from typing import final
 import psutil
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError
+from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.contract import Job, Target
 from sparsebp_cli.target.ending import settle
@@ -118,14 +119,15 @@ class LocalJob(Job):
 class LocalTarget(Target):
     """This machine."""
 
-    def __init__(self, worker_module: str = "sparsebp_cli.worker") -> None:
+    options_class = TargetOptions
+
+    def __init__(self, options: TargetOptions | None = None) -> None:
         """Choose what is run.
 
         Args:
-            worker_module: A module that is run as ``python -m MODULE PLAN_FILE`` and keeps the worker's promises:
-                it holds the worker's lock and writes the journal.
+            options: The recipe's; None: the defaults.
         """
-        self.worker_module = worker_module
+        self.worker_module = (options or TargetOptions()).worker
 
     def command(self, run: RunFolder) -> list[str]:
         return [sys.executable, "-m", self.worker_module, str(run.plan_file)]

@@ -25,6 +25,7 @@ from typing import Any
 from filelock import FileLock
 
 from sparsebp_cli.errors import RunBusyError, SparseBPError
+from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, read
 from sparsebp_cli.target.contract import Target
 from sparsebp_cli.target.ending import settle
@@ -167,8 +168,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parser.parse_args(arguments)
     if os.fork():
         os._exit(0)  # the client waits for this process only: no zombie is left to it
+    options = TargetOptions(worker=parsed.worker)
     try:
-        watch_all([RunFolder(path.absolute()) for path in parsed.runs], LocalTarget(parsed.worker))
+        watch_all([RunFolder(path.absolute()) for path in parsed.runs], LocalTarget(options))
     except (SparseBPError, OSError) as error:
         _answer(str(error), busy=isinstance(error, RunBusyError))
         raise SystemExit(1) from None

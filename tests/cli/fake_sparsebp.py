@@ -5,11 +5,12 @@ from __future__ import annotations
 import sparsebp_cli.target
 from sparsebp_cli.cli.app import main
 from sparsebp_cli.recipe.schema import TargetSection
-from sparsebp_cli.target import LocalTarget, Target
+from sparsebp_cli.target import Target, TargetOptions
+from sparsebp_cli.target.local import LocalTarget
 
 
 def make_fake(section: TargetSection) -> Target:
-    return LocalTarget("fake_worker")
+    return LocalTarget(TargetOptions(worker="fake_worker"))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.recipe import Recipe, recipe_schema
 from sparsebp_cli.recipe.document import read_document
+from sparsebp_cli.recipe.target import find_targets
 from tests.recipe.conftest import SMALL
 from tests.recipe.schema_evaluator import accepts
 
@@ -49,7 +50,7 @@ def make_built_in_schema() -> dict[str, Any]:
         for name, policy in find_policies().items()
         if policy.policy_class and policy.policy_class.__module__.startswith("sparsebp_cli.")
     }
-    return recipe_schema(own)
+    return recipe_schema(own, find_targets())
 
 
 def fill_in(recipe: Recipe) -> dict[str, Any]:
@@ -127,7 +128,7 @@ def test_schema_and_loader_refuse_an_unknown_key(read: Read, path: tuple[Any, ..
         SMALL + "policy: [{keep: 1}]",
         SMALL + "policy: [{name: tokp, keep: 1}]",
         SMALL + "base: 3",
-        SMALL + "target: docker",
+        SMALL + "target: lokal",
     ],
 )
 def test_schema_and_loader_refuse_together(read: Read, text: str) -> None:

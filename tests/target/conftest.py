@@ -12,7 +12,8 @@ import pytest
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder, create_run, list_runs
-from sparsebp_cli.target import LocalTarget
+from sparsebp_cli.target.local import LocalTarget
+from sparsebp_cli.target import TargetOptions
 from sparsebp_cli.target.launch import Launch
 
 UNUSABLE = "file:///nowhere"  # refused before mlflow is imported, which takes seconds
@@ -21,7 +22,7 @@ UNUSABLE = "file:///nowhere"  # refused before mlflow is imported, which takes s
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> LocalTarget:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    return LocalTarget("fake_worker")
+    return LocalTarget(TargetOptions(worker="fake_worker"))
 
 
 def make_run(fake: str = "ok", max_steps: int = 5, uri: str | None = UNUSABLE) -> RunFolder:

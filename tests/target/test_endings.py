@@ -8,7 +8,7 @@ import pytest
 
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.run import History, State
-from sparsebp_cli.target import LocalTarget
+from sparsebp_cli.target.local import LocalTarget
 
 from .conftest import last_end, make_run, until, wait_for_step, watcher_of, worker_of
 
