@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic import ValidationError
+
 from generator.markdown import code, head, table, unwrap
+from sparsebp_cli.backward.kernel import kernel_share
 from sparsebp_cli.policy import FoundPolicy, GradientSelector, Policy, find_policies
 
 TEXT = """Every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed plugins. To
@@ -15,10 +19,10 @@ write one: [writing a policy](../guide/policy.md).
 
 The tables of claims were made by asking each policy with the options shown. *Exact*: every gradient equals the dense
 one. *Unbiased*: a site's selected gradient has the dense one as its mean over random draws. *Budget*: share of the
-gradient's entries kept. *dgrad* and *wgrad*: share of the dense multiplications that the policy claims to leave, for
-the gradient of the input and of the weight. The conformance suite holds each claim against what is executed."""
+gradient's entries kept. *Backward*: share of a linear's dense multiplications that is left with that. The conformance
+suite holds each claim against what is executed."""
 
-NUMBERS = (0.25, 1.0)  # at which a share is asked
+NUMBERS = (0.25, 0.5, 1.0)  # at which a share is asked
 
 
 def built_in() -> dict[str, FoundPolicy]:
@@ -65,18 +69,25 @@ def _module(policy_class: type[Policy]) -> ModuleType:
 
 
 def _claims(policy_class: type[Policy]) -> str:
-    options = policy_class.model_json_schema().get("properties", {})
+    """Ask the policy with every value of its choices that it takes; the options that all selectors have stay out."""
+    common = GradientSelector.model_fields
+    options = {k: o for k, o in policy_class.model_json_schema().get("properties", {}).items() if k not in common}
+    shown = [name for name, option in options.items() if len(_examples(option)) > 1]
     rows = []
-    for values in product(*(_examples(option) for option in options.values())):
-        policy = policy_class(**dict(zip(options, values, strict=True)))
+    for values in product(*(_examples(options[name]) for name in shown)):
+        chosen = dict(zip(shown, values, strict=True))
+        try:
+            policy = policy_class.model_validate_json(json.dumps(chosen))
+        except ValidationError:
+            continue  # not every choice goes with every other
         assert isinstance(policy, GradientSelector)
         claims = ("yes" if claim else "no" for claim in (policy.exact, policy.unbiased))
-        shares = (f"{share:g}" for share in (policy.budget, *policy.backward_share))
+        shares = (f"{share:g}" for share in (policy.budget, kernel_share(policy.selection, policy.budget)))
         rows.append((*(str(value).lower() for value in values), *claims, *shares))
-    return table((*options, "exact", "unbiased", "budget", "dgrad", "wgrad"), rows)
+    return table((*shown, "exact", "unbiased", "budget", "backward"), rows)
 
 
 def _examples(option: dict[str, Any]) -> tuple[Any, ...]:
     if "enum" in option:
         return tuple(option["enum"])
-    return {"boolean": (False, True), "number": NUMBERS}.get(option["type"], (option.get("default"),))
+    return {"boolean": (False, True), "number": NUMBERS}.get(option.get("type", ""), (option.get("default"),))

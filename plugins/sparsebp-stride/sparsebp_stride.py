@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from sparsebp_cli.policy import BackwardShare, GradientSelector, Rows, Selection, Site, Step
+from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site, Step
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,8 @@ class Stride(GradientSelector):
         return 1 / self.every
 
     @property
-    def backward_share(self) -> BackwardShare:
-        return BackwardShare(1 / self.every, 1 / self.every)
+    def selection(self) -> type[Selection] | None:
+        return None if self.exact else Rows
 
     def select(self, grad_NO: "torch.Tensor", site: Site, step: Step) -> Selection | None:  # noqa: ARG002
         from torch import arange

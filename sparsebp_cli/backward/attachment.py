@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
+from sparsebp_cli.backward.binding import Binding
+from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.engine import Engine
-from sparsebp_cli.backward.site import BoundSite, find_sites
+from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.site import LinearBinding
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Policy
 
@@ -46,24 +49,20 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             ``sites``, ``update`` or ``segments``, a model that is attached or offloaded.
         UsageError: ``engine`` is unknown, ``exclude`` matches nothing, or the model has no linear.
     """
-    asked = (("sites", sites, "linears"), ("update", update, "deferred"), ("segments", segments, None))
-    for key, value, built in asked:
+    for key, value, built in (("update", update, "deferred"), ("segments", segments, None)):
         if value != built:
             raise UnsupportedError(f"{key}={value!r} is not built; built: {built!r}")
     if engine not in ("fast", "reference"):
         raise UsageError(f"engine must be fast or reference, got {engine!r}")
+    if sites not in _BINDINGS:
+        raise UsageError(f"sites must be one of {', '.join(_BINDINGS)}, got {sites!r}")
     selector = _only_selector(policies)
-    found = find_sites(model, exclude)
-    for name, module, _ in found.covered:
-        current = module.__dict__.get("forward")
-        if isinstance(current, BoundSite):
-            raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
-        if current is not None:
-            raise UnsupportedError(f"{name!r} has a forward of its own ({current!r}): exclude it or remove its hook")
-    if not found.covered:
-        left = f"; not covered: {', '.join(found.not_covered)}" if found.not_covered else ""
-        raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
-    return Engine(found, selector, optimizer=optimizer, reference=engine == "reference", seed=seed)
+    decision = None if selector is None else Decision(selector, len(LayerNumbers(model).layers))
+    binding = _BINDINGS[sites](model, exclude)
+    return Engine(binding, decision, optimizer=optimizer, reference=engine == "reference", seed=seed)
+
+
+_BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {"linears": LinearBinding}
 
 
 def _only_selector(policies: Sequence[Policy]) -> GradientSelector | None:

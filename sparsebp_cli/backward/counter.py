@@ -2,45 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsebp_cli.backward.linear import Needs
 from sparsebp_cli.backward.report import Claim, SiteReport
-from sparsebp_cli.policy import BackwardShare, Selection
+from sparsebp_cli.policy import Selection, Site
 
 
 @dataclass
 class SiteCounter:
     """Totals of one site."""
 
+    layer: int | None = None
     calls: int = 0
     rows: int = 0
     entries: int = 0
     kept: int | Tensor = 0
-    dgrad_flops: float = 0.0
-    wgrad_flops: float = 0.0
+    dense_flops: float = 0.0
+    claimed_flops: float = 0.0
 
-    def report(self, name: str, share: BackwardShare) -> SiteReport:
+    def report(self, name: str) -> SiteReport:
         """Return the totals as plain numbers.
 
         Args:
             name: The site's.
-            share: What the policy claims.
 
         Returns:
             The report of this site.
         """
         return SiteReport(
             name=name,
+            layer=self.layer,
             calls=self.calls,
             rows=self.rows,
             kept_share=float(self.kept) / self.entries if self.entries else None,
-            dgrad_flops=self.dgrad_flops,
-            wgrad_flops=self.wgrad_flops,
-            claimed_dgrad_flops=self.dgrad_flops * share.dgrad,
-            claimed_wgrad_flops=self.wgrad_flops * share.wgrad,
+            dense_flops=self.dense_flops,
+            claimed_flops=self.claimed_flops,
         )
 
 
@@ -51,15 +50,20 @@ class Counter:
     sites: dict[str, SiteCounter]
     num_backwards: int = 0
     calls: dict[str, int] = field(default_factory=dict)  # of this backward, by site
-    last_dgrad_flops: float = 0.0
-    last_wgrad_flops: float = 0.0
+    last_dense_flops: float = 0.0
+    last_claimed_flops: float = 0.0
     taken_kept: float = 0.0
     taken_entries: int = 0
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> Counter:
+        """Return a counter that lists these sites even when none is ever asked."""
+        return cls({name: SiteCounter() for name in names})
 
     def start_backward(self) -> None:
         """Forget the last backward's numbers."""
         self.calls = {}
-        self.last_dgrad_flops = self.last_wgrad_flops = 0.0
+        self.last_dense_flops = self.last_claimed_flops = 0.0
 
     def next_call(self, name: str) -> int:
         """Return which gradient of this site this is in this backward, counted from 0.
@@ -74,37 +78,25 @@ class Counter:
         self.calls[name] = call + 1
         return call
 
-    def add(self, name: str, grad_NO: Tensor, num_inputs: int, needs: Needs, selection: Selection | None) -> None:
+    def add(self, site: Site, grad_NO: Tensor, claim: Claim, selection: Selection | None) -> None:
         """Count one gradient.
 
         Args:
-            name: The site's.
+            site: Where.
             grad_NO: The gradient that arrived.
-            num_inputs: The layer's input width.
-            needs: Which gradients autograd asked for.
+            claim: The site's work, dense and as the policy claims.
             selection: What is kept.
         """
-        site, flops = self.sites[name], 2.0 * grad_NO.numel() * num_inputs
-        site.calls += 1
-        site.rows += grad_NO.shape[0]
-        site.entries += grad_NO.numel()
-        site.kept = site.kept + (grad_NO.numel() if selection is None else selection.num_kept(grad_NO))
-        site.dgrad_flops += flops * needs.dgrad
-        site.wgrad_flops += flops * needs.wgrad
-        self.last_dgrad_flops += flops * needs.dgrad
-        self.last_wgrad_flops += flops * needs.wgrad
-
-    def claim(self, share: BackwardShare) -> Claim:
-        """Return the FLOPs of the last backward, dense and claimed.
-
-        Args:
-            share: What the policy claims.
-
-        Returns:
-            Both counts.
-        """
-        claimed = self.last_dgrad_flops * share.dgrad + self.last_wgrad_flops * share.wgrad
-        return Claim(self.last_dgrad_flops + self.last_wgrad_flops, claimed)
+        counter = self.sites.setdefault(site.name, SiteCounter())
+        counter.layer = site.layer
+        counter.calls += 1
+        counter.rows += grad_NO.shape[0]
+        counter.entries += grad_NO.numel()
+        counter.kept = counter.kept + (grad_NO.numel() if selection is None else selection.num_kept(grad_NO))
+        counter.dense_flops += claim.dense_flops
+        counter.claimed_flops += claim.claimed_flops
+        self.last_dense_flops += claim.dense_flops
+        self.last_claimed_flops += claim.claimed_flops
 
     def kept(self) -> tuple[float, int]:
         """Return kept entries and all entries, over all sites; waits for the device.

@@ -7,16 +7,19 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sparsebp_cli.backward.counter import Counter, SiteCounter
-from sparsebp_cli.backward.linear import Needs
+from sparsebp_cli.backward.binding import Binding, Work
+from sparsebp_cli.backward.counter import Counter
+from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.report import Claim, Report
-from sparsebp_cli.backward.site import BoundSite, FoundSites
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import BackwardShare, GradientSelector, Selection, Site, Step
+from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
-_DENSE = BackwardShare(1.0, 1.0)
+_OUTSIDE = (
+    "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
+    "or put forward and backward inside engine.disabled() for dense gradients"
+)
 
 
 class Engine:
@@ -26,8 +29,8 @@ class Engine:
     be neither dense nor what the policy meant at this step.
 
     Args:
-        found: The model's linears.
-        selector: Who decides; None for dense.
+        binding: The model's sites.
+        decision: Who decides; None for dense.
         optimizer: Its steps advance the step number; None: every backward does.
         reference: Mask, then multiply densely.
         seed: Of random decisions.
@@ -35,24 +38,21 @@ class Engine:
 
     def __init__(
         self,
-        found: FoundSites,
-        selector: GradientSelector | None,
+        binding: Binding,
+        decision: Decision | None,
         *,
         optimizer: torch.optim.Optimizer | None,
         reference: bool,
         seed: int,
     ) -> None:
-        self.enabled, self.reference = True, reference
-        self._found, self._selector, self._seed = found, selector, seed
-        self._share = _DENSE if selector is None else selector.backward_share
+        self.enabled, self.reference, self.notes = True, reference, dict[str, str]()
+        self._binding, self._decision, self._seed = binding, decision, seed
         self._index = self._micro_batch = self._draw = 0
         self._step: Step | None = None  # the backward under way
-        self._counter = self._new_counter()
+        self._counter = Counter.of(binding.names)
         self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
-        self._covered: list[nn.Module] = []
-        for name, module, form in found.covered:
-            module.forward = BoundSite(name, module, form, self)
-            self._covered.append(module)
+        self._attached = True
+        binding.install(self)
 
     def backward(self, loss: Tensor, backward: Callable[[Tensor], object] | None = None) -> None:
         """Run the backward pass, with the policy asked at every site.
@@ -64,14 +64,15 @@ class Engine:
         Raises:
             UsageError: The engine is detached, or a backward is under way.
         """
-        if not self._covered:
+        if not self._attached:
             raise UsageError("this engine is detached: attach the model again")
         if self._step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
         self._counter.start_backward()
-        self._step = Step(self._index, self._micro_batch, seed=self._seed, draw=self._draw)
+        self._step = self.next_step
         try:
-            (backward or torch.Tensor.backward)(loss)
+            with self._binding.around(loss):
+                (backward or torch.Tensor.backward)(loss)
         finally:
             self._step = None
         self._counter.num_backwards += 1
@@ -79,35 +80,59 @@ class Engine:
         if self._hook is None:
             self._advance()
 
-    def decide(self, site: Site, grad_NO: Tensor, num_inputs: int, needs: Needs) -> Selection | None:
+    @property
+    def next_step(self) -> Step:
+        """The step of the backward under way, or of the next one."""
+        return Step(self._index, self._micro_batch, seed=self._seed, draw=self._draw)
+
+    def check_inside(self) -> None:
+        """Refuse a backward that did not go through this engine. Called by the sites.
+
+        Raises:
+            UsageError: It did not.
+        """
+        if self.enabled and self._step is None:
+            raise UsageError(_OUTSIDE)
+
+    def policy_at(self, site: Site) -> GradientSelector | None:
+        """Return who will decide at a site in the backward under way, or the next one; None: dense there.
+
+        Args:
+            site: Where.
+
+        Returns:
+            The policy, with the share that it keeps at this step.
+        """
+        if self._decision is None or not self.enabled:
+            return None
+        return self._decision.policy_at(site, self.next_step)
+
+    def decide(self, site: Site, grad_NO: Tensor, work: Work) -> tuple[Tensor, Selection | None]:
         """Ask the policy, and count. Called by the sites.
 
         Args:
             site: Where.
             grad_NO: The gradient of the site's output.
-            num_inputs: The layer's input width.
-            needs: Which gradients autograd asks for.
+            work: What the site's dense backward is.
 
         Returns:
-            What is kept; None for everything.
+            The gradient to go on with, and what is kept of it; None for everything.
 
         Raises:
             UsageError: The backward did not go through this engine.
         """
         if not self.enabled:
-            return None
-        if self._step is None:
-            raise UsageError(
-                "a backward pass reached an attached model from outside: call engine.backward(loss) in place of "
-                "loss.backward(), or put forward and backward inside engine.disabled() for dense gradients"
-            )
+            return grad_NO, None
+        self.check_inside()
+        assert self._step is not None
         call = self._counter.next_call(site.name)
-        selection = None
-        if self._selector is not None and grad_NO.numel() > 0:
+        policy, selection = self.policy_at(site), None
+        if policy is not None and self._decision is not None and grad_NO.numel() > 0:
             step = Step(self._step.index, self._step.micro_batch, call, self._seed, self._draw)
-            selection = self._selector.select(grad_NO, site, step)
-        self._counter.add(site.name, grad_NO, num_inputs, needs, selection)
-        return selection
+            grad_NO, selection = self._decision.take(policy, grad_NO, site, step)
+        claim = work.claim(None, 1.0) if policy is None else work.claim(policy.selection, policy.budget)
+        self._counter.add(site, grad_NO, claim, selection)
+        return grad_NO, selection
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -135,11 +160,14 @@ class Engine:
             None: As long as the probe lasts.
         """
         before = self._counter, self._index, self._micro_batch, self._draw
-        self._counter, self._draw = self._new_counter(), draw
+        cut = {} if self._decision is None else dict(self._decision.cut)
+        self._counter, self._draw = Counter.of(self._binding.names), draw
         try:
             yield
         finally:
             self._counter, self._index, self._micro_batch, self._draw = before
+            if self._decision is not None:
+                self._decision.cut = cut
 
     def report(self) -> Report:
         """Return what happened so far at every site; waits for the device.
@@ -149,11 +177,12 @@ class Engine:
         """
         kept, entries = self._counter.kept()
         return Report(
-            sites=tuple(counter.report(name, self._share) for name, counter in self._counter.sites.items()),
-            not_covered=self._found.not_covered,
-            excluded=self._found.excluded,
+            sites=tuple(counter.report(name) for name, counter in self._counter.sites.items()),
+            not_covered=self._binding.not_covered,
+            excluded=self._binding.excluded,
             kept_share=kept / entries if entries else None,
             num_backwards=self._counter.num_backwards,
+            notes=tuple(self.notes.values()),
         )
 
     def claim(self) -> Claim:
@@ -162,7 +191,7 @@ class Engine:
         Returns:
             Both counts.
         """
-        return self._counter.claim(self._share)
+        return Claim(self._counter.last_dense_flops, self._counter.last_claimed_flops)
 
     def take_kept_share(self) -> float | None:
         """Return the share of gradient entries kept since this was last called; waits for the device.
@@ -172,13 +201,14 @@ class Engine:
         """
         return self._counter.take_kept_share()
 
-    def state_dict(self) -> dict[str, int]:
-        """Return what a resumed run needs to decide as this one would; JSON can hold it.
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to decide as this one would.
 
         Returns:
-            The step number and the backward's number in it.
+            The step number, the backward's number in it, and the tensors that error feedback will add.
         """
-        return {"index": self._index, "micro_batch": self._micro_batch}
+        cut = {} if self._decision is None else dict(self._decision.cut)
+        return {"index": self._index, "micro_batch": self._micro_batch, "cut": cut}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -189,16 +219,20 @@ class Engine:
         Raises:
             UsageError: It is not such a state.
         """
-        values = [state.get(key) for key in ("index", "micro_batch")]
-        if len(state) != 2 or not all(type(value) is int and value >= 0 for value in values):
+        numbers = [state.get(key) for key in ("index", "micro_batch")]
+        cut = state.get("cut")
+        good = len(state) == 3 and all(type(number) is int and number >= 0 for number in numbers)
+        if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         self._index, self._micro_batch = state["index"], state["micro_batch"]
+        if self._decision is not None:
+            self._decision.cut = dict(cut)
 
     def detach(self) -> None:
         """Give the model back as it was. Calling it again does nothing."""
-        for module in self._covered:
-            del module.__dict__["forward"]
-        self._covered = []
+        if self._attached:
+            self._binding.remove()
+        self._attached = False
         if self._hook is not None:
             self._hook.remove()
 
@@ -212,9 +246,6 @@ class Engine:
 
     def _advance(self, *_: object) -> None:
         self._index, self._micro_batch = self._index + 1, 0
-
-    def _new_counter(self) -> Counter:
-        return Counter({name: SiteCounter() for name, _, _ in self._found.covered})
 
 
 def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:

@@ -10,35 +10,29 @@ Shape letters: N rows (= B*T), D input width, O output width, K kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, final
+from typing import Any, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import Columns, Elements, Rows, Selection
-
-if TYPE_CHECKING:
-    Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-class Needs(NamedTuple):
-    """Which gradients autograd asks for."""
-
-    dgrad: bool
-    wgrad: bool
-    bias: bool
+from sparsebp_cli.backward.kernel import Needs, run_kernel
+from sparsebp_cli.policy import Selection
 
 
 class Decider(Protocol):
     """Who is asked what to keep: a site of the engine."""
 
     form: Form
-    reference: bool
 
-    def decide(self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs) -> Selection | None:
-        """Return what is kept of this gradient; None for all of it."""
+    @property
+    def reference(self) -> bool:
+        """Whether selections are carried out by masking, then multiplying densely."""
+
+    def decide(
+        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
+    ) -> tuple[Tensor, Selection | None]:
+        """Return the gradient to go on with, and what is kept of it; None for all of it."""
 
 
 class Form(ABC):
@@ -119,19 +113,22 @@ class SelectedLinear(Function):
         decider, needs = ctx.decider, Needs(*ctx.needs_input_grad[:3])
         grad_NO = grad.reshape(-1, grad.shape[-1])
         x_ND = None if x is None else x.reshape(-1, x.shape[-1])
-        selection = decider.decide(grad_NO, grad.shape[:-1], ctx.input_shape[-1], needs)
-        if selection is not None and (decider.reference or isinstance(selection, Elements)):
-            grad, selection = selection.apply(grad_NO).view(grad.shape), None
-        if selection is None:
-            dgrad = None if weight is None else _dense_dgrad(grad, decider.form.by_output(weight), ctx.order)
-            wgrad = None if x_ND is None else decider.form.wgrad(grad.reshape(grad_NO.shape), x_ND)
-            bias_grad = _dense_bias_grad(grad, ctx.order) if needs.bias else None
-            return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None
-        kernel = _KERNELS.get(type(selection))
-        if kernel is None:
-            raise UnsupportedError(f"no kernel for {type(selection).__name__}; built: Rows, Columns, Elements")
-        dgrad_ND, wgrad, bias_grad = kernel(decider.form, grad_NO, x_ND, weight, selection, needs)
-        return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None
+        shown_NO = grad_NO
+        grad_NO, selection = decider.decide(shown_NO, grad.shape[:-1], ctx.input_shape[-1], needs)
+        if selection is not None:
+            gradients = None
+            if not decider.reference:
+                gradients = run_kernel(decider.form, grad_NO, x_ND, weight, selection, needs)
+            if gradients is not None:
+                dgrad_ND, wgrad, bias_grad = gradients
+                return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None
+            grad_NO = selection.apply(grad_NO)
+        if grad_NO is not shown_NO:  # else as it lies in memory, since that orders the sums
+            grad = grad_NO.view(grad.shape)
+        dgrad = None if weight is None else _dense_dgrad(grad, decider.form.by_output(weight), ctx.order)
+        wgrad = None if x_ND is None else decider.form.wgrad(grad_NO, x_ND)
+        bias_grad = _dense_bias_grad(grad, ctx.order) if needs.bias else None
+        return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None
 
 
 class _Order(NamedTuple):
@@ -165,42 +162,3 @@ def _dense_dgrad(grad: Tensor, weight_OD: Tensor, order: _Order) -> Tensor:
 
 def _dense_bias_grad(grad: Tensor, order: _Order) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0) if order.flat_bias else grad.sum_to_size(grad.shape[-1:])
-
-
-def _rows(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, rows: Rows, needs: Needs
-) -> Gradients:
-    grad_KO = grad_NO.index_select(0, rows.index_K)
-    if rows.weight_K is not None:
-        grad_KO = grad_KO * rows.weight_K.to(grad_KO.dtype)[:, None]
-    dgrad_ND = None
-    if weight is not None:
-        dgrad_KD = grad_KO.mm(form.by_output(weight))
-        dgrad_ND = dgrad_KD.new_zeros(grad_NO.shape[0], dgrad_KD.shape[1]).index_copy_(0, rows.index_K, dgrad_KD)
-    wgrad = None if x_ND is None else form.wgrad(grad_KO, x_ND.index_select(0, rows.index_K))
-    return dgrad_ND, wgrad, grad_KO.sum(0) if needs.bias else None
-
-
-def _columns(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, columns: Columns, needs: Needs
-) -> Gradients:
-    grad_NK = grad_NO.index_select(1, columns.index_K)
-    if columns.weight_K is not None:
-        grad_NK = grad_NK * columns.weight_K.to(grad_NK.dtype)
-    num_outputs = grad_NO.shape[1]
-    dgrad_ND = None
-    if weight is not None:
-        dgrad_ND = grad_NK.mm(form.by_output(weight.index_select(form.output_dim, columns.index_K)))
-    wgrad = None
-    if x_ND is not None:
-        wgrad_K = form.wgrad(grad_NK, x_ND)  # (K, D) or (D, K), as the weight lies
-        shape = list(wgrad_K.shape)
-        shape[form.output_dim] = num_outputs
-        wgrad = wgrad_K.new_zeros(shape).index_copy_(form.output_dim, columns.index_K, wgrad_K)
-    bias_grad = None
-    if needs.bias:
-        bias_grad = grad_NK.new_zeros(num_outputs).index_copy_(0, columns.index_K, grad_NK.sum(0))
-    return dgrad_ND, wgrad, bias_grad
-
-
-_KERNELS: dict[type[Selection], Any] = {Rows: _rows, Columns: _columns}

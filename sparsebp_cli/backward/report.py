@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Claim:
-    """Multiplications of the covered linears in one backward, as FLOPs (2 N D O each), from shapes alone.
+    """Multiplications of the sites in one backward as FLOPs, from shapes alone.
 
     Args:
-        dense_flops: Of dense dgrad and wgrad, counting only gradients that autograd asked for.
-        claimed_flops: What the policy's ``backward_share`` claims to leave of it.
+        dense_flops: Of the dense backward, counting only gradients that autograd asked for.
+        claimed_flops: What the policy claims to leave of it; what is computed again in the backward is added.
     """
 
     dense_flops: float
@@ -23,24 +23,22 @@ class SiteReport:
     """What happened at one site since the model was attached.
 
     Args:
-        name: The module's name.
+        name: The site's name.
+        layer: Number of its decoder layer, from 0; None outside of the layers.
         calls: How often a gradient arrived.
         rows: Rows of all these gradients together.
         kept_share: Kept entries over all entries; None when no gradient arrived.
-        dgrad_flops: Of the dense gradients of the input that autograd asked for.
-        wgrad_flops: Of the dense gradients of the weight that autograd asked for.
-        claimed_dgrad_flops: What the policy claims to leave of ``dgrad_flops``.
-        claimed_wgrad_flops: What the policy claims to leave of ``wgrad_flops``.
+        dense_flops: Of the dense backward of this site.
+        claimed_flops: What the policy claims to leave of ``dense_flops``.
     """
 
     name: str
+    layer: int | None
     calls: int
     rows: int
     kept_share: float | None
-    dgrad_flops: float
-    wgrad_flops: float
-    claimed_dgrad_flops: float
-    claimed_wgrad_flops: float
+    dense_flops: float
+    claimed_flops: float
 
 
 @dataclass(frozen=True)
@@ -49,10 +47,11 @@ class Report:
 
     Args:
         sites: Every site, in the model's order.
-        not_covered: Linears that compute in their own way (quantised, sharded): their backward is dense.
-        excluded: Linears that the user left out.
+        not_covered: Places that compute in their own way (quantised, sharded): their backward is dense.
+        excluded: Places that the user left out.
         kept_share: Kept entries over all entries, over all sites; None when no gradient arrived.
         num_backwards: Backward passes that went through the engine.
+        notes: How the engine carries the policy out, where that is its own choice; one sentence each.
     """
 
     sites: tuple[SiteReport, ...]
@@ -60,6 +59,7 @@ class Report:
     excluded: tuple[str, ...]
     kept_share: float | None
     num_backwards: int
+    notes: tuple[str, ...] = ()
 
     @property
     def never_called(self) -> tuple[str, ...]:
@@ -69,9 +69,9 @@ class Report:
     @property
     def dense_flops(self) -> float:
         """Of the dense backward of all sites."""
-        return sum(site.dgrad_flops + site.wgrad_flops for site in self.sites)
+        return sum(site.dense_flops for site in self.sites)
 
     @property
     def claimed_flops(self) -> float:
         """What the policy claims to leave of ``dense_flops``."""
-        return sum(site.claimed_dgrad_flops + site.claimed_wgrad_flops for site in self.sites)
+        return sum(site.claimed_flops for site in self.sites)

@@ -1,4 +1,4 @@
-"""Sites: the linears of a model whose output gradient the policy is asked about, and how each is covered.
+"""The site `linears`: the linears of a model whose output gradient the policy is asked about, and how each is covered.
 
 A covered module gets a ``forward`` of its own in its instance dictionary; its class, parameters and state_dict keys
 stay as they are. Removing that one entry gives the module back.
@@ -7,15 +7,20 @@ stay as they are. Removing that one entry gives the module back.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.linear import Conv1DForm, Form, LinearForm, Needs, SelectedLinear
+from sparsebp_cli.backward.kernel import Needs, kernel_share
+from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.linear import Conv1DForm, Decider, Form, LinearForm, SelectedLinear
+from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FoundSites:
+class FoundLinears:
     """The linears of a model, sorted by what can be done with them.
 
     Args:
@@ -38,7 +43,7 @@ class FoundSites:
     excluded: tuple[str, ...]
 
 
-def find_sites(model: nn.Module, exclude: Iterable[str] = ()) -> FoundSites:
+def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
     """Find the linears of a model.
 
     Args:
@@ -66,39 +71,116 @@ def find_sites(model: nn.Module, exclude: Iterable[str] = ()) -> FoundSites:
             not_covered.append(name)
         else:
             covered.append((name, module, form))
-    return FoundSites(tuple(covered), tuple(not_covered), tuple(excluded))
+    return FoundLinears(tuple(covered), tuple(not_covered), tuple(excluded))
 
 
-class BoundSite:
-    """The ``forward`` of one covered module: as before without gradients, else through :class:`SelectedLinear`.
+@final
+class LinearBinding:
+    """The output of every covered linear; see :class:`~sparsebp_cli.backward.binding.Binding`.
+
+    Args:
+        model: Any module.
+        exclude: Globs over module names; what matches stays dense.
+
+    Raises:
+        UsageError: A pattern matches nothing, or there is no linear to cover.
+        UnsupportedError: The model is attached or offloaded.
+    """
+
+    def __init__(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
+        self._found, layers = find_linears(model, exclude), LayerNumbers(model)
+        self.names = tuple(name for name, _, _ in self._found.covered)
+        self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
+        self._layers = {name: layers.number_of(name) for name in self.names}
+        for name, module, _ in self._found.covered:
+            check_free(name, module)
+        if not self.names:
+            left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
+            raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
+
+    def install(self, engine: Engine) -> None:
+        for name, module, form in self._found.covered:
+            module.forward = BoundLinear(name, module, form, engine, self._layers[name])
+
+    def remove(self) -> None:
+        for _, module, _ in self._found.covered:
+            del module.__dict__["forward"]
+
+    def around(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
+        return nullcontext()
+
+
+def check_free(name: str, module: nn.Module) -> None:
+    """Refuse a module whose ``forward`` is taken.
+
+    Args:
+        name: The module's name.
+        module: That is to be covered.
+
+    Raises:
+        UnsupportedError: It is attached, or has a forward of its own.
+    """
+    current = module.__dict__.get("forward")
+    if isinstance(current, Bound):
+        raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
+    if current is not None:
+        raise UnsupportedError(f"{name!r} has a forward of its own ({current!r}): exclude it or remove its hook")
+
+
+class Bound(ABC):
+    """The ``forward`` of a covered module, in its instance dictionary."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        # A copy would share this module's weights with the copied model, without a word.
+        raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
+
+
+@dataclass(frozen=True)
+class LinearWork:
+    """dgrad and wgrad of one linear, as far as autograd asks for them.
+
+    Args:
+        flops: Of both, dense.
+    """
+
+    flops: float
+
+    def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
+        """Return the dense work, and what the kernel of this kind of selection is meant to leave."""
+        return Claim(self.flops, self.flops * kernel_share(selection, budget))
+
+
+class BoundLinear(Bound):
+    """The ``forward`` of one linear: as before without gradients, else through :class:`SelectedLinear`.
 
     Args:
         name: The module's name in the model.
         module: The linear layer.
         form: How it stores its weight.
         engine: Who knows the step and the policy.
+        layer: Number of the decoder layer.
     """
 
-    def __init__(self, name: str, module: nn.Module, form: Form, engine: Engine) -> None:
-        self.name, self.module, self.form, self.engine = name, module, form, engine
+    def __init__(self, name: str, module: nn.Module, form: Form, engine: Engine, layer: int | None) -> None:
+        self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight = cast("nn.Parameter", self.module.weight)
-        bias = cast("nn.Parameter | None", self.module.bias)
-        needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
-        if not (needs_grad and torch.is_grad_enabled() and self.engine.enabled):
+        if not self.engine.enabled:
             return cast("Tensor", type(self.module).forward(self.module, x))
-        if torch.is_autocast_enabled(x.device.type):
-            # Here and not in the Function, so that autograd records the casts and returns gradients in full precision.
-            x, weight, bias = (_autocast(t) for t in (x, weight, bias))  # type: ignore[assignment]
-        return cast("Tensor", SelectedLinear.apply(x, weight, bias, self))  # type: ignore[no-untyped-call]
+        return run_linear(self.module, x, self)
 
     @property
     def reference(self) -> bool:
         """Whether selections are carried out by masking, then multiplying densely."""
         return self.engine.reference
 
-    def decide(self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs) -> Selection | None:
+    def decide(
+        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
+    ) -> tuple[Tensor, Selection | None]:
         """Ask the policy what is kept; see :class:`sparsebp_cli.backward.linear.Decider`.
 
         Args:
@@ -108,14 +190,33 @@ class BoundSite:
             needs: Which gradients autograd asks for.
 
         Returns:
-            What is kept; None for everything.
+            The gradient to go on with, and what is kept; None for everything.
         """
-        site = Site(self.name, grad_NO.shape[1], tuple(batch_shape))
-        return self.engine.decide(site, grad_NO, num_inputs, needs)
+        site = Site(self.name, grad_NO.shape[1], tuple(batch_shape), self.layer)
+        work = LinearWork(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad))
+        return self.engine.decide(site, grad_NO, work)
 
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        # A copy would share this module's weights with the copied model, without a word.
-        raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
+
+def run_linear(module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
+    """Run a linear layer so that its backward asks what to keep.
+
+    Args:
+        module: The layer.
+        x: Its input.
+        decider: Who is asked.
+
+    Returns:
+        Its output, by the very call that the module makes.
+    """
+    weight = cast("nn.Parameter", module.weight)
+    bias = cast("nn.Parameter | None", module.bias)
+    needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if not (needs_grad and torch.is_grad_enabled()):
+        return cast("Tensor", type(module).forward(module, x))
+    if torch.is_autocast_enabled(x.device.type):
+        # Here and not in the Function, so that autograd records the casts and returns gradients in full precision.
+        x, weight, bias = (_autocast(t) for t in (x, weight, bias))  # type: ignore[assignment]
+    return cast("Tensor", SelectedLinear.apply(x, weight, bias, decider))  # type: ignore[no-untyped-call]
 
 
 def _known_forms() -> dict[type[nn.Module], Form]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from sparsebp_cli.policy import BackwardShare, GradientSelector, Selection, Site, Step
+from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,8 @@ class Dense(GradientSelector):
         return 1.0
 
     @property
-    def backward_share(self) -> BackwardShare:
-        return BackwardShare(1.0, 1.0)
+    def selection(self) -> None:
+        return None
 
     def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - no question
         return None

@@ -1,11 +1,12 @@
 """PUBLIC. The contract between policies and the engine, and how policies are found. All that a plugin imports."""
 
-from sparsebp_cli.policy.contract import BackwardShare, GradientSelector, Policy, Site, Step
+from sparsebp_cli.policy import choice
+from sparsebp_cli.policy.contract import GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policies, make_policy
-from sparsebp_cli.policy.selection import Columns, Elements, Rows, Selection
+from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, TwoToFour
 
 __all__ = [
-    "BackwardShare",
+    "Blocks",
     "Columns",
     "Elements",
     "FoundPolicy",
@@ -15,6 +16,8 @@ __all__ = [
     "Selection",
     "Site",
     "Step",
+    "TwoToFour",
+    "choice",
     "find_policies",
     "make_policy",
 ]

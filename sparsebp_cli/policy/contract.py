@@ -12,9 +12,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
 if TYPE_CHECKING:
     import torch
@@ -30,11 +30,18 @@ class Site:
         name: The module's name in the model, ``model.layers.3.mlp.down_proj``.
         num_features: O, the width of the output whose gradient is shown.
         batch_shape: The output's shape without the feature dimension, usually (B, T); its product is N.
+        layer: Number of the decoder layer that it belongs to, from 0; None outside of the layers.
     """
 
     name: str
     num_features: int
     batch_shape: tuple[int, ...]
+    layer: int | None = None
+
+    @property
+    def num_examples(self) -> int:
+        """B, or 1 where the output has no dimension for examples."""
+        return self.batch_shape[0] if len(self.batch_shape) > 1 else 1
 
 
 @dataclass(frozen=True)
@@ -72,18 +79,6 @@ class Step:
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-class BackwardShare(NamedTuple):
-    """The share of a site's dense backward work that a policy asks for, each in [0, 1].
-
-    Args:
-        dgrad: Multiplications for the gradient of the input.
-        wgrad: Multiplications for the gradient of the weight.
-    """
-
-    dgrad: float
-    wgrad: float
-
-
 class Policy(BaseModel, ABC):
     """Options of a policy, checked before a run starts. Subclass a *kind* below, not this class.
 
@@ -105,7 +100,20 @@ class Policy(BaseModel, ABC):
 
 
 class GradientSelector(Policy):
-    """Answers: which part of this gradient goes on from this site? Asked inside the backward, at each site."""
+    """Answers: which part of this gradient goes on from this site? Asked inside the backward, at each site.
+
+    The three options below are every selector's; the engine carries them out.
+    """
+
+    layers: list[int] | None = Field(
+        None, description="Decoder layers where it is asked, from 0, or from the end as -1; null: everywhere."
+    )
+    keep_warmup_steps: NonNegativeInt = Field(
+        0, description="Optimizer steps over which the kept share falls from 1 to keep, by the same factor each step."
+    )
+    error_feedback: bool = Field(
+        False, description="What was cut of a site's gradient is added to it at the next step, before the choice."
+    )
 
     @abstractmethod
     def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
@@ -124,11 +132,17 @@ class GradientSelector(Policy):
 
     @property
     @abstractmethod
-    def backward_share(self) -> BackwardShare:
-        """What this policy claims to leave of a site's dense backward work. The ceiling is computed from it, and the
-        executed work is held against it."""
+    def selection(self) -> type[Selection] | None:
+        """What ``select`` returns with these options, None if always None. The engine prepares for it, and computes
+        from it and the budget what the policy claims to leave of the backward."""
 
     @property
     @abstractmethod
     def budget(self) -> float:
         """Share of the gradient's entries that is kept at each site, in (0, 1]. Held against what was kept."""
+
+    @model_validator(mode="after")
+    def _has_keep(self) -> Self:
+        if self.keep_warmup_steps and "keep" not in type(self).model_fields:
+            raise ValueError("keep_warmup_steps needs a policy with an option keep")
+        return self

@@ -2,6 +2,7 @@
 
 Each Selection defines its meaning once, in ``apply``: the dense gradient with everything else set to zero (and what
 is kept multiplied by its weight). Every fast kernel must equal the dense backward of ``selection.apply(grad_NO)``.
+All are chosen by count, so that nothing has to be counted on the host.
 
 Shape letters: N rows (= B*T), O output width, K kept.
 """
@@ -50,16 +51,23 @@ class Rows(Selection):
     Args:
         index_K: int64 row numbers, each at most once, in any order, on the gradient's device.
         weight_K: Factor of each kept row (1/probability makes a random choice unbiased); None means 1.
+        num_examples: Into so many equal parts ``index_K`` falls, part b within the rows of example b; 1 promises
+            nothing. Equal parts let attention be recomputed for the kept rows without asking the device how many
+            there are in each example.
     """
 
     index_K: Tensor
     weight_K: Tensor | None = None
+    num_examples: int = 1
 
     def apply(self, grad_NO: Tensor) -> Tensor:
-        kept_KO = grad_NO.index_select(0, self.index_K)
-        if self.weight_K is not None:
-            kept_KO = kept_KO * self.weight_K.to(grad_NO.dtype)[:, None]
+        kept_KO = self.gather(grad_NO)
         return grad_NO.new_zeros(grad_NO.shape).index_copy_(0, self.index_K, kept_KO)
+
+    def gather(self, grad_NO: Tensor) -> Tensor:
+        """Return the kept rows, (K, O), multiplied by their weights."""
+        kept_KO = grad_NO.index_select(0, self.index_K)
+        return kept_KO if self.weight_K is None else kept_KO * self.weight_K.to(grad_NO.dtype)[:, None]
 
     def num_kept(self, grad_NO: Tensor) -> int:
         return self.index_K.numel() * grad_NO.shape[1]
@@ -79,10 +87,12 @@ class Columns(Selection):
     weight_K: Tensor | None = None
 
     def apply(self, grad_NO: Tensor) -> Tensor:
+        return grad_NO.new_zeros(grad_NO.shape).index_copy_(1, self.index_K, self.gather(grad_NO))
+
+    def gather(self, grad_NO: Tensor) -> Tensor:
+        """Return the kept features, (N, K), multiplied by their weights."""
         kept_NK = grad_NO.index_select(1, self.index_K)
-        if self.weight_K is not None:
-            kept_NK = kept_NK * self.weight_K.to(grad_NO.dtype)
-        return grad_NO.new_zeros(grad_NO.shape).index_copy_(1, self.index_K, kept_NK)
+        return kept_NK if self.weight_K is None else kept_NK * self.weight_K.to(grad_NO.dtype)
 
     def num_kept(self, grad_NO: Tensor) -> int:
         return self.index_K.numel() * grad_NO.shape[0]
@@ -91,11 +101,84 @@ class Columns(Selection):
 @final
 @dataclass(frozen=True)
 class Elements(Selection):
-    """Single entries: the literal semantics of "keep the k largest". Not expected to be faster than dense.
+    """Single entries: the literal semantics of "keep the k largest". Faster than dense only below about 1 in 50.
 
     Args:
-        mask_NO: Boolean, True where the entry is kept, on the gradient's device.
+        index_K: int64 numbers of the kept entries, counted row by row (row * O + feature), each at most once, in any
+            order, on the gradient's device.
         weight: Factor of every kept entry; 1.0 keeps them as they are.
+    """
+
+    index_K: Tensor
+    weight: float = 1.0
+
+    def apply(self, grad_NO: Tensor) -> Tensor:
+        masked = grad_NO.new_zeros(grad_NO.numel()).index_copy_(0, self.index_K, self.gather(grad_NO))
+        return masked.view(grad_NO.shape)
+
+    def gather(self, grad_NO: Tensor) -> Tensor:
+        """Return the kept entries, (K,), multiplied by the weight."""
+        kept_K = grad_NO.reshape(-1).index_select(0, self.index_K)
+        return kept_K if self.weight == 1.0 else kept_K * self.weight
+
+    def num_kept(self, grad_NO: Tensor) -> int:  # noqa: ARG002 - the index knows
+        return self.index_K.numel()
+
+
+@final
+@dataclass(frozen=True)
+class Blocks(Selection):
+    """Rectangles of a grid over rows and features; those at the lower and right edge may be smaller.
+
+    Args:
+        index_K: int64 numbers of the kept blocks, counted row by row over the grid, each at most once, in any order,
+            on the gradient's device.
+        block_shape: Rows and features of a block, each at least 1.
+        weight_K: Factor of each kept block; None means 1.
+    """
+
+    index_K: Tensor
+    block_shape: tuple[int, int]
+    weight_K: Tensor | None = None
+
+    def grid(self, grad_NO: Tensor) -> tuple[int, int]:
+        """Return how many blocks lie below and beside each other."""
+        rows, columns = grad_NO.shape
+        return -(-rows // self.block_shape[0]), -(-columns // self.block_shape[1])
+
+    def apply(self, grad_NO: Tensor) -> Tensor:
+        import torch
+
+        high, wide = self.grid(grad_NO)
+        dtype = torch.promote_types(grad_NO.dtype, torch.float32)
+        factor = torch.zeros(high * wide, dtype=dtype, device=grad_NO.device)
+        weight_K = torch.ones_like(self.index_K, dtype=dtype) if self.weight_K is None else self.weight_K.to(dtype)
+        factor.index_copy_(0, self.index_K, weight_K)
+        factor_NO = self._spread(factor.to(grad_NO.dtype), grad_NO)
+        return grad_NO.masked_fill(factor_NO == 0, 0.0) * factor_NO
+
+    def num_kept(self, grad_NO: Tensor) -> Tensor:
+        import torch
+
+        high, wide = self.grid(grad_NO)
+        kept = torch.zeros(high * wide, dtype=torch.int64, device=grad_NO.device)
+        return self._spread(kept.index_fill_(0, self.index_K, 1), grad_NO).sum()
+
+    def _spread(self, value: Tensor, grad_NO: Tensor) -> Tensor:
+        (rows, columns), (num_rows, num_columns) = self.block_shape, grad_NO.shape
+        grid = value.view(self.grid(grad_NO))
+        return grid.repeat_interleave(rows, 0)[:num_rows].repeat_interleave(columns, 1)[:, :num_columns]
+
+
+@final
+@dataclass(frozen=True)
+class TwoToFour(Selection):
+    """Two of every four neighbouring features in each row: what sparse tensor cores multiply at up to twice the rate.
+
+    Args:
+        mask_NO: Boolean, True where the entry is kept: two in each group of four features, on the gradient's device.
+            A last group of fewer than four is kept whole.
+        weight: Factor of the kept entries of whole groups; 1.0 keeps them as they are.
     """
 
     mask_NO: Tensor
@@ -103,7 +186,10 @@ class Elements(Selection):
 
     def apply(self, grad_NO: Tensor) -> Tensor:
         kept_NO = grad_NO.masked_fill(~self.mask_NO, 0.0)
-        return kept_NO if self.weight == 1.0 else kept_NO * self.weight
+        if self.weight != 1.0:
+            kept_NO[:, : grad_NO.shape[1] // 4 * 4] *= self.weight
+        return kept_NO
 
-    def num_kept(self, grad_NO: Tensor) -> Tensor:  # noqa: ARG002 - the mask knows
-        return self.mask_NO.sum()
+    def num_kept(self, grad_NO: Tensor) -> int:
+        num_rows, num_columns = grad_NO.shape
+        return num_rows * (num_columns // 4 * 2 + num_columns % 4)

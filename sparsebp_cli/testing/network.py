@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.policy import GradientSelector
+
+
+class Network(nn.Module):
+    """Three layers with a tanh between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, 5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (..., 5) of (..., 6)."""
+        first, second, third = self.layers
+        output: Tensor = third(second(first(x).tanh()).tanh())
+        return output
 
 
 def train_network(
@@ -34,9 +46,7 @@ def train_network(
         The weights.
     """
     generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 5)).to(
-        dtype
-    )
+    model = Network().to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=dtype) / 3)
@@ -46,7 +56,7 @@ def train_network(
     for step in range(num_steps):
         if policy is not None and step in (0, stop):
             chosen = policy if step == 0 or resume_with is None else resume_with
-            state = None if attached is None else json.loads(json.dumps(attached.state_dict()))
+            state = None if attached is None else attached.state_dict()
             if attached is not None:
                 attached.detach()
             attached = attach(model, [chosen], optimizer=optimizer, engine=engine)

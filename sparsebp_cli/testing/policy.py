@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach, count_flops
 from sparsebp_cli.policy import (
+    Blocks,
     Columns,
     Elements,
     GradientSelector,
@@ -24,6 +25,7 @@ from sparsebp_cli.policy import (
     Selection,
     Site,
     Step,
+    TwoToFour,
     find_policies,
 )
 from sparsebp_cli.testing.network import train_network
@@ -44,7 +46,7 @@ def check_policy(policy: str | type[Policy], **options: object) -> None:
     for check in _CHECKS:
         check(made)
     if "keep" in policy_class.model_fields:
-        _check_keep_all(policy_class(**(options | {"keep": 1.0})))
+        _check_keep_all(_make(policy_class, options | {"keep": 1.0}))
 
 
 def _installed(name: str) -> type[Policy]:
@@ -58,12 +60,12 @@ def _installed(name: str) -> type[Policy]:
 
 def _check_options(policy_class: type[Policy], options: dict[str, object]) -> GradientSelector:
     name = policy_class.__name__
-    policy = policy_class(**options)
+    policy = _make(policy_class, options)
     if not isinstance(policy, GradientSelector):
         raise AssertionError(f"{name} is not a GradientSelector: no suite for its kind")
     _require(bool(policy_class.model_config.get("frozen")), f"{name}: its options can be changed: keep frozen=True")
     try:
-        policy_class(**(options | {"an_option_that_nobody_has": 1}))
+        _make(policy_class, options | {"an_option_that_nobody_has": 1})
     except ValidationError:
         pass
     else:
@@ -74,6 +76,10 @@ def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Gr
     again = _through_json(policy)
     _require(again == policy, f"{name}: options differ after a way through JSON: {policy!r}, then {again!r}")
     return policy
+
+
+def _make(policy_class: type[Policy], options: dict[str, object]) -> Policy:
+    return policy_class.model_validate_json(json.dumps(options))
 
 
 def _check_repeatable(policy: GradientSelector) -> None:
@@ -100,17 +106,43 @@ def _check_selection(policy: GradientSelector) -> None:
     name = _name(policy)
     for grad_NO in _gradients():
         selection = policy.select(grad_NO, _site(grad_NO), Step(0))
-        if isinstance(selection, Elements):
-            mask = selection.mask_NO
-            good = mask.dtype == torch.bool and mask.shape == grad_NO.shape and math.isfinite(selection.weight)
-            _require(good, f"{name}: mask_NO must be boolean and {tuple(grad_NO.shape)}, weight finite")
-        elif isinstance(selection, Rows | Columns):
-            _check_index(name, selection.index_K, grad_NO.shape[0 if isinstance(selection, Rows) else 1])
+        kind = type(selection) if selection is not None else None
+        says = "None" if policy.selection is None else policy.selection.__name__
+        _require(kind in (None, policy.selection), f"{name}: selects by {type(selection).__name__}, but says {says}")
+        if isinstance(selection, TwoToFour):
+            _check_two_to_four(name, selection, grad_NO)
+        elif isinstance(selection, Elements):
+            _check_index(name, selection.index_K, grad_NO.numel())
+            _require(math.isfinite(selection.weight), f"{name}: weight must be finite, got {selection.weight}")
+        elif isinstance(selection, Rows | Columns | Blocks):
+            high, wide = selection.grid(grad_NO) if isinstance(selection, Blocks) else (1, 1)
+            choices = {Rows: grad_NO.shape[0], Columns: grad_NO.shape[1], Blocks: high * wide}
+            _check_index(name, selection.index_K, choices[type(selection)])
+            if isinstance(selection, Rows):
+                _check_examples(name, selection, grad_NO)
             weight_K = selection.weight_K
             good = weight_K is None or (weight_K.shape == selection.index_K.shape and bool(weight_K.isfinite().all()))
             _require(good, f"{name}: weight_K must be finite, one for each index")
         else:
             _require(selection is None, f"{name}: selects by {type(selection).__name__}, which no kernel carries out")
+
+
+def _check_two_to_four(name: str, selection: TwoToFour, grad_NO: Tensor) -> None:
+    mask, whole = selection.mask_NO, grad_NO.shape[1] // 4 * 4
+    good = mask.dtype == torch.bool and mask.shape == grad_NO.shape and math.isfinite(selection.weight)
+    _require(good, f"{name}: mask_NO must be boolean and {tuple(grad_NO.shape)}, weight finite")
+    groups = mask[:, :whole].reshape(-1, 4).sum(1)
+    pattern = bool((groups == 2).all()) and bool(mask[:, whole:].all())
+    _require(pattern, f"{name}: mask_NO must keep two of every four features, and a shorter rest whole")
+
+
+def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
+    examples = _site(grad_NO).num_examples if rows.num_examples != 1 else 1
+    good = rows.num_examples == examples and rows.index_K.numel() % examples == 0
+    if good and examples > 1:
+        example_BK = rows.index_K.view(examples, -1) // (grad_NO.shape[0] // examples)
+        good = bool((example_BK == torch.arange(examples)[:, None]).all())
+    _require(good, f"{name}: num_examples must be 1 or B, with as many rows of each example, example after example")
 
 
 def _check_index(name: str, index_K: Tensor, num_choices: int) -> None:
@@ -127,13 +159,26 @@ def _check_budget(policy: GradientSelector) -> None:
     for grad_NO in _gradients():
         selection = policy.select(grad_NO, _site(grad_NO), Step(0))
         kept = grad_NO.numel() if selection is None else int(selection.num_kept(grad_NO))
-        unit = grad_NO.shape[1] if isinstance(selection, Rows) else 1
-        unit = grad_NO.shape[0] if isinstance(selection, Columns) else unit
-        allowed = unit * math.ceil(policy.budget * grad_NO.numel() / unit - 1e-9)
+        unit, number = _budget_unit(selection, grad_NO)
+        allowed = unit * max(1, math.ceil(policy.budget * number - 1e-9))
         text = (
             f"{_name(policy)}: keeps {kept} of {grad_NO.numel()} entries, its budget {policy.budget} allows {allowed}"
         )
-        _require(kept <= max(allowed, unit), text)
+        _require(kept <= allowed, text)
+
+
+def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int]:
+    """Entries that are kept or cut only together, and how many such units there are; a share of them is rounded up."""
+    num_rows, num_columns = grad_NO.shape
+    if isinstance(selection, Rows):
+        return num_columns * selection.num_examples, num_rows // selection.num_examples
+    if isinstance(selection, Blocks):
+        return math.prod(selection.block_shape), math.prod(selection.grid(grad_NO))
+    if isinstance(selection, TwoToFour):
+        return num_rows * 4, -(-num_columns // 4)
+    if isinstance(selection, Elements | Columns):
+        return num_rows, num_columns  # entries may be chosen in each row
+    return 1, grad_NO.numel()
 
 
 def _check_exact(policy: GradientSelector) -> None:
@@ -164,14 +209,11 @@ def _check_kernels(policy: GradientSelector) -> None:
 
 
 def _check_claim(policy: GradientSelector) -> None:
-    share = policy.backward_share
-    in_range = all(0.0 <= part <= 1.0 for part in share)
-    _require(in_range, f"{_name(policy)}: backward_share must be in [0, 1], got {tuple(share)}")
     num_rows, num_inputs, num_outputs = 256, 16, 128
     torch_generator = torch.Generator().manual_seed(0)
     linear = nn.Linear(num_inputs, num_outputs)
     x = torch.randn(num_rows, num_inputs, generator=torch_generator).requires_grad_()
-    with attach(linear, [policy]) as engine:
+    with attach(nn.ModuleList([linear]), [policy]) as engine:  # layer 0
         loss = linear(x).square().sum()
         with count_flops() as count:
             engine.backward(loss)
@@ -224,11 +266,12 @@ def _gradients(*dtypes: torch.dtype) -> Iterator[Tensor]:
 
 
 def _through_json(policy: GradientSelector) -> GradientSelector:
-    return type(policy)(**json.loads(policy.model_dump_json()))  # as a plan brings it to a machine
+    return type(policy).model_validate_json(policy.model_dump_json())  # as a plan brings it to a machine
 
 
 def _site(grad_NO: Tensor) -> Site:
-    return Site("layer", grad_NO.shape[1], (1, grad_NO.shape[0]))
+    num_rows = grad_NO.shape[0]
+    return Site("layer", grad_NO.shape[1], (2, num_rows // 2) if num_rows % 2 == 0 else (1, num_rows), 0)
 
 
 def _apply(policy: GradientSelector, grad_NO: Tensor, step: Step) -> Tensor:

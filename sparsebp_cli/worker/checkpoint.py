@@ -36,6 +36,7 @@ class Snapshot:
         weights: Trained parameters and buffers by name.
         optimizer: The optimizer's ``state_dict()``.
         rest: JSON content: schedule, policy state, counters.
+        policy: Tensors of the policy's state by name.
         rng: State of every global random generator.
     """
 
@@ -43,6 +44,7 @@ class Snapshot:
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     rest: dict[str, Any]
+    policy: dict[str, Tensor]
     rng: dict[str, Any]
 
 
@@ -167,6 +169,7 @@ def _write(part: Path, snapshot: Snapshot) -> None:
     save_file(_contiguous(snapshot.weights), part / "weights.safetensors")
     save_file(_contiguous(tensors), part / "optimizer.safetensors")
     save_file(random_tensors, part / "random.safetensors")
+    save_file(_contiguous(snapshot.policy), part / "policy.safetensors")
     state = {
         "step": snapshot.step,
         "optimizer_plain": plain,
@@ -195,6 +198,7 @@ def _read(place: Path) -> Snapshot:
         weights=load_file(place / "weights.safetensors"),
         optimizer={"state": by_number, "param_groups": state["optimizer_groups"]},
         rest=state["rest"],
+        policy=load_file(place / "policy.safetensors"),
         rng=state["random"] | {"torch": random_tensors["torch"], "cuda": cuda},
     )
 

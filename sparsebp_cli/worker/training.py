@@ -216,8 +216,10 @@ class Training:
         """Return everything that the run needs to go on from here."""
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         buffers = {n: b for n, b in self.model.named_buffers() if n in self.model.state_dict()}
-        rest = {"schedule": self.schedule.state_dict(), "engine": self.engine.state_dict(), "tokens": self.tokens}
-        return Snapshot(self.step, trained | buffers, self.optimizer.state_dict(), rest, capture_rng())
+        engine = self.engine.state_dict()
+        cut = engine.pop("cut")
+        rest = {"schedule": self.schedule.state_dict(), "engine": engine, "tokens": self.tokens}
+        return Snapshot(self.step, trained | buffers, self.optimizer.state_dict(), rest, cut, capture_rng())
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot.
@@ -231,7 +233,8 @@ class Training:
                 tensor.copy_(snapshot.weights[name])
         self.optimizer.load_state_dict(snapshot.optimizer)
         self.schedule.load_state_dict(snapshot.rest["schedule"])
-        self.engine.load_state_dict(snapshot.rest["engine"])
+        cut = {name: tensor.to(self.accelerator.device) for name, tensor in snapshot.policy.items()}
+        self.engine.load_state_dict(snapshot.rest["engine"] | {"cut": cut})
         self.step, self.tokens = snapshot.step, snapshot.rest["tokens"]
         restore_rng(snapshot.rng)
 

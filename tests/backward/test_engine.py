@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import BackwardShare, GradientSelector, Rows, Selection, Site, Step
+from sparsebp_cli.policy import Rows, Selection, Site, Step
+from tests.selector import Promises
 
 from .conftest import tiny_model, tokens
 
@@ -26,24 +26,8 @@ ROWS = sbp.make_policy("random", keep=0.25, along="rows")
 SEEN: list[tuple[str, Step]] = []
 
 
-class Watcher(GradientSelector):
+class Watcher(Promises):
     """Notes when and where it is asked; keeps the first row."""
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def budget(self) -> float:
-        return 1.0
-
-    @property
-    def backward_share(self) -> BackwardShare:
-        return BackwardShare(1.0, 1.0)
 
     def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:
         SEEN.append((site.name, step))
@@ -74,8 +58,7 @@ class OwnLinear(nn.Linear):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"sites": "nodes"}, UnsupportedError, "sites='nodes' is not built; built: 'linears'"),
-        ({"sites": "branches"}, UnsupportedError, "sites='branches' is not built"),
+        ({"sites": "edges"}, UsageError, "sites must be one of linears.*, got 'edges'"),
         ({"update": "eager"}, UnsupportedError, "update='eager' is not built; built: 'deferred'"),
         ({"segments": 4}, UnsupportedError, "segments=4 is not built"),
         ({"engine": "quick"}, UsageError, "engine must be fast or reference, got 'quick'"),
@@ -151,8 +134,8 @@ def test_exclude_and_not_covered_are_reported() -> None:
     assert (report.not_covered, report.excluded, report.never_called) == (("net.1",), ("net.2",), ("spare",))
     first, last, spare = report.sites
     assert (first.calls, first.rows, first.kept_share) == (1, 5, 0.2)
-    assert (first.dgrad_flops, first.wgrad_flops) == (0, 2 * 5 * 4 * 4)  # the data needs no gradient
-    assert (last.dgrad_flops, last.claimed_wgrad_flops) == (2 * 5 * 4 * 2, 0.25 * 2 * 5 * 4 * 2)
+    assert first.dense_flops == 2 * 5 * 4 * 4  # the data needs no gradient
+    assert (last.dense_flops, last.claimed_flops) == (4 * 5 * 4 * 2, 0.25 * 4 * 5 * 4 * 2)
     assert (spare.calls, spare.kept_share) == (0, None)
     assert report.kept_share == 0.2
 
@@ -189,10 +172,10 @@ def test_a_step_is_an_optimizer_step_and_micro_batches_count_within_it() -> None
             engine.backward(_loss(model))
         optimizer.step()
     assert [(name, Step(i, m, 0, 9)) for i in range(2) for m in range(2) for name in ("2", "0")] == SEEN
-    assert engine.state_dict() == {"index": 2, "micro_batch": 0}
+    assert engine.state_dict() == {"index": 2, "micro_batch": 0, "cut": {}}
     engine.detach()
     optimizer.step()
-    assert engine.state_dict() == {"index": 2, "micro_batch": 0}
+    assert engine.state_dict() == {"index": 2, "micro_batch": 0, "cut": {}}
 
 
 def test_without_an_optimizer_every_backward_is_a_step() -> None:
@@ -251,17 +234,18 @@ def test_a_failed_backward_does_not_count_as_one() -> None:
 
         with pytest.raises(FloatingPointError):
             engine.backward(_loss(model), fail)
-        assert engine.state_dict() == {"index": 0, "micro_batch": 0}
+        assert engine.state_dict() == {"index": 0, "micro_batch": 0, "cut": {}}
         engine.backward(_loss(model))
-        assert engine.state_dict() == {"index": 1, "micro_batch": 0}
+        assert engine.state_dict() == {"index": 1, "micro_batch": 0, "cut": {}}
 
 
-def test_the_state_goes_through_json_and_nonsense_is_refused() -> None:
+def test_the_state_goes_on_and_nonsense_is_refused() -> None:
     model = _network()
     with sbp.attach(model, [Watcher()]) as engine:
-        engine.load_state_dict(json.loads(json.dumps({"index": 7, "micro_batch": 1})))
+        engine.load_state_dict({"index": 7, "micro_batch": 1, "cut": {}})
         engine.backward(_loss(model))
-        for wrong in ({}, {"index": 1}, {"index": -1, "micro_batch": 0}, {"index": 1.0, "micro_batch": 0}):
+        good = {"index": 1, "micro_batch": 0, "cut": {}}
+        for wrong in ({}, {"index": 1}, good | {"index": -1}, good | {"index": 1.0}, good | {"cut": {"0": 1}}):
             with pytest.raises(UsageError, match="not a state of the engine"):
                 engine.load_state_dict(wrong)
     assert SEEN[0][1] == Step(7, 1)

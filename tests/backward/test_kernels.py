@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,35 +13,11 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
-from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import BackwardShare, Columns, Elements, GradientSelector, Rows, Selection, Site, Step
+from sparsebp_cli.backward import kernel
+from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoToFour, choice
+from tests.selector import Given
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2}
-
-
-class Given(GradientSelector):
-    """Select what the test says."""
-
-    selection: Any = None
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    @property
-    def budget(self) -> float:
-        return 1.0
-
-    @property
-    def backward_share(self) -> BackwardShare:
-        return BackwardShare(1.0, 1.0)
-
-    def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:
-        return self.selection
 
 
 def _make_input(batch_shape: list[int], width: int, layout: str, generator: torch.Generator) -> Tensor:
@@ -54,15 +31,24 @@ def _make_input(batch_shape: list[int], width: int, layout: str, generator: torc
 
 @st.composite
 def selections(draw: st.DrawFn, num_rows: int, num_outputs: int) -> Selection:
-    kind = draw(st.sampled_from(["rows", "columns", "elements"]))
-    if kind == "elements":
+    kind = draw(st.sampled_from(["rows", "columns", "blocks", "elements", "2:4"]))
+    if kind == "2:4":
         generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-        mask = torch.rand(num_rows, num_outputs, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
-        return Elements(mask, draw(st.sampled_from([1.0, 2.5])))
-    count = num_rows if kind == "rows" else num_outputs
-    index = draw(st.permutations(range(count)))[: draw(st.integers(0, count))]
+        chosen = choice.choose_two_of_four(torch.rand(num_rows, num_outputs, generator=generator))
+        return TwoToFour(chosen.mask_NO, draw(st.sampled_from([1.0, 2.0])))
+    block = draw(st.integers(1, num_rows)), draw(st.integers(1, num_outputs))
+    num_blocks = -(-num_rows // block[0]) * -(-num_outputs // block[1])
+    counts = {"rows": num_rows, "columns": num_outputs, "blocks": num_blocks, "elements": num_rows * num_outputs}
+    index = draw(st.permutations(range(counts[kind])))[: draw(st.integers(0, counts[kind]))]
+    index_K = torch.tensor(index, dtype=torch.int64)
+    if kind == "elements":
+        return Elements(index_K, draw(st.sampled_from([1.0, 2.5])))
     weight_K = torch.linspace(0.5, 3.0, len(index)) if draw(st.booleans()) else None
-    return (Rows if kind == "rows" else Columns)(torch.tensor(index, dtype=torch.int64), weight_K)
+    return (
+        Blocks(index_K, block, weight_K)
+        if kind == "blocks"
+        else {"rows": Rows, "columns": Columns}[kind](index_K, weight_K)
+    )
 
 
 @st.composite
@@ -78,6 +64,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "layout": draw(st.sampled_from(["contiguous", "transposed", "sliced"])),
         "kind": draw(st.sampled_from(["linear", "linear without bias", "conv1d"])),
         "dtype": draw(st.sampled_from(list(TOLERANCE))),
+        "csr_below": draw(st.sampled_from([0.0, 2.0])),
         "trained": draw(st.sets(st.sampled_from(["input", "weight", "bias"]), min_size=1)),
     }
 
@@ -108,7 +95,10 @@ def test_fast_kernel_is_dense_on_the_masked_gradient(case: dict[str, Any]) -> No
     expected = [t.grad for t in tensors]
     for t in tensors:
         t.grad = None
-    with sbp.attach(module, [Given(selection=selection)]) as engine:
+    with (
+        patch.object(kernel, "CSR_BELOW", case["csr_below"]),
+        sbp.attach(module, [Given(given=selection)]) as engine,
+    ):
         engine.backward(module(x), lambda output: output.backward(gradient))
     for tensor, wanted in zip(tensors, expected, strict=True):
         assert (tensor.grad is None) == (wanted is None)
@@ -118,7 +108,7 @@ def test_fast_kernel_is_dense_on_the_masked_gradient(case: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", ["topk", "random"])
-@pytest.mark.parametrize("along", ["rows", "columns", "elements"])
+@pytest.mark.parametrize("along", ["rows", "columns", "blocks", "elements"])
 def test_reference_engine_trains_as_the_fast_one(name: str, along: str) -> None:
     gradients = []
     for engine_name in ("fast", "reference"):
@@ -132,7 +122,7 @@ def test_reference_engine_trains_as_the_fast_one(name: str, along: str) -> None:
         torch.testing.assert_close(fast, reference, rtol=1e-12, atol=1e-12)
 
 
-class _Blocks(Selection):
+class _Nothing(Selection):
     def apply(self, grad_NO: Tensor) -> Tensor:
         return torch.zeros_like(grad_NO)
 
@@ -140,20 +130,16 @@ class _Blocks(Selection):
         return 0
 
 
-def test_a_selection_without_a_kernel_is_refused_by_name_and_runs_by_reference() -> None:
+@pytest.mark.parametrize("engine_name", ["fast", "reference"])
+def test_a_selection_without_a_kernel_runs_by_its_own_definition(engine_name: str) -> None:
     model, x = nn.Linear(4, 3), torch.randn(2, 4)
-    with (
-        sbp.attach(model, [Given(selection=_Blocks())]) as engine,
-        pytest.raises(UnsupportedError, match="no kernel for _Blocks; built: Rows, Columns, Elements"),
-    ):
-        engine.backward(model(x).sum())
-    with sbp.attach(model, [Given(selection=_Blocks())], engine="reference") as engine:
+    with sbp.attach(model, [Given(given=_Nothing())], engine=engine_name) as engine:
         engine.backward(model(x).sum())
     assert not model.weight.grad.any()
 
 
 def test_an_empty_selection_gives_zero_gradients() -> None:
     model, x = nn.Linear(4, 3), torch.randn(2, 4, requires_grad=True)
-    with sbp.attach(model, [Given(selection=Rows(torch.empty(0, dtype=torch.int64)))]) as engine:
+    with sbp.attach(model, [Given(given=Rows(torch.empty(0, dtype=torch.int64)))]) as engine:
         engine.backward(model(x).sum())
     assert not any(t.grad.any() for t in (x, model.weight, model.bias))

@@ -38,7 +38,7 @@ def test_working_plugin_is_found_with_its_source(site_folder: Path) -> None:
     _install(site_folder, "outside", "outside-stride = stride_from_outside:Stride")
     found = find_policies()["outside-stride"]
     assert (found.source, found.kind, found.problem) == ("outside 0.1.0", "GradientSelector", "")
-    assert make_policy("outside-stride", every=4).model_dump() == {"every": 4}
+    assert make_policy("outside-stride", every=4).model_dump()["every"] == 4
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_working_plugin_is_found_with_its_source(site_folder: Path) -> None:
         ("class Other: pass", "AttributeError: "),
         (
             "from sparsebp_cli.policy import GradientSelector\nclass Thing(GradientSelector): pass",
-            "{module}:Thing leaves abstract: backward_share, budget, exact, select, unbiased",
+            "{module}:Thing leaves abstract: budget, exact, select, selection, unbiased",
         ),
     ],
 )

@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from sparsebp_cli.policy import BackwardShare, GradientSelector, Policy
+from sparsebp_cli.policy import GradientSelector, Policy
 
 
 class Half(GradientSelector):
@@ -49,7 +49,7 @@ class Half(GradientSelector):
     exact = property(lambda self: False)
     unbiased = property(lambda self: False)
     budget = property(lambda self: 0.5)
-    backward_share = property(lambda self: BackwardShare(0.5, 0.5))
+    selection = property(lambda self: None)
 
     def select(self, grad_NO, site, step):
         return None

@@ -52,6 +52,9 @@ def _check(root: dict[str, Any], key: str, wanted: Any, value: Any, schema: dict
             not is_object
             or all(accepts(root, v, wanted) for k, v in value.items() if k not in schema.get("properties", {}))
         ),
+        "minItems": lambda: not is_list or len(value) >= wanted,
+        "maxItems": lambda: not is_list or len(value) <= wanted,
+        "prefixItems": lambda: not is_list or all(accepts(root, v, s) for v, s in zip(value, wanted, strict=False)),
         "items": lambda: not is_list or all(accepts(root, each, wanted) for each in value),
         "minimum": lambda: not is_number or value >= wanted,
         "maximum": lambda: not is_number or value <= wanted,

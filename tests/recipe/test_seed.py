@@ -68,6 +68,7 @@ def test_differences_are_flat_and_in_the_order_of_the_schema(read: Read) -> None
     assert describe_changes(a, b) == [
         ("policy.0.name", "topk", "random"),
         ("policy.0.keep", 0.1, 0.2),
+        ("policy.0.by", "l2", None),
         ("policy.0.weighted", None, False),
         ("backward.exclude.0", "lm_head", None),
         ("backward.exclude", None, []),

@@ -1,0 +1,85 @@
+"""One decision of a gradient policy: the options that every selector has, and the policy itself.
+
+Layers in or out, the warm-up of ``keep`` and error feedback are the same for all policies, so they are carried out
+here. The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018), https://arxiv.org/abs/1712.01887,
+section 3.3, by the same factor every step instead of every epoch; error feedback that of Frank Seide et al., "1-Bit
+Stochastic Gradient Descent" (Interspeech 2014), applied to the gradient of a site instead of that of a parameter.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
+
+
+class Decision:
+    """Asks one selector, and keeps what error feedback adds at the next step.
+
+    Args:
+        selector: The policy.
+        num_layers: Decoder layers of the model; 0: it has none that are known.
+    """
+
+    def __init__(self, selector: GradientSelector, num_layers: int) -> None:
+        self.selector = selector
+        self.cut: dict[str, Tensor] = {}  # by site, micro-batch and call
+        self._layers = None if selector.layers is None else _number(selector.layers, num_layers)
+
+    def policy_at(self, site: Site, step: Step) -> GradientSelector | None:
+        """Return who decides here and now, with the share that the warm-up allows; None: dense.
+
+        Args:
+            site: Where.
+            step: When.
+
+        Returns:
+            The policy.
+        """
+        if self._layers is not None and site.layer not in self._layers:
+            return None
+        steps = self.selector.keep_warmup_steps
+        if step.index >= steps:
+            return self.selector
+        keep: float = self.selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
+        return self.selector.model_copy(update={"keep": keep ** (step.index / steps)})
+
+    def take(
+        self, policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step
+    ) -> tuple[Tensor, Selection | None]:
+        """Ask the policy.
+
+        Args:
+            policy: From :meth:`policy_at`.
+            grad_NO: The gradient that arrived.
+            site: Where.
+            step: When.
+
+        Returns:
+            The gradient with what was cut before added, and what is kept of it.
+
+        Raises:
+            UnsupportedError: Error feedback, and the gradient has another shape than a step before.
+        """
+        if not policy.error_feedback:
+            return grad_NO, policy.select(grad_NO, site, step)
+        key = f"{site.name}/{step.micro_batch}/{step.call}"
+        before = self.cut.get(key)
+        if before is not None:
+            if before.shape != grad_NO.shape:
+                shapes = f"{tuple(before.shape)}, then {tuple(grad_NO.shape)}"
+                raise UnsupportedError(f"error_feedback needs gradients of one shape, got {shapes} at {site.name!r}")
+            grad_NO = grad_NO + before.to(grad_NO.dtype)
+        selection = policy.select(grad_NO, site, step)
+        kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
+        self.cut[key] = grad_NO - kept_NO
+        return grad_NO, selection
+
+
+def _number(layers: list[int], num_layers: int) -> frozenset[int]:
+    wrong = [layer for layer in layers if not -num_layers <= layer < num_layers]
+    if wrong:
+        allowed = f"{-num_layers} to {num_layers - 1}" if num_layers else "none: no decoder layers were found"
+        raise UnsupportedError(f"layers: the model has no layer {wrong[0]}; allowed: {allowed}")
+    return frozenset(layer % num_layers for layer in layers)

@@ -1,0 +1,99 @@
+"""The options that policies share which choose by a score: what is chosen, how much, and within what."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from sparsebp_cli.policy import (
+    Blocks,
+    Columns,
+    Elements,
+    GradientSelector,
+    Rows,
+    Selection,
+    Site,
+    TwoToFour,
+    choice,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SELECTIONS: dict[str, type[Selection]] = {
+    "rows": Rows,
+    "columns": Columns,
+    "blocks": Blocks,
+    "elements": Elements,
+    "2:4": TwoToFour,
+}
+_PLACES = {"rows": ("batch", "example"), "elements": ("batch", "example", "row")}
+
+
+class StructuredSelector(GradientSelector):
+    """A gradient selector whose decision is a score; the largest scores are kept."""
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Share that is kept, in (0, 1]; 1.0 is dense.")
+    along: Literal["rows", "columns", "blocks", "elements", "2:4"] = Field(
+        "rows", description="What is chosen: token rows, output features, blocks, single entries, two of every four."
+    )
+    within: Literal["batch", "example", "row"] = Field(
+        "batch", description="From what the same share is kept: the whole gradient, each example, or each token row."
+    )
+    block: tuple[PositiveInt, PositiveInt] = Field((32, 32), description="Token rows and features of a block.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        places = _PLACES.get(self.along, ("batch",))
+        if self.within not in places:
+            raise ValueError(
+                f"within: {self.within} does not go with along: {self.along}; allowed: {', '.join(places)}"
+            )
+        if self.along == "2:4" and self.keep not in (0.5, 1.0):
+            raise ValueError(f"along: 2:4 keeps half: keep must be 0.5 (or 1.0, dense), got {self.keep}")
+        if self.along == "2:4" and self.keep_warmup_steps:
+            raise ValueError("along: 2:4 keeps half at every step: keep_warmup_steps must be 0")
+        return self
+
+    @property
+    def exact(self) -> bool:
+        return self.keep == 1.0
+
+    @property
+    def budget(self) -> float:
+        return self.keep
+
+    @property
+    def selection(self) -> type[Selection] | None:
+        return None if self.exact else _SELECTIONS[self.along]
+
+    def score_shape(self, grad_NO: Tensor) -> tuple[int, ...]:
+        """Return the shape that :meth:`choose` expects: a score a row, feature, block or entry."""
+        num_rows, num_columns = grad_NO.shape
+        if self.along == "blocks":
+            rows, columns = choice.fit_block(self.block, grad_NO)
+            return -(-num_rows // rows), -(-num_columns // columns)
+        return {"rows": (num_rows,), "columns": (num_columns,)}.get(self.along, (num_rows, num_columns))
+
+    def choose(self, score: Tensor, grad_NO: Tensor, site: Site) -> Selection:
+        """Return the selection of the largest scores, unweighted.
+
+        Args:
+            score: In the shape that :meth:`score_shape` tells.
+            grad_NO: The gradient.
+            site: Where.
+
+        Returns:
+            What is kept.
+        """
+        examples = site.num_examples if self.within == "example" else 1
+        if self.along == "rows":
+            return choice.choose_rows(score, self.keep, examples)
+        if self.along == "columns":
+            return choice.choose_columns(score, self.keep)
+        if self.along == "blocks":
+            return choice.choose_blocks(score, self.keep, choice.fit_block(self.block, grad_NO))
+        if self.along == "2:4":
+            return choice.choose_two_of_four(score)
+        return choice.choose_elements(score, self.keep, len(grad_NO) if self.within == "row" else examples)

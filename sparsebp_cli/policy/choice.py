@@ -1,0 +1,116 @@
+"""Selections of the largest scores: what most gradient policies end with. The score is theirs, the counting is here.
+
+All choices are by count, ``max(1, round(keep * number))``, so nothing waits for a device, and all indices come in
+order, so that gathers walk through memory forwards.
+
+Shape letters: N rows (= B*T), O output width, K kept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, TwoToFour
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def count_kept(keep: float, number: int) -> int:
+    """Return how many of ``number`` things a share ``keep`` in (0, 1] keeps: at least 1."""
+    return max(1, round(keep * number))
+
+
+def largest(score: Tensor, keep: float, groups: int = 1) -> Tensor:
+    """Return the numbers of the largest scores, in order.
+
+    Args:
+        score: Any shape; flattened.
+        keep: Share in (0, 1].
+        groups: Into so many equal parts the flat scores fall; from each the same number is taken.
+
+    Returns:
+        int64, (K,): part after part, in order within each.
+    """
+    import torch
+
+    parts = score.reshape(groups, -1)
+    index = parts.topk(count_kept(keep, parts.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
+    return (index + torch.arange(groups, device=score.device)[:, None] * parts.shape[1]).flatten()
+
+
+def choose_rows(score_N: Tensor, keep: float, num_examples: int = 1) -> Rows:
+    """Keep the rows of largest score.
+
+    Args:
+        score_N: One score a row.
+        keep: Share in (0, 1].
+        num_examples: From each of so many equal parts of the rows the same number is kept.
+
+    Returns:
+        Unweighted rows.
+    """
+    return Rows(largest(score_N, keep, num_examples), num_examples=num_examples)
+
+
+def choose_columns(score_O: Tensor, keep: float) -> Columns:
+    """Keep the output features of largest score, one score a feature, a share ``keep`` in (0, 1]."""
+    return Columns(largest(score_O, keep))
+
+
+def choose_elements(score_NO: Tensor, keep: float, groups: int = 1) -> Elements:
+    """Keep the single entries of largest score.
+
+    Args:
+        score_NO: One score an entry.
+        keep: Share in (0, 1].
+        groups: 1 over the whole gradient, N in each row, B in each example.
+
+    Returns:
+        Unweighted entries.
+    """
+    return Elements(largest(score_NO, keep, groups))
+
+
+def fit_block(block_shape: tuple[int, int], grad_NO: Tensor) -> tuple[int, int]:
+    """Return the block's rows and features, no larger than the gradient."""
+    return min(block_shape[0], grad_NO.shape[0]), min(block_shape[1], grad_NO.shape[1])
+
+
+def sum_blocks(score_NO: Tensor, block_shape: tuple[int, int]) -> Tensor:
+    """Return the sum of the scores in each block, one row for each row of blocks."""
+    from torch.nn.functional import pad
+
+    rows, columns = block_shape
+    padded = pad(score_NO, (0, -score_NO.shape[1] % columns, 0, -score_NO.shape[0] % rows))
+    high, wide = padded.shape[0] // rows, padded.shape[1] // columns
+    return padded.view(high, rows, wide, columns).sum((1, 3))
+
+
+def choose_blocks(score: Tensor, keep: float, block_shape: tuple[int, int]) -> Blocks:
+    """Keep the blocks of largest score.
+
+    Args:
+        score: One score a block, in the shape of the grid.
+        keep: Share in (0, 1].
+        block_shape: Rows and features of a block.
+
+    Returns:
+        Unweighted blocks.
+    """
+    return Blocks(largest(score, keep), block_shape)
+
+
+def choose_two_of_four(score_NO: Tensor) -> TwoToFour:
+    """Keep the two largest scores, one an entry, of every four neighbouring features."""
+    import torch
+
+    num_rows, num_columns = score_NO.shape
+    whole = num_columns // 4 * 4
+    mask_NO = torch.ones(score_NO.shape, dtype=torch.bool, device=score_NO.device)
+    if whole:
+        groups = score_NO[:, :whole].reshape(num_rows, whole // 4, 4)
+        index = groups.topk(2, dim=-1, sorted=False).indices
+        mask = torch.zeros(groups.shape, dtype=torch.bool, device=score_NO.device).scatter_(-1, index, True)
+        mask_NO[:, :whole] = mask.view(num_rows, whole)
+    return TwoToFour(mask_NO)
