@@ -3,9 +3,9 @@
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.recipe.target import find_target
-from sparsebp_cli.target.contract import Job, Target
+from sparsebp_cli.target.contract import Finding, Job, Target
 
-__all__ = ["Job", "Target", "TargetOptions", "make_target"]
+__all__ = ["Finding", "Job", "Target", "TargetOptions", "make_target"]
 
 
 def make_target(section: TargetSection) -> Target:

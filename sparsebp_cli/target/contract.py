@@ -9,10 +9,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, NamedTuple
 
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State
+
+
+class Finding(NamedTuple):
+    """The outcome of one question to a target.
+
+    Args:
+        level: ``fail`` keeps runs from working, ``warn`` does not.
+        what: Was asked.
+        text: What was found.
+        hint: What to do about it; empty when nothing.
+    """
+
+    level: Literal["ok", "warn", "fail"]
+    what: str
+    text: str
+    hint: str = ""
 
 
 class Job(ABC):
@@ -99,14 +115,36 @@ class Target(ABC):
 
     @abstractmethod
     def command(self, run: RunFolder) -> list[str]:
-        """Return the exact command that the worker is started with; nothing is started or written."""
+        """Return the exact command that the run is started with; nothing is started or written.
+
+        Args:
+            run: Its folder. With :meth:`files`, all that ``--dry-run`` prints.
+
+        Returns:
+            The words of the command.
+
+        Raises:
+            UsageError: The plan cannot be carried out there, as far as that can be told from here.
+        """
+
+    def files(self, run: RunFolder) -> dict[str, str]:
+        """Return the files that the command reads, such as a batch script: name to content. Nothing is written.
+
+        Args:
+            run: Its folder.
+
+        Returns:
+            The files; none where the command says it all.
+        """
+        return {}
 
     @abstractmethod
-    def submit_all(self, runs: Sequence[RunFolder]) -> list[Job]:
-        """Start runs one after the other, new ones and those that are to be resumed. Returns when the first started.
+    def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
+        """Start runs, new ones and those that are to be resumed. Returns when the first started.
 
         Args:
             runs: Their folders, with a plan in each.
+            max_parallel: How many of them work at once, at least 1; they start in order.
 
         Returns:
             One job a run, in order.
@@ -114,6 +152,8 @@ class Target(ABC):
         Raises:
             RunBusyError: One of them is being worked on.
             RunFailedError: The first could not be started.
+            UnreachableError: The target does not answer; nothing was started.
+            UsageError: A plan cannot be carried out there.
         """
 
     def submit(self, run: RunFolder) -> Job:
@@ -129,4 +169,12 @@ class Target(ABC):
 
     @abstractmethod
     def reattach(self, run: RunFolder) -> Job:
-        """Return a grip on a run that was submitted before, by whatever process."""
+        """Return a grip on a run that was submitted before, by whatever process. Never starts it again."""
+
+    @abstractmethod
+    def check(self) -> Iterator[Finding]:
+        """Look whether plans can be run there: whether it answers, its version, GPUs, disk, image.
+
+        Yields:
+            One finding a question, worst ones included; a target that cannot be reached yields a ``fail``.
+        """

@@ -13,7 +13,13 @@ STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
 
 
 def settle(
-    run: RunFolder, exit_code: int | None, *, after_attempt: int, log_offset: int = 0, text: str = ""
+    run: RunFolder,
+    exit_code: int | None,
+    *,
+    after_attempt: int,
+    log_offset: int = 0,
+    text: str = "",
+    failed: bool = False,
 ) -> State | None:
     """Append an ``end`` record where the worker left none, or where it was interrupted because of a cancel.
 
@@ -23,6 +29,7 @@ def settle(
         after_attempt: Attempts in the journal before this worker was started.
         log_offset: Where the output of this worker begins in ``worker.log``.
         text: Why it ended, when the caller knows better than the exit code does.
+        failed: Whether that text is about a failure; else about an interruption.
 
     Returns:
         The status appended; None when the worker had said it all.
@@ -43,6 +50,8 @@ def settle(
             return None
         if cancelled:
             status, text = State.CANCELLED, "cancelled by the user"
+        elif text and failed:
+            status = State.FAILED
         elif text or exit_code is None or exit_code < 0 or exit_code in STOPPED:
             status, text = State.INTERRUPTED, text or _describe_signal(exit_code)
         else:

@@ -23,6 +23,9 @@ class Launch:
         started: Seconds since 1970.
         exit_code: Of the worker, negative when killed by a signal; None until it ended.
         warning: What went wrong beside the run, such as a tracking store that is away; empty when nothing did.
+        sight: How the worker was last seen elsewhere: waiting, working, unreachable, over; empty on this machine.
+        handle: The worker's name elsewhere, such as a container's; empty until it was started.
+        log_offset: Where the output of this start begins in ``worker.log``.
     """
 
     after_attempt: int
@@ -31,6 +34,9 @@ class Launch:
     started: float = field(default_factory=time.time)
     exit_code: int | None = None
     warning: str = ""
+    sight: str = ""
+    handle: str = ""
+    log_offset: int = 0
 
     def save(self, run: RunFolder) -> None:
         """Write it into the run's folder, atomically.

@@ -1,6 +1,6 @@
-"""Watches over the workers of one or more runs, one after the other, in a process that outlives the client.
+"""Watches over the workers of one or more runs of this machine, in a process that outlives the client.
 
-    python -m sparsebp_cli.target.watcher RUN_FOLDER...
+    python -m sparsebp_cli.target.watcher [--max-parallel N] RUN_FOLDER...
 
 It holds the target's lock of every run that it was given, starts the worker, sends the journal to the tracking store
 while the worker lives, and says how the run ended where the worker could not. It is expendable: killed with -9, it
@@ -10,13 +10,13 @@ leaves the worker at work and the state, which is derived from locks and journal
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -28,9 +28,11 @@ from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, read
 from sparsebp_cli.target.contract import Target
+from sparsebp_cli.target.device import share_gpus
 from sparsebp_cli.target.ending import settle
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.local import LocalTarget
+from sparsebp_cli.target.start import answer, folders, leave_client
 from sparsebp_cli.tracking import Follower
 
 
@@ -60,11 +62,12 @@ class Watch:
         self._process: subprocess.Popen[bytes] | None = None
         self._signals: list[int] = []
 
-    def start(self, signals: Sequence[int]) -> None:
+    def start(self, signals: Sequence[int], environment: Mapping[str, str]) -> None:
         """Start the worker.
 
         Args:
             signals: Those that came in before there was a worker to hand them on to.
+            environment: What the worker finds there beside what this process does.
         """
         with self.run.log_file.open("ab") as log:
             self._log_offset = log.tell()
@@ -73,7 +76,7 @@ class Watch:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             )
         self._save(worker_pid=self._process.pid)
         for number in [*signals]:
@@ -126,34 +129,65 @@ class Watch:
             self._launch.save(self.run)
 
 
-def watch_all(runs: Sequence[RunFolder], target: Target) -> None:
-    """Run one after the other; a run that is cancelled before its turn is left out, SIGINT or SIGTERM ends them all.
+class Queue:
+    """Runs that are watched over, so many at once; each slot has its share of the GPUs."""
 
-    Args:
-        runs: Runs with a plan in each.
-        target: Knows the worker's command.
-    """
-    watches = [Watch(run, target) for run in runs]
-    current: list[Watch] = []
-    stopped: list[int] = []
+    def __init__(self, runs: Sequence[RunFolder], target: Target, max_parallel: int) -> None:
+        """Take the runs.
 
-    def hand_on(number: int, _frame: FrameType | None) -> None:
-        stopped.append(number)
-        for watch in current:
+        Args:
+            runs: With a plan in each.
+            target: Knows the worker's command.
+            max_parallel: Workers at once.
+        """
+        self._waiting = deque(Watch(run, target) for run in runs)
+        self._current: list[Watch] = []
+        self._stopped: list[int] = []
+        self._taking = threading.Lock()
+        self._shares = share_gpus(min(max_parallel, len(runs)))
+
+    def hand_on(self, number: int, _frame: FrameType | None) -> None:
+        """Hand a signal on to every worker, and start no other one."""
+        self._stopped.append(number)
+        for watch in [*self._current]:
             watch.signal(number)
 
-    signal.signal(signal.SIGINT, hand_on)
-    signal.signal(signal.SIGTERM, hand_on)
-    for watch in watches:
-        if stopped:
-            return
-        current[:] = [watch]
+    def work(self) -> None:
+        """Start the first run, tell the client, and go on until every run is over."""
+        first, *others = self._shares
+        watch = self._take()
+        assert watch is not None
+        self._begin(watch, first)
+        answer()
+        leave_client(watch.run)
+        slots = [threading.Thread(target=self._fill, args=(share, None)) for share in others]
+        for slot in slots:
+            slot.start()
+        self._fill(first, watch)
+        for slot in slots:
+            slot.join()
+
+    def _fill(self, share: Mapping[str, str], watch: Watch | None) -> None:
+        while True:
+            if watch is not None:
+                watch.finish()
+                self._current.remove(watch)
+            watch = self._take()
+            if watch is None:
+                return
+            self._begin(watch, share)
+
+    def _take(self) -> Watch | None:
+        with self._taking:
+            if self._stopped or not self._waiting:
+                return None
+            watch = self._waiting.popleft()
+            self._current.append(watch)
+            return watch
+
+    def _begin(self, watch: Watch, share: Mapping[str, str]) -> None:
         if not watch.run.cancel_file.exists():
-            watch.start(stopped)
-        if watch is watches[0]:
-            _answer("")
-            _leave_client(watch.run)
-        watch.finish()
+            watch.start(self._stopped, share)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -165,29 +199,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m sparsebp_cli.target.watcher")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("--worker", default="sparsebp_cli.worker", metavar="MODULE")
+    parser.add_argument("--max-parallel", type=int, default=1)
     parsed = parser.parse_args(arguments)
     if os.fork():
         os._exit(0)  # the client waits for this process only: no zombie is left to it
-    options = TargetOptions(worker=parsed.worker)
+    target = LocalTarget(TargetOptions(worker=parsed.worker))
     try:
-        watch_all([RunFolder(path.absolute()) for path in parsed.runs], LocalTarget(options))
+        queue = Queue(folders(parsed.runs), target, parsed.max_parallel)
+        signal.signal(signal.SIGINT, queue.hand_on)
+        signal.signal(signal.SIGTERM, queue.hand_on)
+        queue.work()
     except (SparseBPError, OSError) as error:
-        _answer(str(error), busy=isinstance(error, RunBusyError))
+        answer(error)
         raise SystemExit(1) from None
-
-
-def _answer(text: str, *, busy: bool = False) -> None:
-    """Tell the client that waits: an empty text when the first worker was started."""
-    print(json.dumps({"busy": busy, "text": text}), flush=True)
-
-
-def _leave_client(run: RunFolder) -> None:
-    """From now on nobody reads the pipe: what is printed goes to a file of the run."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with (run.path / "watcher.log").open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
 
 
 if __name__ == "__main__":

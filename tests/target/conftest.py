@@ -12,9 +12,9 @@ import pytest
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder, create_run, list_runs
-from sparsebp_cli.target.local import LocalTarget
 from sparsebp_cli.target import TargetOptions
 from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.target.local import LocalTarget
 
 UNUSABLE = "file:///nowhere"  # refused before mlflow is imported, which takes seconds
 

@@ -10,8 +10,8 @@ import pytest
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError
 from sparsebp_cli.run import History, RunFolder, State
-from sparsebp_cli.target.local import LocalTarget
 from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.target.local import LocalTarget
 
 from .conftest import UNUSABLE, launch_of, make_run, wait_for_step, worker_of
 

@@ -1,0 +1,213 @@
+"""PUBLIC. What every target promises, tried on a real one with a worker that trains nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from sparsebp_cli.errors import RunBusyError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import History, RunFolder, State, create_run
+from sparsebp_cli.target import Job, Target, make_target
+from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.target.remote import RemoteTarget
+
+WORKER = "sparsebp_cli.testing.worker"
+PATIENCE_SECONDS = 120.0
+NUM_STEPS = 12
+
+
+def check_target(target: str | Target, **options: Any) -> None:
+    """Try everything that a target promises. Runs are made under ``$SPARSEBP_HOME``: set it to a temporary folder.
+
+    Args:
+        target: The name of an installed kind, or a target.
+        **options: Of the kind; its workers must be able to import ``sparsebp_cli``.
+
+    Raises:
+        AssertionError: A promise is not kept; the text says which.
+    """
+    section = {"kind": target, "worker": WORKER, **options} if isinstance(target, str) else {}
+    suite = _Suite(section, None if isinstance(target, str) else target)
+    for check in _CHECKS:
+        check(suite)
+
+
+class _Suite:
+    """Makes runs for one target."""
+
+    def __init__(self, section: dict[str, Any], target: Target | None) -> None:
+        self.section = section
+        self.target = target or make_target(Recipe.model_validate(self._recipe("ok")).target)
+
+    def _recipe(self, fake: str) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "name": f"check-{fake}",
+            "model": {"name": "none"},
+            "dataset": {"name": "none"},
+            "training": {"max_steps": NUM_STEPS, "optim_args": {"fake": fake}},
+            "tracking": {"uri": "file:///nowhere"},  # refused before mlflow is imported, which takes seconds
+            "target": self.section,
+        }
+
+    def make_run(self, fake: str = "ok") -> RunFolder:
+        plan = Plan(recipe=Recipe.model_validate(self._recipe(fake)))
+        run = create_run(plan.run_id)
+        plan.save(run.path)
+        return run
+
+    def finish(self, job: Job, expected: State, promise: str) -> None:
+        state = job.wait(PATIENCE_SECONDS)
+        _require(state is expected, f"{promise}: the run should be {expected}, is {state} ({job.warning()})")
+        _require(job.settled(), f"{promise}: the job should be settled")
+
+
+def _check_findings(suite: _Suite) -> None:
+    findings = list(suite.target.check())
+    bad = [f"{finding.what}: {finding.text}" for finding in findings if finding.level == "fail"]
+    _require(bool(findings) and not bad, f"check() finds that it can be used: {', '.join(bad) or 'nothing found'}")
+
+
+def _check_command(suite: _Suite) -> None:
+    run = suite.make_run()
+    before = sorted(run.path.iterdir())
+    command = suite.target.command(run)
+    _require(command == suite.target.command(run), "command() returns the same each time")
+    suite.target.files(run)
+    _require(sorted(run.path.iterdir()) == before and run.state() is State.QUEUED, "command() changes nothing")
+    _require(all(isinstance(word, str) for word in command) and bool(command), "command() returns words")
+
+
+def _check_finish(suite: _Suite) -> None:
+    run = suite.make_run()
+    job = suite.target.submit(run)
+    suite.finish(job, State.FINISHED, "a run that ends well is finished")
+    history = History.load(run.path)
+    losses = {step: 4.0 / (1 + 0.01 * step) for step in range(1, NUM_STEPS + 1)}
+    _require(history.series("train/loss") == losses, "every number arrives, none twice, none changed")
+    _require([end["status"] for end in history.ends] == ["finished"], "the journal has one end")
+    _require(job.exit_code() == 0, "the exit code of a run that ends well is 0")
+    _require((job.fetch() / "model" / "state.json").read_text() == str(NUM_STEPS), "the model is fetched")
+    _require(suite.target.reattach(run).status() is State.FINISHED, "reattach() knows a run that is over")
+    _require(job.cancel() is State.FINISHED and not run.cancel_file.exists(), "cancel() leaves a finished run alone")
+    if isinstance(suite.target, RemoteTarget):
+        _require(suite.target.engine.find(run) is None, "nothing is left behind")
+
+
+def _check_stop(suite: _Suite) -> None:
+    run = suite.make_run("slow")
+    job = suite.target.submit(run)
+    _wait_for_step(run, 2)
+    _require(job.status() is State.RUNNING, "a worker at work is running")
+    _check_fence(suite, run)
+    job.stop()
+    suite.finish(job, State.INTERRUPTED, "stop() interrupts")
+    steps = History.load(run.path).series("train/loss")
+    again = suite.target.submit(run)
+    _wait_for_step(run, max(steps) + 2)
+    history = History.load(run.path)
+    _require(history.warm[-1] == (2, max(steps)), "a resumed run goes on from its checkpoint, under the same id")
+    _require(list(history.series("train/loss")) == list(range(1, len(history.series("train/loss")) + 1)), "no gap")
+    _require(again.cancel() is State.CANCELLED, "cancel() cancels")
+    suite.finish(again, State.CANCELLED, "a cancelled run stays so")
+    ends = [end["status"] for end in History.load(run.path).ends]
+    _require(ends == ["interrupted", "interrupted", "cancelled"], f"cancel() leaves a checkpoint and one end: {ends}")
+    _require(suite.target.reattach(run).cancel() is State.CANCELLED, "cancelling twice changes nothing")
+    printed = [line for line in again.logs() if line.startswith("test worker: slow from step")]
+    _require(len(printed) in {0, 2}, f"the output of both attempts is kept once: {printed}")
+
+
+def _check_fence(suite: _Suite, run: RunFolder) -> None:
+    try:
+        suite.target.submit(run)
+    except RunBusyError:
+        return
+    raise AssertionError("a run that is being worked on is not started again: submit() should raise RunBusyError")
+
+
+def _check_kill(suite: _Suite) -> None:
+    run = suite.make_run("stubborn")
+    job = suite.target.submit(run)
+    _wait_for_step(run, 1)
+    job.stop()
+    job.kill()
+    suite.finish(job, State.INTERRUPTED, "kill() ends a worker that does not listen")
+    again = suite.target.submit(run)
+    _wait_for_attempt(run, 2)
+    _require(again.cancel(grace_seconds=0.5) is State.CANCELLED, "cancel() kills after its grace")
+    suite.finish(again, State.CANCELLED, "a killed run stays cancelled")
+
+
+def _check_failures(suite: _Suite) -> None:
+    for fake, code, text in (
+        ("fail", 1, "RuntimeError: the test worker broke"),
+        ("data-error", 2, "dataset.name: no such file: x.txt"),
+    ):
+        run = suite.make_run(fake)
+        job = suite.target.submit(run)
+        suite.finish(job, State.FAILED, f"a worker that ends with {code} has failed")
+        _require(job.exit_code() == code, f"the exit code {code} is kept, got {job.exit_code()}")
+        _require(History.load(run.path).ends[-1]["text"] == text, f"the reason is kept: {text}")
+
+
+def _check_dispatcher_lost(suite: _Suite) -> None:
+    run = suite.make_run("slow")
+    suite.target.submit(run)
+    _wait_for_step(run, 1)
+    launch = Launch.load(run)
+    process = launch.watcher(run) if launch else None
+    if process is not None:  # a target inside this process has none
+        process.kill()
+        _until(lambda: not run.is_locked("target"), "the lock of a dead dispatcher is free")
+        _require(not run.state().over, "a run whose dispatcher was killed is not over")
+    job = suite.target.reattach(run)
+    reached = max(History.load(run.path).series("train/loss"))
+    if isinstance(suite.target, RemoteTarget):  # on this machine nobody has to follow
+        _wait_for_step(run, reached + 2)
+    _require(job.status() is State.RUNNING, "reattach() finds the live worker")
+    _check_fence(suite, run)
+    _require(job.cancel() is State.CANCELLED, "a run that was found again can be cancelled")
+    job.wait(PATIENCE_SECONDS)
+
+
+def _check_queue(suite: _Suite) -> None:
+    runs = [suite.make_run() for _ in range(3)]
+    jobs = suite.target.submit_all(runs, max_parallel=2)
+    _require([job.run.run_id for job in jobs] == [run.run_id for run in runs], "one job a run, in order")
+    for job in jobs:
+        suite.finish(job, State.FINISHED, "every run of a queue is finished")
+
+
+_CHECKS: tuple[Callable[[_Suite], None], ...] = (
+    _check_findings,
+    _check_command,
+    _check_finish,
+    _check_stop,
+    _check_kill,
+    _check_failures,
+    _check_dispatcher_lost,
+    _check_queue,
+)
+
+
+def _wait_for_step(run: RunFolder, step: int) -> None:
+    _until(lambda: step in History.load(run.path).series("train/loss"), f"step {step} of run {run.run_id} arrives")
+
+
+def _wait_for_attempt(run: RunFolder, attempt: int) -> None:
+    _until(lambda: len(History.load(run.path).warm) >= attempt, f"attempt {attempt} of run {run.run_id} begins")
+
+
+def _until(condition: Callable[[], bool], promise: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        _require(time.monotonic() < deadline, f"{promise}: not within {PATIENCE_SECONDS:g} s")
+        time.sleep(0.05)
+
+
+def _require(condition: bool, text: str) -> None:
+    if not condition:
+        raise AssertionError(text)

@@ -1,0 +1,93 @@
+"""PUBLIC. A worker that keeps the promises of the real one (lock, journal, signals, exit codes) and trains nothing.
+
+    python -m sparsebp_cli.testing.worker RUN/plan.json
+
+A target's option ``worker`` puts it in the place of the real one. ``training.optim_args.fake`` of the recipe says what
+it does: ``ok``; ``slow`` (goes on until it is stopped); ``stubborn`` (the same, and does not listen); ``fail`` (an
+exception without a last word); ``data-error`` (the recipe cannot be carried out there); ``silent`` (dies before its
+journal).
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from sparsebp_cli.run import JournalWriter, RunFolder, State
+
+STEP_SECONDS = 0.05  # of the slow ones
+
+
+def work(run: RunFolder, asked: Callable[[], int | None]) -> int:
+    """Carry out a plan.
+
+    Args:
+        run: Its folder.
+        asked: Returns the signal that asked for the end, None before; raises to end without a word.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RuntimeError: The recipe asks for a failure.
+    """
+    recipe = json.loads(run.plan_file.read_bytes())["recipe"]
+    fake, max_steps = recipe["training"]["optim_args"].get("fake", "ok"), recipe["training"]["max_steps"]
+    if fake == "silent":
+        print("ImportError: no module named torch", file=sys.stderr)
+        return 1
+    with run.lock("worker"):
+        if run.ended() is State.FINISHED:
+            return 0
+        with JournalWriter(run.path) as journal:
+            step = _find_checkpoint(run)
+            journal.write("attempt", from_step=step, environment={"python": "3", "packages": {}})
+            journal.write("facts", values={"max_steps": max_steps, "tokens_per_step": 64, "warmup_steps": 1})
+            print(f"test worker: {fake} from step {step}", flush=True)
+            if fake == "data-error":
+                text = "dataset.name: no such file: x.txt"
+                print(f"error: {text}", file=sys.stderr)
+                journal.write("end", status=State.FAILED, step=0, text=text)
+                return 2
+            if fake == "fail":
+                raise RuntimeError("the test worker broke")
+            while step < max_steps or fake in {"slow", "stubborn"}:
+                number = asked()
+                if number is not None and fake != "stubborn":
+                    _save(run, "checkpoints", f"step-{step:08d}", step)
+                    journal.write("end", status=State.INTERRUPTED, step=step, text="stopped after a checkpoint")
+                    return 128 + number
+                step += 1
+                journal.write("metrics", step=step, values={"train/loss": 4.0 / (1 + 0.01 * step)})
+                if fake != "ok":
+                    time.sleep(STEP_SECONDS)
+            _save(run, "", "model", step)
+            journal.write("end", status=State.FINISHED, step=step, text="")
+    return 0
+
+
+def _find_checkpoint(run: RunFolder) -> int:
+    found = sorted((run.path / "checkpoints").glob("step-*"))
+    return int(json.loads((found[-1] / "state.json").read_bytes())) if found else 0
+
+
+def _save(run: RunFolder, parent: str, name: str, step: int) -> None:
+    folder = run.path / parent / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "state.json").write_text(str(step), encoding="utf-8")
+
+
+def main() -> int:
+    """Carry out the plan that the command line names; SIGTERM and SIGINT ask for the end."""
+    received: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda got, _frame: received.append(got))
+    return work(RunFolder(Path(sys.argv[1]).absolute().parent), lambda: received[0] if received else None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

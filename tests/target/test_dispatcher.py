@@ -1,0 +1,181 @@
+"""How runs elsewhere fare when their place does not answer, loses them or refuses them: shown with the fake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
+from sparsebp_cli.run import History, State
+from sparsebp_cli.target.dispatcher import Dispatcher
+from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.testing import FakeTarget
+
+from .conftest import last_end, make_run, until, wait_for_step
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeTarget:
+    return FakeTarget(tmp_path / "there")
+
+
+def test_a_cut_line_is_unreachable_and_never_failed(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run)
+    fake.engine.cut()
+    until(lambda: job.status() is State.UNREACHABLE)
+    assert not job.settled()
+    assert "line is cut" in job.warning()
+    fake.engine.mend()
+    until(lambda: job.status() is State.RUNNING)
+    assert job.cancel() is State.CANCELLED
+    assert [end["status"] for end in History.load(run.path).ends] == ["interrupted", "cancelled"]
+
+
+def test_a_run_that_ends_while_the_line_is_cut_is_fetched_later(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
+    run = make_run("steady", max_steps=30)
+    job = fake.submit(run)
+    wait_for_step(run)
+    fake.engine.cut()
+    until((fake.engine.there / run.run_id / "model").exists)
+    assert job.status() is State.UNREACHABLE
+    fake.engine.mend()
+    assert job.wait(60) is State.FINISHED
+    assert len(History.load(run.path).series("train/loss")) == 30
+    assert "line is cut" not in job.warning()
+
+
+def test_a_worker_that_is_lost_is_interrupted_with_what_was_seen_of_it(fake: FakeTarget) -> None:
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run, 3)
+    fake.engine.lose(run)
+    assert job.wait(60) is State.INTERRUPTED
+    assert last_end(run)["text"] == "its worker is gone"
+    assert 3 in History.load(run.path).series("train/loss")
+
+
+def test_a_killed_worker_is_interrupted(fake: FakeTarget) -> None:
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run)
+    fake.engine.kill(run)
+    assert job.wait(60) is State.INTERRUPTED
+    assert "SIGKILL" in str(last_end(run)["text"])
+
+
+def test_nothing_is_started_at_a_place_that_does_not_answer(fake: FakeTarget) -> None:
+    run = make_run()
+    fake.engine.cut()
+    with pytest.raises(UnreachableError):
+        fake.submit(run)
+    assert run.state() is State.QUEUED
+    assert not run.is_locked("target")
+    fake.engine.mend()
+    assert fake.submit(run).wait(60) is State.FINISHED
+
+
+def test_a_refusal_is_a_failure_with_its_reason(fake: FakeTarget) -> None:
+    run = make_run()
+    fake.engine.refusal = "there is no image sparsebp:none"
+    with pytest.raises(RunFailedError, match="no image"):
+        fake.submit(run)
+    assert run.state() is State.FAILED
+    assert last_end(run)["text"] == "there is no image sparsebp:none"
+
+
+def test_a_start_of_which_nothing_was_heard_is_looked_for_and_not_repeated(
+    fake: FakeTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
+    run, start, starts = make_run("slow"), fake.engine.start, []
+
+    def start_and_lose_the_answer(*arguments: object) -> list[str]:
+        starts.append(start(*arguments))  # type: ignore[arg-type]
+        raise UnreachableError("the connection broke")
+
+    monkeypatch.setattr(fake.engine, "start", start_and_lose_the_answer)
+    job = fake.submit(run)
+    wait_for_step(run)
+    assert len(starts) == 1
+    assert job.cancel() is State.CANCELLED
+
+
+def test_two_dispatchers_never_have_one_run(fake: FakeTarget) -> None:
+    run = make_run("slow")
+    job = fake.submit(run)
+    with pytest.raises(RunBusyError):
+        Dispatcher([run], fake.engine)
+    assert job.cancel() is State.CANCELLED
+
+
+def test_a_dispatcher_that_died_leaves_a_run_of_which_nothing_is_known_until_the_next_one(fake: FakeTarget) -> None:
+    run = make_run("slow")
+    dispatcher = Dispatcher([run], fake.engine)
+    dispatcher.begin()
+    dispatcher.turn()
+    dispatcher._live[0]._lock.release()  # as the system does when a process dies
+    assert run.state() is State.UNREACHABLE
+    again = Dispatcher([run], fake.engine, adopt_only=True)
+    again.begin()
+    again.turn()
+    assert run.state() is State.RUNNING
+    run.cancel_file.touch()
+    again.run_to_end()
+    assert run.state() is State.CANCELLED
+    assert len(History.load(run.path).environments) == 1
+
+
+def test_adopting_starts_nothing(fake: FakeTarget) -> None:
+    run = make_run()
+    Launch(0, 1, sight="unreachable").save(run)
+    dispatcher = Dispatcher([run], fake.engine, adopt_only=True)
+    dispatcher.begin()
+    dispatcher.run_to_end()
+    assert fake.engine.find(run) is None
+    assert run.state() is State.INTERRUPTED
+
+
+def test_stop_ends_every_run_of_the_submission(fake: FakeTarget) -> None:
+    runs = [make_run("slow"), make_run("slow"), make_run()]
+    jobs = fake.submit_all(runs, max_parallel=2)
+    wait_for_step(runs[1])
+    jobs[0].stop()
+    assert [job.wait(60) for job in jobs] == [State.INTERRUPTED] * 3
+    assert History.load(runs[2].path).environments == []
+
+
+def test_a_run_cancelled_before_its_turn_is_never_started(fake: FakeTarget) -> None:
+    runs = [make_run("slow"), make_run("slow"), make_run()]
+    jobs = fake.submit_all(runs)
+    wait_for_step(runs[0])
+    assert jobs[1].cancel() is State.CANCELLED
+    jobs[0].cancel()
+    assert jobs[2].wait(60) is State.FINISHED
+    assert History.load(runs[1].path).environments == []
+
+
+def test_a_disk_that_is_full_here_leaves_everything_there(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
+    run, take_in, full = make_run(), "sparsebp_cli.testing.fake.take_in", [True]
+    from sparsebp_cli.target.archive import take_in as really
+
+    def sometimes(*arguments: object) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        really(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(take_in, sometimes)
+    job = fake.submit(run)
+    until(lambda: job.status() is State.UNREACHABLE)
+    assert "No space left" in job.warning()
+    assert fake.engine.find(run) is not None
+    full[0] = False
+    assert job.wait(60) is State.FINISHED
+    assert (run.path / "model").is_dir()
