@@ -176,6 +176,9 @@ class TrackingSection(Section):
         description="MLflow store, without a password; null: MLFLOW_TRACKING_URI, else the default database.",
     )
     experiment: str = Field("sparsebp", min_length=1, max_length=250, description="MLflow experiment.")
+    tags: dict[str, str] = Field(
+        default_factory=dict, description="MLflow tags of your own, by which runs are found: {figure: one}."
+    )
 
     @field_validator("uri")
     @classmethod

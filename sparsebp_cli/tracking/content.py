@@ -10,9 +10,11 @@ from typing import Any
 import yaml
 
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.tracking.uri import mask
 
+RUN_ID = "sparsebp.run_id"
+SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.CEILING, metric.REALISED_SHARE, metric.COSINE)
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
 LONGEST_TAG = 5000
 LONGEST_KEY = 250
@@ -61,6 +63,11 @@ def clean_name(name: str) -> str:
     return "/".join(parts)[:LONGEST_KEY] or "_"
 
 
+def run_name(plan: Plan) -> str:
+    """Return what the run is called in MLflow's list, where its seeds stand side by side."""
+    return f"{plan.recipe.name} seed {plan.recipe.training.seed}"
+
+
 def parameters(plan: Plan) -> dict[str, str]:
     """Return the resolved recipe as flat dotted parameters.
 
@@ -86,8 +93,10 @@ def tags(plan: Plan, history: History, state: State) -> dict[str, str]:
         Tag to text.
     """
     text = history.ends[-1].get("text", "") if history.ends and state.over else ""
-    found = {
+    found = {clean_name(key): value for key, value in plan.recipe.tracking.tags.items()}
+    found |= {
         "sparsebp.group": plan.group,
+        "sparsebp.group_name": f"{plan.recipe.name} {plan.group[:4]}",
         "sparsebp.policies": ",".join(entry.name for entry in plan.recipe.policy),
         "sparsebp.state": str(state),
         "sparsebp.text": mask(text),
@@ -95,6 +104,7 @@ def tags(plan: Plan, history: History, state: State) -> dict[str, str]:
         "sparsebp.version": plan.provenance.sparsebp_version,
         "sparsebp.attempts": str(len(history.warm)),
         "sparsebp.not_finite": ",".join(_infinite(history)),
+        "mlflow.note.content": _describe_run(plan, history, state),
         "mlflow.source.name": plan.provenance.recipe_file,
         "mlflow.source.git.commit": plan.provenance.git_sha,
     }
@@ -116,6 +126,7 @@ def artifacts(plan: Plan, history: History) -> dict[str, str]:
         dumped["recipe"]["tracking"]["uri"] = mask(uri)
     files = {
         "plan.json": json.dumps(dumped, indent=1) + "\n",
+        "history.json": _describe_history(history),
         "recipe.yaml": yaml.safe_dump(dumped["recipe"], sort_keys=False, allow_unicode=True),
     }
     if history.environments:
@@ -123,6 +134,28 @@ def artifacts(plan: Plan, history: History) -> dict[str, str]:
     if plan.provenance.git_diff:
         files["git.diff"] = plan.provenance.git_diff
     return files
+
+
+def _describe_run(plan: Plan, history: History, state: State) -> str:
+    """What stands above a run on its page, in Markdown."""
+    policies = ", ".join(entry.name for entry in plan.recipe.policy)
+    lines = [f"**{plan.recipe.name}**, seed {plan.recipe.training.seed}: {policies}; {state}."]
+    shown = [f"{m.name} {value:.4g} {m.unit}".strip() for m in SHOWN if (value := history.last(m.name)) is not None]
+    lines += ["", "; ".join(shown) + "."] if shown else []
+    return "\n".join([*lines, "", "`pictures/run.svg` under *Artifacts* draws it; `sparsebp compare` compares it."])
+
+
+def _describe_history(history: History) -> str:
+    """All that a journal says beside metrics, so that the run can be read back from the store alone."""
+    kept = {
+        "facts": history.facts,
+        "environments": history.environments,
+        "ends": history.ends,
+        "warm": history.warm,
+        "layers": history.layers,
+        "examples": history.examples,
+    }
+    return json.dumps(kept, allow_nan=True) + "\n"
 
 
 def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,9 @@ from filelock import FileLock
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, RunFolder, read
-from sparsebp_cli.tracking.content import STATUS, artifacts, clean_name, find_state, parameters, tags
+from sparsebp_cli.tracking.content import RUN_ID, STATUS, artifacts, clean_name, find_state, parameters, run_name, tags
+from sparsebp_cli.tracking.picture import FILE as PICTURE
+from sparsebp_cli.tracking.picture import draw_run
 from sparsebp_cli.tracking.sent import Point, Sent, SyncResult
 from sparsebp_cli.tracking.store import experiment_id, open_client, writing
 from sparsebp_cli.tracking.uri import mask, one_line, resolve_uri
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 BATCH = 1000  # MLflow's limit
 LOCK_SECONDS = 60.0
-RUN_ID = "sparsebp.run_id"
 
 
 class Flusher:
@@ -117,7 +118,7 @@ class Flusher:
     def _create(self, client: MlflowClient, experiment: str) -> Run:
         first = next((record["time"] for record, _ in read(self.run.path)), self.plan.created)
         return client.create_run(
-            experiment, start_time=int(first * 1000), tags={RUN_ID: self.run.run_id}, run_name=self.plan.recipe.name
+            experiment, start_time=int(first * 1000), tags={RUN_ID: self.run.run_id}, run_name=run_name(self.plan)
         )
 
     def _send_points(self, client: MlflowClient) -> None:
@@ -179,6 +180,11 @@ class Flusher:
                 client.log_text(run_id, text, name)
                 self._sent.described[name] = digest
                 self._sent.save(self.run.path)
+        if state.over and self._sent.described.get(PICTURE) != str(self._sent.offset):  # drawn once, at the end
+            if picture := draw_run(self._history, run_name(self.plan)):
+                client.log_text(run_id, picture, PICTURE)
+            self._sent.described[PICTURE] = str(self._sent.offset)
+            self._sent.save(self.run.path)
 
 
 def sync(run: RunFolder, uri: str | None = None) -> SyncResult:

@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 
@@ -244,6 +245,7 @@ def test_the_resolved_recipe_becomes_parameters_tags_and_artifacts(store: Path, 
         2,
         policy=[{"name": "topk", "keep": 0.1, "along": "rows"}, {"name": "random"}],
         training={"optim_args": {"betas": [0.9, 0.95], "weight_decay": 0.01}},
+        tracking={"tags": {"figure": "one"}},
         provenance=Provenance(git_sha="a" * 40, git_diff="+ changed\n", sparsebp_version="1.2", recipe_file="r.yaml"),
     )
     sync(run)
@@ -264,7 +266,9 @@ def test_the_resolved_recipe_becomes_parameters_tags_and_artifacts(store: Path, 
         "sparsebp.dataset_digest": "abc",
         "mlflow.source.git.commit": "a" * 40,
         "mlflow.source.name": "r.yaml",
-        "mlflow.runName": "demo",
+        "mlflow.runName": "demo seed 0",
+        "sparsebp.group_name": f"demo {plan.group[:4]}",
+        "figure": "one",
     }
     assert tags.items() <= found.data.tags.items()
     folder = Path(artifact_folder(found))
@@ -272,9 +276,12 @@ def test_the_resolved_recipe_becomes_parameters_tags_and_artifacts(store: Path, 
     assert sorted(file.name for file in folder.iterdir()) == [
         "environment.json",
         "git.diff",
+        "history.json",
+        "pictures",
         "plan.json",
         "recipe.yaml",
     ]
+    assert "**demo**, seed 0: topk, random; finished." in found.data.tags["mlflow.note.content"]
     assert Plan.load(folder / "plan.json") == plan
     assert yaml.safe_load((folder / "recipe.yaml").read_text())["policy"][0] == {
         "name": "topk",
@@ -282,6 +289,24 @@ def test_the_resolved_recipe_becomes_parameters_tags_and_artifacts(store: Path, 
         "along": "rows",
     }
     assert (folder / "git.diff").read_text() == "+ changed\n"
+
+
+def test_a_run_that_is_over_has_its_picture_and_a_living_one_has_none(store: Path, make_run: MakeRun) -> None:
+    run = make_run(3, end=None)
+    with run.lock("worker"):
+        assert sync(run).complete
+        folder = Path(artifact_folder(only_run(store)))
+        assert not (folder / "pictures").exists()
+    with JournalWriter(run.path) as journal:
+        journal.write("metrics", step=4, values={"eval/loss": math.nan})
+        journal.write("end", status="finished", step=4, text="")
+    assert sync(run).complete
+    picture = (folder / "pictures" / "run.svg").read_text()
+    assert ET.fromstring(picture).tag.endswith("svg")
+    assert "demo seed 0" in picture
+    kept = json.loads((folder / "history.json").read_text())
+    assert kept["ends"][0]["status"] == "finished"
+    assert kept["facts"] == {"dataset_digest": "abc"}
 
 
 def test_a_very_long_value_is_cut_to_what_mlflow_takes(store: Path, make_run: MakeRun) -> None:
@@ -299,7 +324,7 @@ def test_links_in_the_runs_folder_are_never_followed_into_the_store(
     (run.path / "checkpoints").symlink_to(tmp_path)
     sync(run)
     files = [file for file in (store.parent / "mlartifacts").rglob("*") if file.is_file()]
-    assert len(files) == 3
+    assert len(files) == 5
     assert not any(b"CANARY" in file.read_bytes() for file in files)
 
 
@@ -417,6 +442,7 @@ def test_looking_at_the_room_imports_neither_mlflow_nor_torch() -> None:
 
 SYNC = """
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.tracking import sync
