@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from sparsebp_cli.backward.binding import Binding
+from sparsebp_cli.backward.branching import BranchBinding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.layer import LayerNumbers
@@ -24,6 +25,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     optimizer: torch.optim.Optimizer | None = None,
     update: str = "deferred",
     segments: int | None = None,
+    checkpointing: str = "auto",
     engine: str = "fast",
     exclude: Iterable[str] = (),
     seed: int = 0,
@@ -33,10 +35,14 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     Args:
         model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are.
         policies: At most one answers each question; none is dense.
-        sites: Where gradient policies are asked: ``linears``, the output of every ``nn.Linear`` and ``Conv1D``.
+        sites: Where gradient policies are asked: ``linears``, the output of every ``nn.Linear`` and ``Conv1D``;
+            ``branches``, the output of every residual branch.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
         update: When parameters change: ``deferred``, by the optimizer after the backward.
         segments: Not built; None.
+        checkpointing: What branches keep for their backward where rows are selected: ``none``, all that autograd does;
+            ``sparse``, their input alone, and the kept rows are computed again; ``auto``, sparse up to the share of
+            rows at which that is faster.
         engine: ``fast`` multiplies only what was selected; ``reference`` masks the gradient and multiplies all.
         exclude: Globs over module names; what matches stays dense.
         seed: Of random decisions.
@@ -52,6 +58,10 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     for key, value, built in (("update", update, "deferred"), ("segments", segments, None)):
         if value != built:
             raise UnsupportedError(f"{key}={value!r} is not built; built: {built!r}")
+    if checkpointing not in _RECOMPUTE_UP_TO:
+        raise UsageError(f"checkpointing must be one of {', '.join(_RECOMPUTE_UP_TO)}, got {checkpointing!r}")
+    if checkpointing == "sparse" and sites != "branches":
+        raise UnsupportedError(f"checkpointing='sparse' needs sites='branches', got {sites!r}")
     if engine not in ("fast", "reference"):
         raise UsageError(f"engine must be fast or reference, got {engine!r}")
     if sites not in _BINDINGS:
@@ -59,10 +69,22 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     selector = _only_selector(policies)
     decision = None if selector is None else Decision(selector, len(LayerNumbers(model).layers))
     binding = _BINDINGS[sites](model, exclude)
-    return Engine(binding, decision, optimizer=optimizer, reference=engine == "reference", seed=seed)
+    return Engine(
+        binding,
+        decision,
+        optimizer=optimizer,
+        reference=engine == "reference",
+        recompute_up_to=_RECOMPUTE_UP_TO[checkpointing],
+        seed=seed,
+    )
 
 
-_BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {"linears": LinearBinding}
+_BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
+    "linears": LinearBinding,
+    "branches": BranchBinding,
+}
+# The share of rows at which storing all is as fast as computing the kept ones again: docs/log.md, 2026-11-21.
+_RECOMPUTE_UP_TO = {"none": 0.0, "auto": 0.25, "sparse": 1.0}
 
 
 def _only_selector(policies: Sequence[Policy]) -> GradientSelector | None:

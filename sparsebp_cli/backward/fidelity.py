@@ -1,57 +1,196 @@
-"""How near a policy's gradient is to the dense one."""
+"""How near a policy's gradient is to the dense one, for each layer and over all, and how a random policy's draws lie.
+
+Sums are float64, made over pieces of a tensor at a time: beside the gradients that it is given, a comparison holds
+32 MiB for the pieces, and from the second draw on one more set of gradients, in float32 at least.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
 
+Gradients = Mapping[str, Tensor | None]  # by parameter; None is zero
+
+_PIECE = 1 << 20  # entries; four float64 pieces are alive at a time
+
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Two gradients compared, all parameters together.
+    """Two gradients compared, or several draws of one with the other: then the first three are means over the draws.
 
     Args:
         cosine: Of the angle between them, in [-1, 1]; None when one of them is zero.
         relative_error: Norm of the difference over the norm of the dense gradient; None when that is zero.
+        sign_agreement: Share of the dense gradient's entries other than zero whose sign the policy's has; what was
+            cut has none. None when all are zero.
+        bias: Norm of the mean error over the draws, over the norm of the dense gradient; None unless draws differ.
+        bias_standard_error: What ``bias`` is by chance alone for an unbiased policy, with as many draws.
+        variance: Mean square distance of a draw from the mean of draws, over the dense gradient's square norm.
     """
 
     cosine: float | None
     relative_error: float | None
+    sign_agreement: float | None = None
+    bias: float | None = None
+    bias_standard_error: float | None = None
+    variance: float | None = None
 
 
 def compare_gradients(policy: Sequence[Tensor | None], dense: Sequence[Tensor | None]) -> Fidelity:
-    """Compare a policy's gradients with the dense ones, accumulating in float64.
+    """Compare a policy's gradients with the dense ones, all parameters together.
 
     Args:
         policy: One gradient a parameter; None is zero.
         dense: The same parameters' dense gradients.
 
     Returns:
-        Cosine and relative error.
+        The comparison of this one draw.
 
     Raises:
         ValueError: The lists have different lengths.
     """
     if len(policy) != len(dense):
         raise ValueError(f"{len(policy)} gradients against {len(dense)}")
-    dot = norm_policy = norm_dense = norm_error = 0.0
-    for ours, theirs in zip(policy, dense, strict=True):
-        a = None if ours is None else ours.detach().to(torch.float64).flatten()
-        b = None if theirs is None else theirs.detach().to(torch.float64).flatten()
-        norm_policy += 0.0 if a is None else float(a.dot(a))
-        norm_dense += 0.0 if b is None else float(b.dot(b))
-        if a is not None and b is not None:
-            dot += float(a.dot(b))
-            norm_error += float((a - b).square().sum())
-        elif a is not None or b is not None:
-            left = b if a is None else a
-            assert left is not None
-            norm_error += float(left.dot(left))
-    norms = (norm_policy * norm_dense) ** 0.5
-    return Fidelity(
-        cosine=min(1.0, max(-1.0, dot / norms)) if norms else None,
-        relative_error=(norm_error / norm_dense) ** 0.5 if norm_dense else None,
-    )
+    names = [str(number) for number in range(len(dense))]
+    comparison = GradientComparison(dict(zip(names, dense, strict=True)))
+    comparison.add_draw(dict(zip(names, policy, strict=True)))
+    return comparison.overall()
+
+
+class GradientComparison:
+    """Takes in a policy's gradients draw by draw; only sums are kept of them.
+
+    Args:
+        dense: The dense gradients; kept as they are.
+        part_of: From a parameter's name to the part of the model that it is told under; None: all are one part.
+        num_draws: How many draws are to come, at least 1.
+    """
+
+    def __init__(self, dense: Gradients, part_of: Callable[[str], str] | None = None, *, num_draws: int = 1) -> None:
+        self._dense, self._num_draws = dense, num_draws
+        self._parts = {name: "" if part_of is None else part_of(name) for name in dense}
+        self._draws: list[dict[str, _Sums]] = []
+        self._error: dict[str, Tensor] = {}  # sum over the draws, by parameter
+
+    def add_draw(self, gradients: Gradients) -> None:
+        """Compare one more draw.
+
+        Args:
+            gradients: Of the same parameters.
+        """
+        sums: dict[str, Tensor] = {}
+        for name, dense in self._dense.items():
+            ours, part = gradients[name], self._parts[name]
+            some = dense if ours is None else ours
+            if some is None:
+                sums.setdefault(part, torch.zeros(6, dtype=torch.float64))
+                continue
+            new = _measure(ours, dense, some)
+            sums[part] = sums[part].to(new.device) + new if part in sums else new
+            if self._num_draws > 1:
+                self._add_error(name, ours, dense, some)
+        self._draws.append({part: _Sums(*values.tolist()) for part, values in sums.items()})
+
+    @property
+    def is_random(self) -> bool:
+        """Whether two draws differed."""
+        return any(draw != self._draws[0] for draw in self._draws[1:])
+
+    def overall(self) -> Fidelity:
+        """Return the comparison of all parameters together."""
+        return self._fidelity(list(self._draws[0]))
+
+    def by_part(self) -> dict[str, Fidelity]:
+        """Return the comparison of each part, in the order of the parameters."""
+        return {part: self._fidelity([part]) for part in self._draws[0]}
+
+    def _add_error(self, name: str, ours: Tensor | None, dense: Tensor | None, some: Tensor) -> None:
+        dtype = torch.promote_types(some.dtype, torch.float32)
+        total = self._error.setdefault(name, torch.zeros(some.shape, dtype=dtype, device=some.device))
+        if ours is not None:
+            total += ours
+        if dense is not None:
+            total -= dense
+
+    def _fidelity(self, parts: list[str]) -> Fidelity:
+        draws = [sum((draw[part] for part in parts), _Sums()) for draw in self._draws]
+        spread = self._spread(parts, draws) if self.is_random else (None, None, None)
+        return Fidelity(
+            _mean(draw.cosine for draw in draws),
+            _mean(draw.relative_error for draw in draws),
+            _mean(draw.sign_agreement for draw in draws),
+            *spread,
+        )
+
+    def _spread(self, parts: list[str], draws: list[_Sums]) -> tuple[float | None, float | None, float | None]:
+        number, dense = len(draws), draws[0].dense
+        if not dense:
+            return None, None, None
+        within = set(parts)
+        square = sum(_square(error) for name, error in self._error.items() if self._parts[name] in within)
+        variance = max(0.0, (sum(draw.error for draw in draws) - square / number) / (number - 1))
+        return math.sqrt(square / dense) / number, math.sqrt(variance / number / dense), variance / dense
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Over all entries of a part, in one draw."""
+
+    product: float = 0.0
+    policy: float = 0.0  # squares
+    dense: float = 0.0
+    error: float = 0.0
+    same_sign: float = 0.0  # entries
+    signed: float = 0.0
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def cosine(self) -> float | None:
+        norms = math.sqrt(self.policy) * math.sqrt(self.dense)
+        if not norms:
+            return None
+        value = self.product / norms
+        return value if math.isnan(value) else min(1.0, max(-1.0, value))
+
+    @property
+    def relative_error(self) -> float | None:
+        return math.sqrt(self.error / self.dense) if self.dense else None
+
+    @property
+    def sign_agreement(self) -> float | None:
+        return self.same_sign / self.signed if self.signed else None
+
+
+def _measure(ours: Tensor | None, dense: Tensor | None, some: Tensor) -> Tensor:
+    total = torch.zeros(6, dtype=torch.float64, device=some.device)
+    for a, b in zip(_pieces(ours, some), _pieces(dense, some), strict=True):
+        error, signed = a - b, b != 0
+        same = (a.sign() == b.sign()) & signed
+        total += torch.stack([a.dot(b), a.dot(a), b.dot(b), error.dot(error), same.sum(), signed.sum()])
+    return total
+
+
+def _pieces(tensor: Tensor | None, like: Tensor) -> Iterator[Tensor]:
+    flat = None if tensor is None else tensor.detach().reshape(-1)
+    for start in range(0, like.numel(), _PIECE):
+        end = min(start + _PIECE, like.numel())
+        if flat is None:
+            yield torch.zeros(end - start, dtype=torch.float64, device=like.device)
+        else:
+            yield flat[start:end].to(torch.float64)
+
+
+def _square(tensor: Tensor) -> float:
+    return float(sum(piece.dot(piece) for piece in _pieces(tensor, tensor)))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None

@@ -20,33 +20,64 @@ from torch.utils.flop_counter import flop_registry
 
 
 class FlopCount:
-    """FLOPs by operator; a multiplication and an addition are 2."""
+    """FLOPs by operator, and by module where modules were asked for; a multiplication and an addition are 2.
+
+    Attributes:
+        by_operator: In forward and backward together.
+        forward: By the innermost module that runs.
+        backward: By the innermost module whose forward made the node that runs; ``""`` is outside of all.
+        recomputed: Forwards that ran again inside the backward, by module; they are not part of ``backward``.
+    """
 
     def __init__(self) -> None:
         self.by_operator: Counter[str] = Counter()
+        self.forward: Counter[str] = Counter()
+        self.backward: Counter[str] = Counter()
+        self.recomputed: Counter[str] = Counter()
 
     @property
     def total(self) -> int:
         """All of them."""
         return sum(self.by_operator.values())
 
+    def add(self, operator: str, flops: int, modules: Attribution | None) -> None:
+        """Count one operator.
+
+        Args:
+            operator: Its name.
+            flops: What it computed.
+            modules: Knows which module it belongs to; None when nobody asks.
+        """
+        self.by_operator[operator] += flops
+        if modules is None or not flops:
+            return
+        if not is_in_backward():
+            self.forward[modules.current] += flops
+        elif modules.is_running:
+            self.recomputed[modules.current] += flops
+        else:
+            self.backward[modules.current] += flops
+
 
 @contextmanager
-def count_flops() -> Iterator[FlopCount]:
+def count_flops(modules: Attribution | None = None) -> Iterator[FlopCount]:
     """Count the FLOPs of everything that runs inside, forward or backward.
+
+    Args:
+        modules: Knows modules by what ran since it was entered; None: FLOPs are not told by module.
 
     Yields:
         FlopCount: Grows while the block runs.
     """
     count = FlopCount()
-    with _Counting(count):
+    with _Counting(count, modules):
         yield count
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, count: FlopCount) -> None:
+    def __init__(self, count: FlopCount, modules: Attribution | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = count
+        self.count, self.modules = count, modules
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,7 +92,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     return result
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        self.count.by_operator[str(func.overloadpacket)] += int(formula(*args, **kwargs, out_val=result))
+        self.count.add(str(func.overloadpacket), int(formula(*args, **kwargs, out_val=result)), self.modules)
         return result
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.attribution import Attribution
 
 
 class SavedBytes:
@@ -14,19 +19,41 @@ class SavedBytes:
 
     def __init__(self) -> None:
         self.by_storage: dict[int, int] = {}
+        self._module: dict[int, str] = {}
 
     @property
     def total(self) -> int:
         """All of them."""
         return sum(self.by_storage.values())
 
+    @property
+    def by_module(self) -> Counter[str]:
+        """The same by the innermost module whose forward saved them first; empty when modules were not asked for."""
+        count: Counter[str] = Counter()
+        for address, module in self._module.items():
+            count[module] += self.by_storage[address]
+        return count
+
+    def add(self, tensor: Tensor, module: str | None) -> None:
+        """Count a tensor.
+
+        Args:
+            tensor: That is saved.
+            module: Where; None when nobody asks.
+        """
+        address = _address(tensor)
+        if module is not None and address not in self.by_storage:
+            self._module[address] = module
+        self.by_storage[address] = tensor.untyped_storage().nbytes()
+
 
 @contextmanager
-def saved_bytes(parameters: Iterable[Tensor] = ()) -> Iterator[SavedBytes]:
+def saved_bytes(parameters: Iterable[Tensor] = (), modules: Attribution | None = None) -> Iterator[SavedBytes]:
     """Measure what the forward passes inside save for the backward.
 
     Args:
         parameters: Tensors that are there anyway: they, and views of them, are not counted.
+        modules: Notes which module is running; None: bytes are not told by module.
 
     Yields:
         SavedBytes: Grows while the block runs. Right as long as the graph lives that was built inside.
@@ -36,7 +63,7 @@ def saved_bytes(parameters: Iterable[Tensor] = ()) -> Iterator[SavedBytes]:
 
     def pack(tensor: Tensor) -> Tensor:
         if _address(tensor) not in own:
-            saved.by_storage[_address(tensor)] = tensor.untyped_storage().nbytes()
+            saved.add(tensor, None if modules is None else modules.current)
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):

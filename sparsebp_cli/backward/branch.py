@@ -1,0 +1,186 @@
+"""One residual branch: how it runs, for all rows or for some, and what its backward costs.
+
+Between the norm before the core and the norm after it the layer's own code does nothing, so the three can be run as one
+piece. The modules pass the residual stream on untouched until the last of them, which runs the piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.dropout import DropoutRecorder, Tape, capture_generators
+from sparsebp_cli.backward.layout import AttentionLayout
+
+_STREAM = "hidden_states"  # what transformers calls the argument that a core computes from
+
+
+@dataclass
+class Call:
+    """One forward of a branch: all that computing it again needs beside its input.
+
+    Args:
+        args: Positional arguments of the core after the first.
+        kwargs: Keyword arguments of the core, without its input and without a cache.
+        autocast: Whether autocast was on, and its dtype.
+        tape: The draws of its dropouts.
+        generators: The global generators at its start; None when only the tape is needed.
+        rows: Whether it can be computed again for some rows only.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: tuple[bool, torch.dtype]
+    tape: Tape = field(default_factory=Tape)
+    generators: tuple[Tensor, Tensor | None] | None = None
+    rows: bool = True
+
+
+class Branch:
+    """A residual branch of one layer.
+
+    Args:
+        name: Of the core in the model: the site's name.
+        core: The attention or MLP.
+        before: The norm whose output the core reads, if the branch includes one.
+        after: The norm that reads the core's output, if there is one.
+        attention: The linears of an attention; None for a core that computes each position on its own.
+        layer: Number of the decoder layer.
+    """
+
+    def __init__(  # noqa: PLR0913 - the parts of a branch
+        self,
+        name: str,
+        core: nn.Module,
+        before: nn.Module | None,
+        after: nn.Module | None,
+        attention: AttentionLayout | None,
+        layer: int | None,
+    ) -> None:
+        self.name, self.core, self.before, self.after = name, core, before, after
+        self.attention, self.layer = attention, layer
+        self.parts = [part for part in (before, core, after) if part is not None]
+        self.dropouts = DropoutRecorder(*self.parts)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the trained parameters of all parts, each once."""
+        trained = (p for part in self.parts for p in part.parameters() if p.requires_grad)
+        return list({id(p): p for p in trained}.values())
+
+    def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return the call that begins with these arguments of the core.
+
+        Args:
+            x: The residual stream.
+            args: Positional arguments after the first.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The call, its generators noted where they will be needed.
+        """
+        device = x.device.type
+        autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        call = Call(args, {k: v for k, v in kwargs.items() if k != _STREAM}, autocast)
+        if self.attention is not None:
+            call.kwargs[self.attention.cache] = None
+            call.rows = not args and not _draws_attention(self.core) and _knows(call.kwargs)
+        if not call.rows and self.core.training:
+            call.generators = capture_generators(x.device)
+        return call
+
+    def run(self, x: Tensor, call: Call, **changes: Any) -> Tensor:
+        """Run all parts.
+
+        Args:
+            x: The residual stream, or rows of it.
+            call: The core's other arguments.
+            **changes: Arguments that differ from the call's.
+
+        Returns:
+            What is added to the residual stream.
+        """
+        if self.before is not None:
+            x = call_module(self.before, x)
+        return self.finish(self.run_core(x, call, **changes))
+
+    def run_core(self, x: Tensor, call: Call, **changes: Any) -> Tensor:
+        """Run the core alone, on what the norm before it gives."""
+        output = call_module(self.core, x, *call.args, **(call.kwargs | changes))
+        return output[0] if isinstance(output, tuple) else output
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Run the norm after the core, if there is one."""
+        return x if self.after is None else call_module(self.after, x)
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module by its class's own forward, whatever covers it."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def autocast_as(call: Call, device: torch.device) -> torch.autocast:
+    """Return autocast as it was in a call's forward."""
+    enabled, dtype = call.autocast
+    return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+@contextmanager
+def silenced(core: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
+    """Let some linears give zeros without computing, where their output is not wanted.
+
+    Args:
+        core: Their parent.
+        names: Its children.
+
+    Yields:
+        None: As long as they are silent.
+    """
+    with ExitStack() as stack:
+        for name in names:
+            module = getattr(core, name)
+            covered = module.__dict__.get("forward")
+            module.forward = _Zeros(module.nf if hasattr(module, "nf") else module.out_features)
+            stack.callback(_put_back, module, covered)
+        yield
+
+
+class _Zeros:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.new_zeros(()).expand(*x.shape[:-1], self.width)
+
+
+def _put_back(module: nn.Module, covered: Any) -> None:
+    if covered is None:
+        del module.__dict__["forward"]
+    else:
+        module.forward = covered
+
+
+def _draws_attention(core: nn.Module) -> bool:
+    """Whether the attention's probabilities are dropped out: their mask cannot be drawn again for some queries."""
+    if not core.training:
+        return False
+    rates = (getattr(core, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
+    return any((rate.p if isinstance(rate, nn.Dropout) else rate) > 0.0 for rate in rates)
+
+
+_KNOWN = {"attention_mask", "position_embeddings", "position_ids"}
+
+
+def _knows(kwargs: dict[str, Any]) -> bool:
+    """Whether rows can be taken of all arguments."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
+    if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+        return False
+    if positions is not None and not (isinstance(positions, tuple) and all(p.dim() == 3 for p in positions)):
+        return False
+    rest = {k: v for k, v in kwargs.items() if k not in _KNOWN}
+    return not any(isinstance(v, Tensor) for v in rest.values()) and rest.get("is_causal") is None
