@@ -61,6 +61,11 @@ class Attribution:
             handle.remove()
         self._handles = []
 
+    @property
+    def current(self) -> str:
+        """The innermost module whose forward is running now; empty for the model itself and outside of it."""
+        return self._open[-1] if self._open else ""
+
     def name_at(self, number: int) -> str | None:
         """Return the innermost module that was running when autograd gave this number.
 
@@ -79,7 +84,7 @@ class Attribution:
         Args:
             node: Of a graph that the model's forward made.
         """
-        return self.name_at(node._sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001 - the module's docstring
+        return self.name_at(node._sequence_nr())  # noqa: SLF001 - the module's docstring
 
     def _enter(self, name: str) -> None:
         self._open.append(name)

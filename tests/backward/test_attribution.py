@@ -84,14 +84,19 @@ def test_an_error_in_a_forward_leaves_no_module_open() -> None:
 
 def test_only_the_outermost_output_is_watched() -> None:
     seen: list[Tensor] = []
+    running: list[str] = []
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
     attribution = Attribution(model, at_exit=seen.append)
+    model[1].register_forward_pre_hook(lambda *_: running.append(attribution.current))
     model(torch.ones(1, 2))
     model[0](torch.ones(1, 2))
+    assert running == ["1"]
+    assert attribution.current == ""
     assert [tuple(output.shape) for output in seen] == [(1, 3), (1, 2)]
     with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
         copy.deepcopy(model)
     attribution.remove()
+    model[1]._forward_pre_hooks.clear()
     copy.deepcopy(model)
     model(torch.ones(1, 2))
     assert len(seen) == 2
