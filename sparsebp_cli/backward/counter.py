@@ -22,6 +22,7 @@ class SiteCounter:
     kept: int | Tensor = 0
     dense_flops: float = 0.0
     claimed_flops: float = 0.0
+    allowed_flops: float = 0.0
 
     def report(self, name: str) -> SiteReport:
         """Return the totals as plain numbers.
@@ -40,6 +41,7 @@ class SiteCounter:
             kept_share=float(self.kept) / self.entries if self.entries else None,
             dense_flops=self.dense_flops,
             claimed_flops=self.claimed_flops,
+            allowed_flops=self.allowed_flops,
         )
 
 
@@ -78,13 +80,14 @@ class Counter:
         self.calls[name] = call + 1
         return call
 
-    def add(self, site: Site, grad_NO: Tensor, claim: Claim, selection: Selection | None) -> None:
+    def add(self, site: Site, grad_NO: Tensor, claim: Claim, allowed: float, selection: Selection | None) -> None:
         """Count one gradient.
 
         Args:
             site: Where.
             grad_NO: The gradient that arrived.
             claim: The site's work, dense and as the policy claims.
+            allowed: What is claimed, with counts rounded up.
             selection: What is kept.
         """
         counter = self.sites.setdefault(site.name, SiteCounter())
@@ -95,6 +98,7 @@ class Counter:
         counter.kept = counter.kept + (grad_NO.numel() if selection is None else selection.num_kept(grad_NO))
         counter.dense_flops += claim.dense_flops
         counter.claimed_flops += claim.claimed_flops
+        counter.allowed_flops += allowed
         self.last_dense_flops += claim.dense_flops
         self.last_claimed_flops += claim.claimed_flops
 

@@ -13,6 +13,7 @@ from sparsebp_cli.backward.binding import Binding, Work
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.report import Claim, Report
+from sparsebp_cli.backward.rounding import round_up
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
@@ -141,8 +142,9 @@ class Engine:
         if policy is not None and self._decision is not None and grad_NO.numel() > 0:
             step = Step(self._step.index, self._step.micro_batch, call, self._seed, self._draw)
             grad_NO, selection = self._decision.take(policy, grad_NO, site, step)
-        claim = work.claim(None, 1.0) if policy is None else work.claim(policy.selection, policy.budget)
-        self._counter.add(site, grad_NO, claim, selection)
+        kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
+        allowed = work.claim(kind, round_up(budget, selection, grad_NO)).claimed_flops if grad_NO.numel() > 0 else 0.0
+        self._counter.add(site, grad_NO, work.claim(kind, budget), allowed, selection)
         return grad_NO, selection
 
     @contextmanager

@@ -1,8 +1,9 @@
 """Counts the multiplications that are really executed, as they reach the device's kernels.
 
-The formulas are PyTorch's own (``torch.utils.flop_counter``) plus the kernels that it counts as nothing: attention on a
-CPU and grouped matrix products. Like PyTorch, attention counts the whole square, causal or not. Our kernels need no
-formula: what they gather is multiplied by ordinary matrix products, and those are what is seen.
+The formulas are those of ``torch.utils.flop_counter``, and ours for what it counts as nothing or as too much: attention
+on a CPU, grouped products, products with a vector, and sparse ones, of which each stored entry is multiplied. Like
+PyTorch, attention counts the whole square, causal or not. Our kernels need no formula: what they gather is multiplied
+by ordinary matrix products, and those are what is seen.
 
 Counting slows a pass down: count on passes that are not timed.
 """
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from sparsebp_cli.backward.trace import ModuleTrace, is_in_backward
 
 
 class FlopCount:
@@ -40,7 +43,7 @@ class FlopCount:
         """All of them."""
         return sum(self.by_operator.values())
 
-    def add(self, operator: str, flops: int, modules: Attribution | None) -> None:
+    def add(self, operator: str, flops: int, modules: ModuleTrace | None) -> None:
         """Count one operator.
 
         Args:
@@ -60,7 +63,7 @@ class FlopCount:
 
 
 @contextmanager
-def count_flops(modules: Attribution | None = None) -> Iterator[FlopCount]:
+def count_flops(modules: ModuleTrace | None = None) -> Iterator[FlopCount]:
     """Count the FLOPs of everything that runs inside, forward or backward.
 
     Args:
@@ -75,7 +78,7 @@ def count_flops(modules: Attribution | None = None) -> Iterator[FlopCount]:
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, count: FlopCount, modules: Attribution | None) -> None:
+    def __init__(self, count: FlopCount, modules: ModuleTrace | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count, self.modules = count, modules
 
@@ -112,8 +115,32 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops  # each group has its own part of b
 
 
+def _product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    if _is_sparse(a):
+        return 2 * a._nnz() * (b.shape[1] if b.dim() == 2 else 1)  # noqa: SLF001 - the only name for it
+    if _is_sparse(b):
+        return 2 * b._nnz() * a.shape[0]  # noqa: SLF001 - the same
+    return 2 * a.numel() * (b.shape[1] if b.dim() == 2 else 1)
+
+
+def _sum_and_product(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any, **___: Any) -> int:
+    return _product(a, b)
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
+
+
+_ATEN = torch.ops.aten
 _FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,  # noqa: SLF001 - the operator's name
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
-    torch.ops.aten._grouped_mm: _grouped,  # noqa: SLF001
+    _ATEN.mm: _product,
+    _ATEN.mv: _product,
+    _ATEN.dot: _product,
+    _ATEN.vdot: _product,
+    _ATEN.addmm: _sum_and_product,
+    _ATEN.addmv: _sum_and_product,
+    _ATEN._sparse_addmm: _sum_and_product,  # noqa: SLF001 - the operators' names
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,  # noqa: SLF001
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
+    _ATEN._grouped_mm: _grouped,  # noqa: SLF001
 }

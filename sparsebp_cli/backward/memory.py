@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.attribution import Attribution
+    from sparsebp_cli.backward.trace import ModuleTrace
 
 
 class SavedBytes:
@@ -48,12 +48,12 @@ class SavedBytes:
 
 
 @contextmanager
-def saved_bytes(parameters: Iterable[Tensor] = (), modules: Attribution | None = None) -> Iterator[SavedBytes]:
+def saved_bytes(parameters: Iterable[Tensor] = (), modules: ModuleTrace | None = None) -> Iterator[SavedBytes]:
     """Measure what the forward passes inside save for the backward.
 
     Args:
         parameters: Tensors that are there anyway: they, and views of them, are not counted.
-        modules: Notes which module is running; None: bytes are not told by module.
+        modules: Knows which module runs; None: bytes are not told by module.
 
     Yields:
         SavedBytes: Grows while the block runs. Right as long as the graph lives that was built inside.

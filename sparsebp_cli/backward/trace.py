@@ -1,0 +1,139 @@
+"""Which module is at work right now, in forward and backward, and in a forward that runs again inside the backward.
+
+:class:`~sparsebp_cli.backward.attribution.Attribution` knows the nodes of a forward's own graph. A backward may run
+modules itself: activation checkpointing does, to have their inputs again, and sparse recompute builds a graph of them
+and differentiates it on the spot. The nodes of such an inner graph take their numbers from the thread that runs the
+backward, which on an accelerator is not the forward's and counts on its own. So they are looked up apart, and whether
+a node belongs to an inner graph follows from the pass that runs it: passes inside another have an id of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.autograd.variable import Variable
+
+from sparsebp_cli.backward.attribution import Attribution
+
+
+class _ThreadState(threading.local):
+    """Of one thread: modules under way, and the numbers at their entries and exits inside a backward."""
+
+    def __init__(self) -> None:
+        self.running: list[str] = []
+        self.starts: list[int] = []
+        self.names: list[str | None] = []
+        self.outer = ""  # module of the last node of the outer graph
+
+
+class ModuleTrace:
+    """Tells the module at work. A context manager: forward and backward both run inside.
+
+    Args:
+        model: Gets hooks as long as the block lasts; its parameters and state_dict keys stay as they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._thread = model, _ThreadState()
+        self._passes: list[int] = []  # backward passes under way, the outer one first
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Put the hooks in."""
+        self._graph = Attribution(self._model)
+        for name, module in self._model.named_modules():
+            enter, leave = _Entry(self, name), _Exit(self)
+            self._handles.append(module.register_forward_pre_hook(enter))
+            # Also after an error: checkpointing ends a forward that runs again by one.
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take the hooks out."""
+        self._graph.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._passes = [], []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a module's forward is under way in this thread."""
+        return bool(self._thread.running)
+
+    @property
+    def current(self) -> str:
+        """The innermost module whose forward is under way; else the one whose forward made the node that runs.
+
+        Its name in the model; empty for the model itself and for what belongs to no module.
+        """
+        state = self._thread
+        if state.running:
+            return state.running[-1]
+        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; tests hold it
+        if node is None:
+            return ""
+        number: int = node._sequence_nr()  # noqa: SLF001 - the same
+        if self._is_inner_pass():
+            place = bisect_right(state.starts, number) - 1
+            return (state.names[place] if place >= 0 else None) or state.outer
+        state.outer = self._graph.name_at(number) or ""
+        return state.outer
+
+    def enter(self, name: str) -> None:
+        """Note that a module's forward begins in this thread."""
+        if is_in_backward() and not self._thread.running:
+            _ = self.current  # the outer node's module, to which belongs what no module here accounts for
+        self._thread.running.append(name)
+        self._note()
+
+    def leave(self) -> None:
+        """Note that the innermost module's forward has ended."""
+        if self._thread.running:  # empty when the block began inside it
+            self._thread.running.pop()
+        self._note()
+
+    def _note(self) -> None:
+        if not is_in_backward():
+            return
+        state = self._thread
+        state.starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+        state.names.append(state.running[-1] if state.running else None)
+
+    def _is_inner_pass(self) -> bool:
+        this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
+        if this not in self._passes:
+            self._passes.append(this)
+            Variable._execution_engine.queue_callback(lambda: self._end(this))  # noqa: SLF001 - as DDP does
+        return self._passes[0] != this
+
+    def _end(self, number: int) -> None:
+        if number in self._passes:
+            self._passes.remove(number)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name; tests hold it
+
+
+class _Entry:
+    def __init__(self, trace: ModuleTrace, name: str) -> None:
+        self._trace, self._name = trace, name
+
+    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+        self._trace.enter(self._name)
+
+
+class _Exit:
+    def __init__(self, trace: ModuleTrace) -> None:
+        self._trace = trace
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
+        self._trace.leave()
