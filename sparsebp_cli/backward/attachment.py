@@ -12,9 +12,11 @@ from sparsebp_cli.backward.branching import BranchBinding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.node import NodeBinding
+from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.site import LinearBinding
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import GradientSelector, Policy
+from sparsebp_cli.policy import EdgeRouter, GradientSelector, Policy
 
 
 def attach(  # noqa: PLR0913 - each is one choice of the user
@@ -36,14 +38,16 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are.
         policies: At most one answers each question; none is dense.
         sites: Where gradient policies are asked: ``linears``, the output of every ``nn.Linear`` and ``Conv1D``;
-            ``branches``, the output of every residual branch.
+            ``branches``, the output of every residual branch; ``nodes``, every gradient in the autograd graph. Routers
+            are asked at ``nodes``.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
         update: When parameters change: ``deferred``, by the optimizer after the backward.
         segments: Not built; None.
         checkpointing: What branches keep for their backward where rows are selected: ``none``, all that autograd does;
             ``sparse``, their input alone, and the kept rows are computed again; ``auto``, sparse up to the share of
             rows at which that is faster.
-        engine: ``fast`` multiplies only what was selected; ``reference`` masks the gradient and multiplies all.
+        engine: ``fast`` multiplies only what was selected; ``reference`` masks the gradient and multiplies all;
+            at nodes it is a walk over the graph in Python.
         exclude: Globs over module names; what matches stays dense.
         seed: Of random decisions.
 
@@ -66,9 +70,14 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         raise UsageError(f"engine must be fast or reference, got {engine!r}")
     if sites not in _BINDINGS:
         raise UsageError(f"sites must be one of {', '.join(_BINDINGS)}, got {sites!r}")
-    selector = _only_selector(policies)
-    decision = None if selector is None else Decision(selector, len(LayerNumbers(model).layers))
-    binding = _BINDINGS[sites](model, exclude)
+    policy, decision = _only_policy(policies), None
+    if isinstance(policy, EdgeRouter):
+        if sites != "nodes":
+            raise UnsupportedError(f"{type(policy).__name__} routes at graph nodes: sites must be nodes, got {sites!r}")
+        binding: Binding = NodeBinding(model, exclude, Routing(policy))
+    else:
+        decision = None if policy is None else Decision(policy, len(LayerNumbers(model).layers))
+        binding = _BINDINGS[sites](model, exclude)
     return Engine(
         binding,
         decision,
@@ -82,16 +91,19 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
 _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
     "linears": LinearBinding,
     "branches": BranchBinding,
+    "nodes": NodeBinding,
 }
 # The share of rows at which storing all is as fast as computing the kept ones again: docs/log.md, 2026-11-21.
 _RECOMPUTE_UP_TO = {"none": 0.0, "auto": 0.25, "sparse": 1.0}
 
 
-def _only_selector(policies: Sequence[Policy]) -> GradientSelector | None:
+def _only_policy(policies: Sequence[Policy]) -> GradientSelector | EdgeRouter | None:
     for policy in policies:
-        if not isinstance(policy, GradientSelector):
-            raise UnsupportedError(f"policy {policy!r}: its kind is not built; built: GradientSelector")
+        if not isinstance(policy, GradientSelector | EdgeRouter):
+            raise UnsupportedError(f"policy {policy!r}: its kind is not built; built: GradientSelector, EdgeRouter")
     if len(policies) > 1:
         names = " and ".join(type(policy).__name__ for policy in policies)
+        if {isinstance(policy, EdgeRouter) for policy in policies} == {True, False}:
+            raise UnsupportedError(f"{names} in one backward is not built: give one of them")
         raise UnsupportedError(f"{names} both choose what is kept of a site's gradient: give one of them")
     return next(iter(policies), None)  # type: ignore[return-value]

@@ -79,10 +79,13 @@ class Attribution:
         return self._names[place] if place >= 0 else None
 
     def name_of(self, node: Node) -> str | None:
-        """Return the innermost module that made a node; None outside of the model and for a leaf.
+        """Return the innermost module that made a node.
 
         Args:
-            node: Of a graph that the model's forward made.
+            node: Of a graph that the model's forward made; not a leaf.
+
+        Returns:
+            The module's name, empty for the model itself; None outside of the model.
         """
         return self.name_at(node._sequence_nr())  # noqa: SLF001 - the module's docstring
 
@@ -106,6 +109,11 @@ class Attribution:
         else:
             self._starts.append(number)
             self._names.append(name)
+
+
+def is_attributed(model: nn.Module) -> bool:
+    """Return whether a model, or a part of it, has such hooks."""
+    return any(isinstance(h, _Hook) for m in model.modules() for h in m._forward_pre_hooks.values())  # noqa: SLF001
 
 
 class _Hook:

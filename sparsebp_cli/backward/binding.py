@@ -32,8 +32,8 @@ class Binding(Protocol):
     def remove(self) -> None:
         """Give the model back as it was."""
 
-    def around(self, loss: Tensor) -> AbstractContextManager[None]:
-        """Return what is in force while the backward of ``loss`` runs."""
+    def around(self, loss: Tensor) -> AbstractContextManager[Tensor | None]:
+        """Return what is in force while the backward of ``loss`` runs; what it yields is differentiated instead."""
 
 
 class Work(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsebp_cli.backward.report import Claim, SiteReport
+from sparsebp_cli.backward.report import Claim, Route, SiteReport
 from sparsebp_cli.policy import Selection, Site
 
 
@@ -38,6 +38,7 @@ class SiteCounter:
             layer=self.layer,
             calls=self.calls,
             rows=self.rows,
+            entries=self.entries,
             kept_share=float(self.kept) / self.entries if self.entries else None,
             dense_flops=self.dense_flops,
             claimed_flops=self.claimed_flops,
@@ -56,6 +57,8 @@ class Counter:
     last_claimed_flops: float = 0.0
     taken_kept: float = 0.0
     taken_entries: int = 0
+    route: Route | None = None
+    untaken_route: Route | None = None
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Counter:
@@ -120,3 +123,17 @@ class Counter:
         new_kept, new_entries = kept - self.taken_kept, entries - self.taken_entries
         self.taken_kept, self.taken_entries = kept, entries
         return new_kept / new_entries if new_entries else None
+
+    def add_route(self, route: Route) -> None:
+        """Count where a router let the gradient go.
+
+        Args:
+            route: Of one backward.
+        """
+        self.route = route if self.route is None else self.route + route
+        self.untaken_route = route if self.untaken_route is None else self.untaken_route + route
+
+    def take_route(self) -> Route | None:
+        """Return the routes since the last call; None when there were none."""
+        route, self.untaken_route = self.untaken_route, None
+        return route

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsebp_cli.backward.binding import Binding, Work
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
-from sparsebp_cli.backward.report import Claim, Report
+from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import round_up
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
@@ -38,7 +38,7 @@ class Engine:
         seed: Of random decisions.
     """
 
-    def __init__(  # noqa: PLR0913 - each is one choice of attach
+    def __init__(
         self,
         binding: Binding,
         decision: Decision | None,
@@ -75,8 +75,8 @@ class Engine:
         self._counter.start_backward()
         self._step = self.next_step
         try:
-            with self._binding.around(loss):
-                (backward or torch.Tensor.backward)(loss)
+            with self._binding.around(loss) as instead:
+                (backward or torch.Tensor.backward)(loss if instead is None else instead)
         finally:
             self._step = None
         self._counter.num_backwards += 1
@@ -164,7 +164,7 @@ class Engine:
     def probing(self, draw: int = 1) -> Iterator[None]:
         """Apply the policy without a trace: step, report and kept share are afterwards as they were before.
 
-        Inside, :meth:`report`, :meth:`claim` and :meth:`take_kept_share` speak of the probe alone.
+        Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` speak of the probe alone.
 
         Args:
             draw: Of random policies; other than 0, so that training's decisions are not used up or repeated.
@@ -196,6 +196,7 @@ class Engine:
             kept_share=kept / entries if entries else None,
             num_backwards=self._counter.num_backwards,
             notes=tuple(self.notes.values()),
+            route=self._counter.route,
         )
 
     def claim(self) -> Claim:
@@ -213,6 +214,22 @@ class Engine:
             The share over all sites; None when no gradient arrived since.
         """
         return self._counter.take_kept_share()
+
+    def add_route(self, route: Route) -> None:
+        """Count where a router let the gradient go. Called by the binding.
+
+        Args:
+            route: Of one backward.
+        """
+        self._counter.add_route(route)
+
+    def take_route(self) -> Route | None:
+        """Return where a router let the gradient go since this was last called.
+
+        Returns:
+            All backward passes since together; None without a router.
+        """
+        return self._counter.take_route()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run needs to decide as this one would.

@@ -3,11 +3,14 @@
 from sparsebp_cli.policy import choice
 from sparsebp_cli.policy.contract import GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policies, make_policy
+from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, TwoToFour
 
 __all__ = [
     "Blocks",
     "Columns",
+    "Edge",
+    "EdgeRouter",
     "Elements",
     "FoundPolicy",
     "GradientSelector",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
@@ -44,6 +44,14 @@ class Site:
         return self.batch_shape[0] if len(self.batch_shape) > 1 else 1
 
 
+class Named(Protocol):
+    """A place with a name that is the same in every step: a site, or an edge of the graph."""
+
+    @property
+    def name(self) -> str:
+        """The name."""
+
+
 @dataclass(frozen=True)
 class Step:
     """When a policy is asked.
@@ -62,7 +70,7 @@ class Step:
     seed: int = 0
     draw: int = 0
 
-    def generator(self, site: Site, device: torch.device | str = "cpu") -> torch.Generator:
+    def generator(self, site: Named, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh random generator that depends only on seed, step, draw and site.
 
         Args:

@@ -1,0 +1,145 @@
+"""The autograd graph below a loss: its nodes in the order in which a backward pass runs them, each with a name.
+
+A name is the innermost module that made the node, the node's kind and a number, ``model.layers.0.mlp.MulBackward0.0``,
+or a parameter's own name; the same code gives the same names in every step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sparsebp_cli.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+    from sparsebp_cli.backward.attribution import Attribution
+
+LEAF = "torch::autograd::AccumulateGrad"
+# What may lie between a parameter and its use: the same numbers, seen otherwise or cast.
+_VIEWS = frozenset(
+    f"{view}Backward0"
+    for view in (
+        *("Alias", "AsStrided", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Squeeze", "T"),
+        *("ToCopy", "Transpose", "UnsafeView", "Unsqueeze", "View"),
+    )
+)
+_HIDING = {
+    "checkpoint": "reentrant activation checkpointing; use use_reentrant=False",
+    "compiledfunction": "torch.compile; leave the model uncompiled",
+    "fusedlinearcrossentropy": "a fused head and loss, which differentiates in the forward; switch it off",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """One node of the graph.
+
+    Args:
+        node: Held, since hooks of a node are lost with it.
+        name: Unique in the graph, and the same in every step.
+        number: In the order in which a backward pass runs the nodes, from 0; leaves come last.
+        module: The innermost module that made it; the owner of a parameter; empty where none is known.
+        parameter: The parameter's name, if it is a parameter or a view of one.
+    """
+
+    node: Node
+    name: str
+    number: int
+    module: str
+    parameter: str | None
+
+
+class Graph:
+    """Every node that a backward pass from a loss would run.
+
+    Args:
+        loss: What is differentiated.
+        parameters: Names of the model's parameters, by parameter; what else is a leaf is an input.
+        attribution: Knows which module made a node.
+
+    Attributes:
+        places: By node, in the order in which a backward pass runs them; leaves come last.
+        leaves: Nodes that collect.
+        parameters: The model's parameters among the leaves, by node.
+
+    Raises:
+        UnsupportedError: A node hides others: what lies in it cannot be reached.
+    """
+
+    def __init__(self, loss: Tensor, parameters: Mapping[Tensor, str], attribution: Attribution) -> None:
+        nodes = sorted(_reach(loss), key=_order, reverse=True)
+        leaves = [node for node in nodes if _is_leaf(node)]
+        inner = nodes[len(leaves) :]  # sorting is stable and a leaf's number is the largest there is
+        if inner:
+            attribution.forget(before=_order(inner[-1]))
+        self.leaves = frozenset(leaves)
+        self.parameters: dict[Node, Tensor] = {}
+        self.places: dict[Node, Place] = {}
+        names = _name_inner(inner, attribution)
+        num_inputs = 0
+        found: dict[Node, tuple[str, str, str | None]] = {}
+        for node in leaves:
+            variable: Tensor = node.variable  # type: ignore[attr-defined]
+            parameter = parameters.get(variable)
+            if parameter is None:
+                found[node] = f"input.{num_inputs}", "", None
+                num_inputs += 1
+            else:
+                self.parameters[node] = variable
+                found[node] = parameter, parameter.rpartition(".")[0], parameter
+        for node in reversed(inner):  # children before their parents
+            edges = node.next_functions
+            behind = edges[0][0] if len(edges) == 1 and node.name() in _VIEWS else None
+            found[node] = *names[node], None if behind is None else found[behind][2]
+        for number, node in enumerate([*inner, *leaves]):
+            name, module, parameter = found[node]
+            self.places[node] = Place(node, name, number, module, parameter)
+
+
+def _reach(loss: Tensor) -> list[Node]:
+    if loss.grad_fn is None:
+        return []
+    found, waiting = {loss.grad_fn: None}, [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        _refuse_hiding(node)
+        for child, _ in node.next_functions:
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(found)
+
+
+def _refuse_hiding(node: Node) -> None:
+    kind = node.name().lower()
+    if not kind.endswith("backward"):  # a Function of Python; the engine's own kinds end in a number
+        return
+    reason = next((reason for word, reason in _HIDING.items() if word in kind), None)
+    if reason is not None:
+        raise UnsupportedError(f"sites='nodes' cannot see into {node.name()}: {reason}")
+
+
+def _order(node: Node) -> int:
+    return node._sequence_nr()  # noqa: SLF001 - as Attribution does
+
+
+def _is_leaf(node: Node) -> bool:
+    return node.name() == LEAF
+
+
+def _name_inner(inner: list[Node], attribution: Attribution) -> dict[Node, tuple[str, str]]:
+    """Number the nodes of one kind within each module, in the order of the forward."""
+    seen: Counter[str] = Counter()
+    names: dict[Node, tuple[str, str]] = {}
+    for node in reversed(inner):
+        module = attribution.name_of(node) or ""
+        stem = ".".join(part for part in (module, node.name().rpartition("::")[2]) if part)
+        names[node] = f"{stem}.{seen[stem]}", module
+        seen[stem] += 1
+    return names

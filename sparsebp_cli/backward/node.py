@@ -1,0 +1,159 @@
+"""The site `nodes`: every node of the autograd graph, by hooks that are there as long as one backward pass runs.
+
+A gradient policy is shown every gradient that enters a node, a parameter's own included, *before* the node uses it: the
+literal meaning of a sparse backward. Nothing is faster for it; it is what the fast forms are judged by. A router is
+shown what leaves a node; what it leaves out is not computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.attribution import Attribution, is_attributed
+from sparsebp_cli.backward.graph import Graph, Place
+from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.report import Claim
+from sparsebp_cli.backward.visitor import Gradients, Visitor, visiting
+from sparsebp_cli.backward.walk import refuse_hooks, walked
+from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
+from sparsebp_cli.policy import Selection, Site
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.routing import Routing
+
+
+@final
+class NodeBinding:
+    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.binding.Binding`.
+
+    Args:
+        model: Any module. Nodes that are made outside of it (a loss function of one's own) are sites, too.
+        exclude: Globs over module names; gradients that enter the nodes that such a module made stay as they are.
+        routing: Carries a router out; None: a selector is asked.
+
+    Raises:
+        UsageError: A pattern matches nothing.
+        UnsupportedError: The model is attached.
+    """
+
+    names: tuple[str, ...] = ()  # known when there is a graph
+    not_covered: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module, exclude: Iterable[str] = (), routing: Routing | None = None) -> None:
+        modules, patterns = dict(model.named_modules(remove_duplicate=False)), list(exclude)
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in modules):
+                raise UsageError(f"exclude: {pattern!r} matches no module of the model{did_you_mean(pattern, modules)}")
+        if any("forward" in module.__dict__ for module in modules.values()) and _is_bound(model):
+            raise UnsupportedError("the model is already attached: call detach() of its engine first")
+        if is_attributed(model):
+            raise UnsupportedError("the model is already attached: call detach() of its engine first")
+        self.excluded = tuple(name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns))
+        self._model, self._layers, self._routing = model, LayerNumbers(model), routing
+        self._attribution: Attribution | None = None
+        self._engine: Engine | None = None
+
+    def install(self, engine: Engine) -> None:
+        self._engine = engine
+        self._attribution = Attribution(self._model, at_exit=lambda output: _watch(output, engine.check_inside))
+
+    def remove(self) -> None:
+        if self._attribution is not None:
+            self._attribution.remove()
+
+    @contextmanager
+    def around(self, loss: Tensor) -> Iterator[Tensor]:
+        engine, attribution = self._engine, self._attribution
+        assert engine is not None
+        assert attribution is not None
+        if not engine.enabled:
+            yield loss
+            return
+        graph = Graph(loss, {p: name for name, p in self._model.named_parameters()}, attribution)
+        if engine.reference:
+            refuse_hooks(self._model)
+        excluded = frozenset(self.excluded)
+        if self._routing is None:
+            visitor: Visitor = Cut(engine, self._layers, excluded)
+        else:
+            visitor = self._routing.start(loss, graph, engine, self._model, excluded)
+        if engine.reference:
+            yield walked(loss, graph, visitor)
+        else:
+            with visiting(graph, visitor):
+                yield loss
+        if self._routing is not None:
+            self._routing.finish(engine, self._model)
+
+
+class NoWork:
+    """What is cut at a node is zero, and multiplied all the same: no policy claims to save anything."""
+
+    def claim(self, selection: type[Selection] | None, budget: float) -> Claim:  # noqa: ARG002 - nothing depends on it
+        """Return that nothing is known and nothing claimed."""
+        return Claim(0.0, 0.0)
+
+
+@final
+class Cut(Visitor):
+    """Shows every gradient that enters a node to the engine's selector.
+
+    Args:
+        engine: Asks it.
+        layers: Of the model.
+        excluded: Modules whose nodes are left alone.
+    """
+
+    routes = False
+
+    def __init__(self, engine: Engine, layers: LayerNumbers, excluded: frozenset[str]) -> None:
+        self._engine, self._layers, self._excluded = engine, layers, excluded
+
+    def before(self, place: Place, grads: Gradients) -> Gradients:
+        if place.module in self._excluded:
+            return grads
+        names = [place.name] if len(grads) == 1 else [f"{place.name}.{number}" for number in range(len(grads))]
+        cut = tuple(
+            None if grad is None else self._cut(name, place.module, grad)
+            for name, grad in zip(names, grads, strict=True)
+        )
+        return grads if all(a is b for a, b in zip(cut, grads, strict=True)) else cut
+
+    def after(self, place: Place, results: Gradients) -> Gradients:  # noqa: ARG002 - what leaves is cut where it enters
+        return results
+
+    def _cut(self, name: str, module: str, grad: Tensor) -> Tensor:
+        if grad.layout != torch.strided:
+            raise UnsupportedError(f"sites='nodes' needs dense gradients, got {grad.layout} at {name!r}")
+        shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.reshape(-1, grad.shape[-1])
+        site = Site(name, shown.shape[1], (1,) if grad.dim() < 2 else tuple(grad.shape[:-1]), self._layer_of(module))
+        grad_NO, selection = self._engine.decide(site, shown, NoWork())
+        if selection is not None:
+            grad_NO = selection.apply(grad_NO)
+        return grad if grad_NO is shown else grad_NO.view(grad.shape)
+
+    def _layer_of(self, module: str) -> int | None:
+        return self._layers.number_of(module)
+
+
+def _watch(output: Any, check: Callable[[], None]) -> None:
+    """Refuse a backward pass from outside, where its gradient enters the model's output."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            output.register_hook(lambda _: check())  # type: ignore[no-untyped-call]
+    elif isinstance(output, dict | list | tuple):
+        for part in output.values() if isinstance(output, dict) else output:
+            _watch(part, check)
+
+
+def _is_bound(model: nn.Module) -> bool:
+    from sparsebp_cli.backward.site import Bound
+
+    return any(isinstance(module.__dict__.get("forward"), Bound) for module in model.modules())
