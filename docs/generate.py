@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from generator import command, error, metric, policy, readme, recipe, shipped
+from generator import command, comparison, error, metric, policy, readme, recipe, shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +21,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/reference/metrics.md": metric.page,
     "docs/reference/errors.md": error.page,
     "docs/recipe.schema.json": recipe.schema,
+    "docs/comparison.schema.json": comparison.schema,
     "README.md": readme.page,
 }
 

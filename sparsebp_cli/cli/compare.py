@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli.cli.option import ManyRuns
+from sparsebp_cli.cli.option import complete_run
 from sparsebp_cli.cli.screen import console, print_line
-from sparsebp_cli.cli.stored import find_all
+from sparsebp_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
 
 
 class Form(StrEnum):
@@ -22,25 +27,161 @@ class Form(StrEnum):
     MD = "md"
 
 
-def compare(
-    runs: ManyRuns,
-    output: Annotated[Form, typer.Option("-o", "--output", help="How the comparison is given.")] = Form.TABLE,
+class Axis(StrEnum):
+    """Against what a curve is drawn."""
+
+    STEP = "step"
+    TOKENS = "tokens"
+    WALL_TIME = "wall_time"
+
+
+RUNS = "What to compare: ids, their beginnings, names, @last, @N, TAG=VALUE or folders; none: all that --where leaves."
+WHERE = "Only runs that meet this: 'policy=topk and keep<0.2'."
+FROM = "Read runs from here: a folder of runs, or an MLflow store (sqlite:///..., http://...)."
+MARGIN = "How much worse still counts as not worse: eval/loss=0.01."
+REDUCE = "A run's one number: final, best, or mean:K of the last K evaluations."
+REACH = "Also show how soon each group came to this value."
+FAIL_IF = "End with 1 if this holds for a group: 'eval/loss.delta.high > 0.02'."
+SHOW, GATE, FILE = "What is shown", "For CI", "Files"
+
+
+def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
+    runs: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help=RUNS, autocompletion=complete_run)
+    ] = None,
+    where: Annotated[str | None, typer.Option(metavar="CONDITION", help=WHERE)] = None,
+    place: Annotated[str | None, typer.Option("--from", metavar="PLACE", help=FROM)] = None,
     metric: Annotated[
         str | None, typer.Option(help="The metric that says how good a model is. [default: eval/loss]")
     ] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="RUN", help="What the others are held against. [default: the exact policy]")
     ] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw it (.png, .svg, .pdf).")] = None,
+    margin: Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN)] = None,
+    reduce: Annotated[str, typer.Option(metavar="HOW", help=REDUCE)] = "final",
+    reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
+    output: Annotated[
+        Form, typer.Option("-o", "--output", help="How the comparison is given.", rich_help_panel=SHOW)
+    ] = Form.TABLE,
+    curves: Annotated[
+        str | None, typer.Option(metavar="METRIC", help="Only this metric, as it went.", rich_help_panel=SHOW)
+    ] = None,
+    x: Annotated[Axis, typer.Option(help="With --curves: along what.", rich_help_panel=SHOW)] = Axis.STEP,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Only quality, time and memory: who beats whom.", rich_help_panel=SHOW)
+    ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Only kept share and fidelity by layer.", rich_help_panel=SHOW)
+    ] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Only memory, in its parts.", rich_help_panel=SHOW)] = False,
+    png: Annotated[
+        list[Path] | None,
+        typer.Option("--png", "--svg", metavar="FILE", help="Also draw it (.png, .svg, .pdf).", rich_help_panel=FILE),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a report: one page.", rich_help_panel=FILE)
+    ] = None,
+    fail_if: Annotated[
+        list[str] | None, typer.Option("--fail-if", metavar="CONDITION", help=FAIL_IF, rich_help_panel=GATE)
+    ] = None,
 ) -> None:
     """Compare runs: quality, step time, memory, with the differences of their recipes first."""
-    from sparsebp_cli.compare import compare_runs, picture, render, table
+    from sparsebp_cli.compare import check, compare_runs, picture, write_report
 
-    comparison = compare_runs(find_all(runs), baseline=baseline, metric=metric)
-    drawn = picture(comparison, png) if png is not None else None  # first, for it may be refused
-    if output is Form.TABLE:
-        console().print(*table(comparison), sep="\n")
+    view = _view(curves, x, pareto, layers, memory, output)
+    question = _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None)
+    comparison = compare_runs(find_runs(runs or [], where, place), question)
+    # What may be refused comes before anything is printed.
+    failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
+    written = [("picture", picture(comparison, path, view)) for path in png or []]
+    if html is not None:
+        written.append(("report", write_report(comparison, html, shlex.join(["sparsebp", *sys.argv[1:]]))))
+    _print(comparison, output, view)
+    for kind, path in written:
+        print_line(f"{kind}: {path}", stderr=True)
+    for failure in failures:
+        print_line(f"failed: {failure.text}", stderr=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def find_runs(words: list[str], where: str | None, place: str | None) -> list[LoadedRun]:
+    """Read the runs that were chosen.
+
+    Args:
+        words: That name them; none: all that the condition leaves.
+        where: A condition; None: none.
+        place: Where they are; None: on this machine.
+
+    Returns:
+        The runs.
+
+    Raises:
+        UsageError: Nothing chooses any.
+    """
+    from sparsebp_cli.compare import choose, load_all, local_candidates, store_candidates
+    from sparsebp_cli.run import home
+
+    if not words and where is None and place is None:
+        raise UsageError("name the runs to compare, or choose them by --where; `sparsebp runs` lists them")
+    if place is not None and "://" in place:
+        found, told = store_candidates(place), "that store"
     else:
-        print_line(render(comparison, output.value).rstrip("\n"))
-    if drawn is not None:
-        print_line(f"picture: {drawn}", stderr=True)
+        folder = None if place is None else Path(place).expanduser()
+        if folder is not None and not folder.is_dir():
+            raise UsageError(f"--from must be a folder of runs or an MLflow store's address, got {place!r}")
+        found, told = local_candidates(folder), str(folder or home())
+    if not found and place is not None:
+        raise UsageError(f"--from {told}: there are no runs")
+    return load_all(choose(found, words, where, told))
+
+
+def _question(
+    metric: str | None,
+    baseline: str | None,
+    margin: str | None,
+    reduce: str,
+    reach: float | None,
+    curves: str | None,
+    *,
+    whole: bool,
+) -> Question:
+    from sparsebp_cli.compare import REPORT_CURVES, Question, Reducer, parse_margin
+
+    named, allowed = parse_margin(margin) if margin is not None else (None, None)
+    if named and metric and named != metric:
+        raise UsageError(f"--margin is of {named}, but --metric is {metric}: name the same")
+    wanted = ([curves] if curves else []) + (list(REPORT_CURVES) if whole else [])
+    return Question(baseline, metric or named, allowed, Reducer.parse(reduce), reach, tuple(wanted))
+
+
+def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool, output: Form) -> View:
+    from sparsebp_cli.compare import View
+
+    chosen = {"curves": curves is not None, "pareto": pareto, "layers": layers, "memory": memory}
+    kinds = [kind for kind, asked in chosen.items() if asked]
+    if len(kinds) > 1:
+        raise UsageError(f"choose one of --curves, --pareto, --layers, --memory, got {len(kinds)}")
+    if x is not Axis.STEP and curves is None:
+        raise UsageError("--x goes with --curves METRIC")
+    if kinds not in ([], ["curves"]) and output in {Form.JSON, Form.CSV}:
+        raise UsageError(f"-o {output} holds everything: leave out --{kinds[0]}")
+    match kinds:
+        case ["curves"]:
+            return View("curves", curves, x.value)
+        case ["pareto"]:
+            return View("pareto")
+        case ["layers"]:
+            return View("layers")
+        case ["memory"]:
+            return View("memory")
+    return View()
+
+
+def _print(comparison: Comparison, output: Form, view: View) -> None:
+    from sparsebp_cli.compare import render, table
+
+    if output is Form.TABLE:
+        console().print(*table(comparison, view), sep="\n")
+    else:
+        print_line(render(comparison, output.value, view).rstrip("\n"))

@@ -1,9 +1,39 @@
 """Several runs side by side: what they differ in, how good, how fast, how large, and what may be concluded."""
 
-from sparsebp_cli.compare.build import compare_runs
+from sparsebp_cli.compare.build import Question, compare_runs
 from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
+from sparsebp_cli.compare.gate import check
+from sparsebp_cli.compare.load import LoadedRun
+from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.picture import picture
+from sparsebp_cli.compare.reducer import Reducer
 from sparsebp_cli.compare.render import FORMATS, render
+from sparsebp_cli.compare.report import REPORT_CURVES, write_report
+from sparsebp_cli.compare.select import Candidate, choose, local_candidates
+from sparsebp_cli.compare.store import load_all, store_candidates
 from sparsebp_cli.compare.table import table
+from sparsebp_cli.compare.view import View
 
-__all__ = ["FORMATS", "Comparison", "Group", "RunLine", "compare_runs", "picture", "render", "table"]
+__all__ = [
+    "FORMATS",
+    "REPORT_CURVES",
+    "Candidate",
+    "Comparison",
+    "Group",
+    "LoadedRun",
+    "Question",
+    "Reducer",
+    "RunLine",
+    "View",
+    "check",
+    "choose",
+    "compare_runs",
+    "load_all",
+    "local_candidates",
+    "parse_margin",
+    "picture",
+    "render",
+    "store_candidates",
+    "table",
+    "write_report",
+]

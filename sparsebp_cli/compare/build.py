@@ -1,85 +1,264 @@
-"""Builds a comparison from run folders."""
+"""Builds a comparison from runs."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
-from sparsebp_cli.compare.comparison import SCHEMA, Change, Comparison, Group, RunLine
+from sparsebp_cli.compare.comparison import Change, Comparison, Control, Group, Quality, RunLine
 from sparsebp_cli.compare.confound import find_confounds, find_warnings
-from sparsebp_cli.compare.figure import measure_cost, measure_quality, measure_speed, step_time, training_seconds
+from sparsebp_cli.compare.control import Members, find_controls
+from sparsebp_cli.compare.example import compare_examples
+from sparsebp_cli.compare.figure import at_time, by_seed, measure_cost, measure_reach, measure_speed, median_time
+from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import LoadedRun, load
+from sparsebp_cli.compare.margin import NotWorse, decide_all
+from sparsebp_cli.compare.reducer import Reducer
+from sparsebp_cli.compare.statistics import Difference, holm, paired_difference, spread
 from sparsebp_cli.compare.verdict import better, give_verdict
 from sparsebp_cli.errors import UsageError, did_you_mean
-from sparsebp_cli.recipe import describe_changes
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
+MOST_POINTS = 400  # of one curve: more than a screen has room for
 NOT_A_CHANGE = ("name", "training.seed", "tracking.")
 
-Members = Mapping[str, Sequence[LoadedRun]]
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of the runs.
+
+    Args:
+        baseline: Name, group hash or run id of the baseline; None takes the first group whose policies are all exact,
+            else the first group.
+        metric: The quality metric; None takes ``eval/accuracy`` for classification, else ``eval/loss``.
+        margin: In the metric's unit, how much worse still counts as not worse; None makes no such statement.
+        reducer: How a run's evaluations become one number.
+        target: A value of the metric whose first reaching is looked for; None: none.
+        curves: Further metrics whose curves are wanted.
+    """
+
+    baseline: str | None = None
+    metric: str | None = None
+    margin: float | None = None
+    reducer: Reducer = field(default_factory=Reducer)
+    target: float | None = None
+    curves: tuple[str, ...] = ()
 
 
 def compare_runs(
-    runs: Iterable[RunFolder], *, baseline: str | None = None, metric: str | None = None, margin: float | None = None
+    runs: Iterable[RunFolder | LoadedRun],
+    question: Question | None = None,
+    *,
+    baseline: str | None = None,
+    metric: str | None = None,
+    margin: float | None = None,
 ) -> Comparison:
     """Compare runs: those that differ only in seed form a group, and each group is held against the baseline.
 
     Args:
         runs: Any runs, in the order in which groups are to be shown.
-        baseline: Name, group hash or run id of the baseline; None takes the first group whose policies are all
-            exact, else the first group.
-        metric: The quality metric; None takes ``eval/accuracy`` for classification, else ``eval/loss``.
-        margin: In the metric's unit, how much worse still counts as not worse; None makes no such statement.
+        question: What is asked; None: the usual. The three others stand in for its fields of the same name.
+        baseline: See :class:`Question`.
+        metric: See :class:`Question`.
+        margin: See :class:`Question`.
 
     Returns:
         Everything that is shown, as plain data.
 
     Raises:
-        UsageError: There are no runs, or the baseline or the metric is not among theirs.
+        UsageError: There are no runs, or the baseline or a metric is not among theirs.
     """
+    question = question or Question(baseline, metric, margin)
     loaded = load(runs)
     if not loaded:
         raise UsageError("there are no runs to compare")
     members: dict[str, list[LoadedRun]] = {}
     for run in loaded:
         members.setdefault(run.group, []).append(run)
-    first = _find_baseline(members, baseline)
+    first = _find_baseline(members, question.baseline)
     members = {first: members[first]} | members
-    metric = _choose_metric(loaded, metric)
-    labels = _label(members)
-    counted = {group: [run for run in some if not _why_not(run, metric)] for group, some in members.items()}
-    seconds = _equal_time(counted)
-    groups = tuple(_measure(group, members, counted, labels, metric, margin, seconds) for group in members)
-    return Comparison(
-        schema=SCHEMA,
-        metric=metric,
-        unit=names.METRICS[metric].unit if metric in names.METRICS else "",
-        better=better(metric),
-        margin=margin,
-        baseline=first,
-        groups=groups,
-        runs=tuple(_describe_run(run, labels[run.group], metric) for some in members.values() for run in some),
-        confounds=find_confounds({labels[group]: some for group, some in counted.items()}),
-        warnings=find_warnings(loaded, groups, metric),
-        equal_time_seconds=seconds,
-    )
+    return _Builder(loaded, members, first, question).build()
+
+
+class _Builder:
+    """What the parts of a comparison share."""
+
+    def __init__(self, loaded: list[LoadedRun], members: Members, first: str, question: Question) -> None:
+        self.loaded, self.members, self.first, self.question = loaded, members, first, question
+        self.metric = _choose_metric(loaded, question.metric)
+        self.way = better(self.metric)
+        self.labels = _label(members)
+        self.values = {run.run_id: self._reduce(run) for run in loaded}
+        self.reasons = {run.run_id: self._why_not(run) for run in loaded}
+        self.counted = {g: [run for run in some if not self.reasons[run.run_id]] for g, some in members.items()}
+        self.seconds = _equal_time(self.counted)
+
+    def build(self) -> Comparison:
+        groups = [self._measure(group) for group in self.members]
+        groups = self._correct(groups)
+        controls = self._find_controls()
+        groups = [self._conclude(group, groups[0], controls) for group in groups]
+        return Comparison(
+            schema=2,
+            metric=self.metric,
+            unit=names.METRICS[self.metric].unit if self.metric in names.METRICS else "",
+            better=self.way,
+            reducer=self.question.reducer.name,
+            margin=self.question.margin,
+            target=self.question.target,
+            baseline=self.first,
+            groups=tuple(groups),
+            runs=tuple(self._describe(run) for some in self.members.values() for run in some),
+            controls=controls,
+            confounds=find_confounds({self.labels[group]: some for group, some in self.counted.items()}),
+            warnings=find_warnings(self.loaded, groups, self.metric),
+            equal_time_seconds=self.seconds,
+        )
+
+    def _reduce(self, run: LoadedRun) -> float | None:
+        return self.question.reducer.reduce(run.evaluations(self.metric), higher_is_better=self.way == "higher")
+
+    def _why_not(self, run: LoadedRun) -> str:
+        """Why a run is not in its group's numbers; empty when it is."""
+        if run.missing_steps:
+            return f"half sent: the store has {run.steps} of {run.steps_planned} steps; `sparsebp sync` sends the rest"
+        if not run.finished:
+            text = str(run.history.ends[-1].get("text", "")) if run.history.ends and run.state.over else ""
+            return f"{run.state}: {text.splitlines()[0]}" if text.strip() else str(run.state)
+        value = self.values[run.run_id]
+        if value is not None and not math.isfinite(value):
+            where = (
+                "after the last step" if self.question.reducer.kind == "final" else f"({self.question.reducer.name})"
+            )
+            return f"diverged: {self.metric} is {value} {where}"
+        return f"a newer run of this seed counts: {run.superseded_by}" if run.superseded_by else ""
+
+    def _difference(self, group: str, other: str) -> Difference | None:
+        here, there = (by_seed(self.counted[g], lambda run: self.values[run.run_id]) for g in (group, other))
+        return paired_difference(here, there)
+
+    def _measure(self, group: str) -> Group:
+        runs, here, newest = self.members[group], self.counted[group], self.members[group][-1]
+        there, target = self.counted[self.first] if group != self.first else [], self.question.target
+        higher = self.way == "higher"
+        quality = Quality(
+            final=spread([value for run in here if (value := self.values[run.run_id]) is not None]),
+            difference=self._difference(group, self.first) if group != self.first else None,
+            at_equal_time=spread(at_time(here, self.metric, self.seconds)),
+            examples=compare_examples(here, there),
+            reach=None if target is None else measure_reach(here, there, self.metric, target, higher_is_better=higher),
+        )
+        return Group(
+            group=group,
+            label=self.labels[group],
+            baseline=group == self.first,
+            policies=tuple(str(entry["name"]) for entry in newest.policies),
+            exact=next((run.exact for run in runs if run.exact is not None), None),
+            seeds=tuple(sorted(run.seed for run in here if run.seed is not None)),
+            states=dict(Counter(str(run.state) for run in runs if not run.superseded_by)),
+            changes=_changes(self.members[self.first][-1], newest),
+            recipe=newest.recipe,
+            quality=quality,
+            speed=measure_speed(here, there),
+            cost=measure_cost(here, there),
+            layers=measure_layers(here),
+            verdict="",
+        )
+
+    def _correct(self, groups: Sequence[Group]) -> list[Group]:
+        """Several groups against one baseline are several chances: each kind of statement is corrected by itself."""
+        quality = _holm([group.quality.difference for group in groups])
+        step = _holm([group.speed.step_ratio for group in groups])
+        backward = _holm([group.speed.backward_ratio for group in groups])
+        peak = _holm([group.cost.peak_ratio for group in groups])
+        decisions: list[NotWorse | None] = [None] * len(groups)
+        if self.question.margin is not None and self.way:
+            decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
+        return [
+            replace(
+                group,
+                quality=replace(group.quality, difference=quality[i], not_worse=decisions[i]),
+                speed=replace(group.speed, step_ratio=step[i], backward_ratio=backward[i]),
+                cost=replace(group.cost, peak_ratio=peak[i]),
+            )
+            for i, group in enumerate(groups)
+        ]
+
+    def _find_controls(self) -> tuple[Control, ...]:
+        controls = find_controls(self.members, self.counted, self.labels, self._difference)
+        corrected: dict[int, Difference | None] = {}
+        for kind in ("dense", "random", "equal_time"):
+            places = [i for i, control in enumerate(controls) if control.kind == kind]
+            corrected |= dict(zip(places, _holm([controls[i].difference for i in places]), strict=True))
+        return tuple(replace(control, difference=corrected[i]) for i, control in enumerate(controls))
+
+    def _conclude(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
+        runs = self.members[group.group]
+        lost = sum(not run.superseded_by and run.state.over for run in runs) - len(self.counted[group.group])
+        if group.baseline:
+            return replace(group, verdict="baseline" + (f"; {lost} of its runs did not finish" if lost else "") + ".")
+        mine = [control for control in controls if control.group == group.group]
+        said = give_verdict(group.quality, group.speed, baseline.speed.step, self.metric, mine, lost)
+        return replace(group, verdict=said)
+
+    def _describe(self, run: LoadedRun) -> RunLine:
+        reason, value = self.reasons[run.run_id], self.values[run.run_id]
+        wanted = dict.fromkeys([self.metric, *self.question.curves])
+        return RunLine(
+            run_id=run.run_id,
+            group=run.group,
+            label=self.labels[run.group],
+            seed=run.seed,
+            state=str(run.state),
+            counts=not reason,
+            reason=reason,
+            steps=run.steps,
+            attempts=len(run.history.warm),
+            created=run.created,
+            source=run.source,
+            version=run.version,
+            git_sha=run.git_sha,
+            dirty=run.dirty,
+            environment=run.history.environments[-1] if run.history.environments else {},
+            quality=value if value is not None and math.isfinite(value) else None,
+            step_seconds=median_time(run, names.STEP_SECONDS),
+            curves={name: thin(run.curve(name)) for name in wanted},
+        )
+
+
+Item = TypeVar("Item")
+
+
+def thin(points: Sequence[Item]) -> tuple[Item, ...]:
+    """Return at most 400 of the points, evenly, the first and the last among them."""
+    if len(points) <= MOST_POINTS:
+        return tuple(points)
+    last = MOST_POINTS - 1
+    return tuple(points[round(i * (len(points) - 1) / last)] for i in range(MOST_POINTS))
+
+
+def _holm(differences: Sequence[Difference | None]) -> list[Difference | None]:
+    p_values = [None if d is None else d.p for d in differences]
+    if sum(p is not None for p in p_values) < 2:
+        return list(differences)
+    corrected = holm(p_values)
+    return [None if d is None else replace(d, p_holm=p) for d, p in zip(differences, corrected, strict=True)]
 
 
 def _find_baseline(members: Members, wanted: str | None) -> str:
     if wanted is None:
         return next((group for group, some in members.items() if any(run.exact for run in some)), next(iter(members)))
     for group, some in members.items():
-        ids = [run.run.run_id for run in some]
-        if wanted in {group, *ids, *(run.plan.recipe.name for run in some)}:
+        if wanted in {group, *(run.run_id for run in some), *(run.name for run in some)}:
             return group
-    matching = [
-        g for g, some in members.items() if any(x.startswith(wanted) for x in (g, *(r.run.run_id for r in some)))
-    ]
+    matching = [g for g, some in members.items() if any(x.startswith(wanted) for x in (g, *(r.run_id for r in some)))]
     if len(matching) == 1 and wanted:
         return matching[0]
-    known = [*dict.fromkeys(run.plan.recipe.name for some in members.values() for run in some)]
+    known = [*dict.fromkeys(run.name for some in members.values() for run in some)]
     near = did_you_mean(wanted, known)
     raise UsageError(f"--baseline must name one of the runs compared ({', '.join(known)}), got {wanted!r}{near}")
 
@@ -92,87 +271,26 @@ def _choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
             near = did_you_mean(wanted, logged)
             raise UsageError(f"--metric must be one that these runs logged ({shown}, ...), got {wanted!r}{near}")
         return wanted
-    classify = all(run.plan.recipe.dataset.format == "classification" for run in runs)
+    classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
     return names.EVAL_ACCURACY.name if classify and names.EVAL_ACCURACY.name in logged else names.EVAL_LOSS.name
 
 
 def _label(members: Members) -> dict[str, str]:
-    """The recipe's name; where two groups share it, with the first digits of the group's hash."""
-    plain = {group: some[0].plan.recipe.name for group, some in members.items()}
+    """The run's name; where two groups share it, with the first digits of the group's hash."""
+    plain = {group: some[0].name for group, some in members.items()}
     uses = Counter(plain.values())
     return {group: name if uses[name] == 1 else f"{name}#{group[:4]}" for group, name in plain.items()}
 
 
-def _why_not(run: LoadedRun, metric: str) -> str:
-    """Why a run is not in its group's numbers; empty when it is."""
-    if not run.finished:
-        text = str(run.history.ends[-1].get("text", "")) if run.history.ends and run.state.over else ""
-        return f"{run.state}: {text.splitlines()[0]}" if text.strip() else str(run.state)
-    value = run.final(metric)
-    if value is not None and not math.isfinite(value):
-        return f"diverged: {metric} is {value} after the last step"
-    return f"a newer run of this seed counts: {run.superseded_by}" if run.superseded_by else ""
-
-
 def _equal_time(counted: Members) -> float | None:
     """The training time of the fastest group, by its slowest run; None with one group, which has nothing to equal."""
-    times = [max(map(training_seconds, some), default=0.0) for some in counted.values()]
+    times = [max((run.training_seconds for run in some), default=0.0) for some in counted.values()]
     return min(filter(None, times), default=None) if len(times) > 1 else None
 
 
-def _measure(
-    group: str,
-    members: Members,
-    counted: Members,
-    labels: Mapping[str, str],
-    metric: str,
-    margin: float | None,
-    seconds: float | None,
-) -> Group:
-    first = next(iter(members))
-    runs, here, newest = members[group], counted[group], members[group][-1]
-    there = counted[first] if group != first else []
-    scored = [run for run in here if run.final(metric) is not None]
-    scored_there = [run for run in there if run.final(metric) is not None]
-    quality, speed = measure_quality(scored, scored_there, metric, seconds), measure_speed(here, there)
-    lost = sum(not run.superseded_by and run.state.over for run in runs) - len(here)
-    verdict = "baseline" + (f"; {lost} of its runs did not finish" if lost else "") + "."
-    if group != first:
-        verdict = give_verdict(quality, speed, measure_speed(there, []).step, metric, margin, lost)
-    return Group(
-        group=group,
-        label=labels[group],
-        baseline=group == first,
-        policies=tuple(entry.name for entry in newest.plan.recipe.policy),
-        exact=next((run.exact for run in runs if run.exact is not None), None),
-        seeds=tuple(sorted(run.seed for run in here)),
-        states=dict(Counter(str(run.state) for run in runs if not run.superseded_by)),
-        changes=_changes(members[first][-1], newest),
-        quality=quality,
-        speed=speed,
-        cost=measure_cost(here),
-        verdict=verdict,
-    )
-
-
 def _changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
-    listed = describe_changes(baseline.plan.recipe, other.plan.recipe)
-    return tuple(Change(*change) for change in listed if not change[0].startswith(NOT_A_CHANGE))
-
-
-def _describe_run(run: LoadedRun, label: str, metric: str) -> RunLine:
-    reason, time, value = _why_not(run, metric), step_time(run), run.final(metric)
-    return RunLine(
-        run_id=run.run.run_id,
-        group=run.group,
-        label=label,
-        seed=run.seed,
-        state=str(run.state),
-        counts=not reason,
-        reason=reason,
-        steps=run.steps,
-        attempts=len(run.history.warm),
-        quality=value if value is not None and math.isfinite(value) else None,
-        step_seconds=time.median if time else None,
-        curve=run.curve(metric),
-    )
+    a, b = baseline.flat, other.flat
+    paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
+    sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
+    paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
+    return tuple(Change(path, a.get(path), b.get(path)) for path in paths if not path.startswith(NOT_A_CHANGE))

@@ -31,6 +31,9 @@ def _joined(values: Any) -> str | None:
 SOURCES: dict[str, Callable[[LoadedRun], Any]] = {
     "device": _fact("device"),
     "GPU": _machine("gpu"),
+    "driver": _machine("driver"),
+    "CUDA": _machine("cuda"),
+    "image": _machine("image"),
     "CPU": _machine("cpu"),
     "cores": _machine("cores"),
     "threads": _fact("threads"),
@@ -43,8 +46,8 @@ SOURCES: dict[str, Callable[[LoadedRun], Any]] = {
     "Python": _machine("python"),
     "platform": _machine("platform"),
     **{name: _package(name) for name in ("torch", "transformers", "accelerate", "peft", "datasets")},
-    "SparseBP": lambda run: run.plan.provenance.sparsebp_version or None,
-    "git commit": lambda run: run.plan.provenance.git_sha[:10] or None,
+    "SparseBP": lambda run: run.version or None,
+    "git commit": lambda run: run.git_sha[:10] or None,
 }
 
 
@@ -81,7 +84,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], metric: st
         Lines.
     """
     lines = [
-        f"run {run.run.run_id} (seed {run.seed}) is not counted: run {run.superseded_by} repeats it and is newer"
+        f"run {run.run_id} (seed {run.seed}) is not counted: run {run.superseded_by} repeats it and is newer"
         for run in runs
         if run.superseded_by
     ]
@@ -89,22 +92,34 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], metric: st
     if pairs := ran_together(counted):
         first, second = pairs[0]
         lines.append(
-            f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run.run_id} and "
-            f"{second.run.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
+            f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run_id} and "
+            f"{second.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
         )
-    lines += [line for group in groups if (line := _claim_warning(group))]
+    lines += [line for group in groups for line in (_claim_warning(group), _recipe_warning(group)) if line]
     seeds = {group.seeds for group in groups if group.seeds}
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
         lines.append(f"the groups have different seeds ({shown}): differences use the shared ones only")
-    if dirty := [run.run.run_id for run in counted if run.plan.provenance.git_diff]:
+    if dirty := [run.run_id for run in counted if run.dirty]:
         lines.append(f"uncommitted changes of the code were present in {len(dirty)} of {len(counted)} runs")
-    if len([group for group in groups if not group.baseline and group.quality.difference]) > 1:
+    if untimed := [run for run in counted if not run.is_timed and run.history.metrics]:
         lines.append(
-            "each interval stands alone: with several groups, one of them looks different by chance more often"
+            f"{len(untimed)} run{'s' * (len(untimed) > 1)} logged no step times: their curves against time use the "
+            "clock, evaluation and checkpoints included"
         )
+    if unseeded := [run for run in counted if run.seed is None]:
+        lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} did not log a seed: in no pair")
     lines += [f"{group.label}: no run has {metric} after its last step" for group in groups if _blind(group)]
     return tuple(lines)
+
+
+def _recipe_warning(group: Group) -> str:
+    """A policy is blamed or praised for what another key did, unless that key is named."""
+    keys = [c.key for c in group.changes if not c.key.startswith(("policy.", "measure.", "checkpoint.", "target."))]
+    if not keys or not any(change.key.startswith("policy.") for change in group.changes):
+        return ""
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"{group.label} differs from the baseline in more than the policy: {', '.join(keys[:3])}{more}"
 
 
 def _blind(group: Group) -> bool:

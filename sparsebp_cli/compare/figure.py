@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from sparsebp_cli.compare.comparison import Cost, Quality, Speed
-from sparsebp_cli.compare.load import LoadedRun
-from sparsebp_cli.compare.statistics import Quartiles, paired_difference, quartiles, spread
+from sparsebp_cli.compare.comparison import Cost, Reach, Speed
+from sparsebp_cli.compare.load import LoadedRun, Point
+from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.metric import Metric
 
 TIME_TOLERANCE = 1.05
-
-
-def measure_quality(
-    runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], name: str, equal_time: float | None
-) -> Quality:
-    """Return how good a group's models are.
-
-    Args:
-        runs: That count; all have a finite final value.
-        baseline: The baseline's; empty for the baseline itself.
-        name: Of the quality metric.
-        equal_time: Seconds of training that every run has had.
-
-    Returns:
-        The figures.
-    """
-    here, there = ({run.seed: run.final(name) or 0.0 for run in some} for some in (runs, baseline))
-    return Quality(
-        final=spread(list(here.values())),
-        difference=paired_difference(here, there),
-        at_equal_time=spread(_at_time(runs, name, equal_time)),
-    )
 
 
 def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Speed:
@@ -48,37 +25,37 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
     Returns:
         The figures.
     """
-    step, dense = _times(runs, metric.STEP_SECONDS), _times(baseline, metric.STEP_SECONDS)
-    here, there = ({run.seed: q.median for run in some if (q := step_time(run))} for some in (runs, baseline))
-    ratios = [there[seed] / here[seed] for seed in here.keys() & there.keys()]
     return Speed(
-        step=step,
+        step=_times(runs, metric.STEP_SECONDS),
         forward=_times(runs, metric.FORWARD_SECONDS),
         backward=_times(runs, metric.BACKWARD_SECONDS),
         optimizer=_times(runs, metric.OPTIMIZER_SECONDS),
         tokens_per_second=_times(runs, metric.TOKENS_PER_SECOND),
-        speedup=dense.median / step.median if dense and step else None,
-        speedup_low=min(ratios) if len(ratios) > 1 else None,
-        speedup_high=max(ratios) if len(ratios) > 1 else None,
+        training_seconds=spread([run.training_seconds for run in runs if run.training_seconds]),
+        step_ratio=_ratio(runs, baseline, lambda run: median_time(run, metric.STEP_SECONDS)),
+        backward_ratio=_ratio(runs, baseline, lambda run: median_time(run, metric.BACKWARD_SECONDS)),
         ceiling=_median(runs, metric.CEILING),
         realised_share=quartiles(_all(runs, metric.REALISED_SHARE)),
     )
 
 
-def measure_cost(runs: Sequence[LoadedRun]) -> Cost:
+def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Cost:
     """Return what a group's steps take beside time.
 
     Args:
         runs: That count.
+        baseline: The baseline's; empty for the baseline itself.
 
     Returns:
         The figures.
     """
     device, process = _largest(runs, metric.PEAK_ALLOCATED_BYTES), _largest(runs, metric.PEAK_RESIDENT_BYTES)
     peak_of: Literal["device", "process", ""] = "device" if device else "process" if process else ""
+    peak = metric.PEAK_ALLOCATED_BYTES if device else metric.PEAK_RESIDENT_BYTES
     return Cost(
         peak_bytes=device or process,
         peak_of=peak_of,
+        peak_ratio=_ratio(runs, baseline, lambda run: _largest([run], peak)),
         weight_bytes=_largest(runs, metric.WEIGHT_BYTES),
         gradient_bytes=_largest(runs, metric.GRADIENT_BYTES),
         optimizer_bytes=_largest(runs, metric.OPTIMIZER_BYTES),
@@ -92,14 +69,74 @@ def measure_cost(runs: Sequence[LoadedRun]) -> Cost:
     )
 
 
-def step_time(run: LoadedRun) -> Quartiles | None:
-    """Return one run's step time after warm-up."""
-    return quartiles(run.values(metric.STEP_SECONDS.name, after_warmup=True))
+def measure_reach(
+    runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], name: str, target: float, *, higher_is_better: bool
+) -> Reach:
+    """Return how soon runs reached a value, by the first evaluation at or past it; nothing is interpolated.
+
+    Args:
+        runs: That count.
+        baseline: The baseline's; empty for the baseline itself.
+        name: Of the quality metric.
+        target: The value.
+        higher_is_better: Which way is past it.
+
+    Returns:
+        The figures.
+    """
+
+    def arrival(run: LoadedRun) -> Point | None:
+        past = (p for p in run.curve(name) if (p.value >= target if higher_is_better else p.value <= target))
+        return next(past, None)
+
+    def seconds(run: LoadedRun) -> float | None:
+        point = arrival(run)
+        return point.seconds if point and point.seconds > 0.0 else None
+
+    found = [point for run in runs if (point := arrival(run))]
+    return Reach(
+        reached=len(found),
+        of=len(runs),
+        steps=spread([float(point.step) for point in found]),
+        seconds=spread([point.seconds for point in found]),
+        ratio=_ratio(runs, baseline, seconds),
+    )
 
 
-def training_seconds(run: LoadedRun) -> float:
-    """Return how long a run's steps took together."""
-    return math.fsum(run.values(metric.STEP_SECONDS.name))
+def at_time(runs: Iterable[LoadedRun], name: str, seconds: float | None) -> list[float]:
+    """Return each run's last value inside a time, never one in between: nothing was measured there.
+
+    Runs of equal work differ by a few percent in time; without a tolerance the slower would lose its last evaluation.
+
+    Args:
+        runs: That count.
+        name: Of the metric.
+        seconds: Of training; None gives nothing.
+
+    Returns:
+        One value a run that has one.
+    """
+    if seconds is None:
+        return []
+    curves = [[point.value for point in run.curve(name) if point.seconds <= seconds * TIME_TOLERANCE] for run in runs]
+    return [values[-1] for values in curves if values]
+
+
+def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) -> dict[int, float]:
+    """Return seed to value; runs without a seed or a value are left out, for nothing can be paired with them."""
+    return {run.seed: value for run in runs if run.seed is not None and (value := of(run)) is not None}
+
+
+def median_time(run: LoadedRun, which: Metric) -> float | None:
+    """Return one run's median time after warm-up; None when there is none."""
+    found = quartiles(run.values(which.name, after_warmup=True))
+    return found.median if found else None
+
+
+def _ratio(
+    runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], of: Callable[[LoadedRun], float | None]
+) -> Difference | None:
+    return paired_ratio(by_seed(runs, of), by_seed(baseline, of)) if baseline else None
 
 
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
@@ -109,17 +146,6 @@ def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
     if forward is None or dense is None or not ceiling:
         return None
     return (forward + dense) / ceiling - forward
-
-
-def _at_time(runs: Iterable[LoadedRun], name: str, seconds: float | None) -> list[float]:
-    """The last value inside the time, never one in between: nothing was measured there.
-
-    Runs of equal work differ by a few percent in time; without a tolerance the slower would lose its last evaluation.
-    """
-    if seconds is None:
-        return []
-    curves = [[value for _, at, value in run.curve(name) if at <= seconds * TIME_TOLERANCE] for run in runs]
-    return [values[-1] for values in curves if values]
 
 
 def _all(runs: Iterable[LoadedRun], which: Metric, *, after_warmup: bool = False) -> list[float]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
 
 NONE = "-"
@@ -35,16 +38,34 @@ def of_spread(value: Spread | None, digits: int = 4) -> str:
         return NONE
     if value.sd is None:
         return f"{value.mean:.{digits}g} ({value.n})"
-    return f"{value.mean:.{digits}g} ± {value.sd:.2g} ({value.n})"
+    if value.sd <= 0.0:
+        return f"{value.mean:.{digits}g} ± 0 ({value.n})"
+    places = min(8, max(0, 1 - math.floor(math.log10(value.sd))))
+    return f"{value.mean:.{places}f} ± {value.sd:.{places}f} ({value.n})"
 
 
 def of_difference(value: Difference | None) -> str:
-    """Return ``+0.05 [+0.03, +0.07]``; without an interval where there is none."""
+    """Return ``+0.050 [+0.031, +0.069]``; without an interval where there is none."""
     if value is None:
         return NONE
     if value.low is None or value.high is None:
         return f"{value.mean:+.3g}"
-    return f"{value.mean:+.3g} [{value.low:+.3g}, {value.high:+.3g}]"
+    digits = _digits(value.low, value.high)
+    return f"{value.mean:+.{digits}f} [{value.low:+.{digits}f}, {value.high:+.{digits}f}]"
+
+
+def show_interval(value: Difference) -> str:
+    """Return ``+0.031 to +0.069``."""
+    if value.low is None or value.high is None:
+        return NONE
+    digits = _digits(value.low, value.high)
+    return f"{value.low:+.{digits}f} to {value.high:+.{digits}f}"
+
+
+def _digits(low: float, high: float) -> int:
+    """Places after the point that leave two digits of half the interval: more would be noise."""
+    half = (high - low) / 2 or max(abs(low), abs(high))
+    return min(8, max(0, 1 - math.floor(math.log10(half)))) if half > 0.0 else 0
 
 
 def of_quartiles(value: Quartiles | None, units: Units) -> str:
@@ -54,6 +75,17 @@ def of_quartiles(value: Quartiles | None, units: Units) -> str:
     size, name = next((unit for unit in units if value.median >= unit[0]), units[-1])
     low, high = _short(value.low / size), _short(value.high / size)
     return f"{_short(value.median / size)} {name} [{low}, {high}]"
+
+
+def of_phases(values: Sequence[float | None], step: Quartiles | None) -> str:
+    """Return ``36 + 42 + 2.5 ms``, in the unit of the step."""
+    if step is None or all(value is None for value in values):
+        return NONE
+    size, name = next((unit for unit in SECONDS if step.median >= unit[0]), SECONDS[-1])
+    return (
+        " + ".join(NONE if value is None else f"{value / size:.{0 if value >= 10 * size else 1}f}" for value in values)
+        + f" {name}"
+    )
 
 
 def of_share(value: float | None) -> str:
@@ -68,10 +100,24 @@ def of_factor(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}x"
 
 
-def of_speedup(value: float | None, low: float | None, high: float | None) -> str:
-    """Return ``1.47x [1.44, 1.49]``, the extremes over seeds."""
-    text = of_factor(value)
-    return text if low is None or high is None or value is None else f"{text} [{low:.2f}, {high:.2f}]"
+def of_change(value: Difference | None) -> str:
+    """Return a ratio as ``-18.4 % [-19.6, -17.1]``; without an interval where there is none."""
+    if value is None:
+        return NONE
+    mean, low, high = (None if x is None else f"{100 * (x - 1.0):+.1f}" for x in (value.mean, value.low, value.high))
+    return f"{mean} %" if low is None or high is None else f"{mean} % [{low}, {high}]"
+
+
+def of_p(value: Difference | None) -> str:
+    """Return the p value that a statement rests on: ``0.031``, ``<0.001``."""
+    return of_p_value(None if value is None else value.decisive_p)
+
+
+def of_p_value(p: float | None) -> str:
+    """Return ``0.031``, ``<0.001``."""
+    if p is None:
+        return NONE
+    return "<0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def of_plain(value: float | None, digits: int = 3) -> str:

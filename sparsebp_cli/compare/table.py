@@ -9,23 +9,28 @@ from rich.text import Text
 
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid, grids
+from sparsebp_cli.compare.view import View, view_grids
 
 
-def table(comparison: Comparison) -> list[RenderableType]:
+def table(comparison: Comparison, view: View | None = None) -> list[RenderableType]:
     """Return what is printed, from top to bottom.
 
     Args:
         comparison: What was compared.
+        view: What of it; None: everything.
 
     Returns:
-        Tables, then warnings, then a verdict for each group.
+        Tables, then warnings, then a verdict for each group; of a single view its tables alone.
     """
     parts: list[RenderableType] = []
-    for grid in grids(comparison):
+    whole = view is None or view.kind == "overview"
+    for grid in grids(comparison) if view is None or whole else view_grids(comparison, view):
         parts.append(_draw(grid))
         if grid.note:
             parts.append(Text(grid.note, style="dim"))
         parts.append(Text())
+    if not whole:
+        return parts[:-1]
     parts += [Text.assemble(("warning: ", "yellow"), warning) for warning in comparison.warnings]
     parts += [Text.assemble((f"{group.label}: ", "bold"), group.verdict) for group in comparison.groups]
     return parts

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from sparsebp_cli.compare.comparison import Quality, Speed
+from collections.abc import Sequence
+from typing import Literal
+
+from sparsebp_cli.compare.comparison import Control, ExampleDifference, Quality, Speed
+from sparsebp_cli.compare.margin import NotWorse
+from sparsebp_cli.compare.number import of_change, show_interval
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 from sparsebp_cli.run.metric import METRICS
 
 COUNTS = {1: "one seed", 2: "two seeds"}
+LEVEL = 0.05
+LOWER = ("loss", "perplexity", "error")
+HIGHER = ("accuracy", "f1", "bleu", "rouge")
+
+Way = Literal["lower", "higher", ""]
 
 
 def give_verdict(
-    quality: Quality, speed: Speed, baseline_step: Quartiles | None, metric: str, margin: float | None, lost: int
+    quality: Quality,
+    speed: Speed,
+    baseline_step: Quartiles | None,
+    metric: str,
+    controls: Sequence[Control],
+    lost: int,
 ) -> str:
     """Say what a group's numbers allow to be said against the baseline.
 
@@ -19,58 +34,127 @@ def give_verdict(
         speed: The group's.
         baseline_step: The baseline's step time.
         metric: Name of the quality metric.
-        margin: How much worse still counts as not worse; None: no such statement.
+        controls: The group's.
         lost: Runs of the group that did not finish well.
 
     Returns:
-        One or two short sentences.
+        A few short sentences.
     """
-    parts = [_quality(quality.difference, metric, margin), _speed(speed, baseline_step)]
+    parts = [_quality(quality.difference, metric), _examples(quality), _margin(quality.not_worse)]
+    parts.append(_speed(speed, baseline_step))
+    parts += [_control(control, metric) for control in controls if quality.difference is not None]
     if lost:
         parts.append(f"{lost} run{'s' * (lost > 1)} did not finish, so quality is that of the survivors")
     return "; ".join(part for part in parts if part) + "."
 
 
-def better(metric: str) -> str:
-    """Return which way a metric is better: ``lower``, ``higher``, or empty."""
-    return METRICS[metric].better if metric in METRICS else ""
+def better(metric: str) -> Way:
+    """Return which way a metric is better: ``lower``, ``higher``, or empty.
+
+    Of a metric that is not ours, its last word tells: ``eval_loss``, ``test/f1``.
+    """
+    if metric in METRICS:
+        return METRICS[metric].better
+    word = metric.replace("/", "_").rsplit("_", 1)[-1].lower()
+    return "lower" if word in LOWER else "higher" if word in HIGHER else ""
 
 
-def _quality(difference: Difference | None, metric: str, margin: float | None) -> str:
+def differs(difference: Difference | None) -> bool:
+    """Whether a difference was shown, after correction for the number of groups."""
+    p = None if difference is None else difference.decisive_p
+    return p is not None and p < LEVEL
+
+
+def _quality(difference: Difference | None, metric: str) -> str:
     if difference is None:
         return "no quality to compare"
-    if difference.seeds < FEWEST_PAIRS or difference.low is None or difference.high is None:
-        shared = COUNTS.get(difference.seeds, "no shared seed")
-        return f"{shared}: no statement about quality"
-    seeds = f"{difference.seeds} seeds"
+    if difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
+        return f"{COUNTS.get(difference.n, 'no shared seed')}: no statement about quality"
     if difference.low == difference.high == 0.0:
-        return f"{metric} is identical on all {seeds}"
-    worse_is_up = better(metric) == "lower"
-    inside = f"95% interval {difference.low:+.3g} to {difference.high:+.3g}, {seeds}"
-    if difference.low <= 0.0 <= difference.high:
-        text = f"no difference in {metric} was shown ({inside}); that is not proof of equality"
-    elif not better(metric):
-        text = f"{metric} differs by {difference.mean:+.3g} ({inside})"
-    else:
-        word = "worse" if (difference.mean > 0) == worse_is_up else "better"
-        text = f"{metric} is {word} by {abs(difference.mean):.3g} ({inside})"
-    if margin is None or not better(metric):
-        return text
-    worst = difference.high if worse_is_up else -difference.low
-    shown = "not worse" if worst < margin else "not shown to be not worse"
-    return f"{text}; {shown} by the margin of {margin:g}"
+        return f"{metric} is identical on all {difference.n} seeds"
+    if difference.p is None:
+        same = f"differs by the same {difference.mean:+.3g} on all {difference.n} seeds"
+        return f"{metric} {same}: seeds change nothing here, so there is no statement"
+    inside = f"95% interval {show_interval(difference)}, {difference.n} seeds"
+    if differs(difference):
+        return f"{metric} {_word(difference, metric)} ({inside})"
+    if not difference.low <= 0.0 <= difference.high:
+        inside += f", corrected for the number of groups, p = {difference.decisive_p:.2g}"
+    return f"no difference in {metric} was shown ({inside}), which is not proof of equality"
+
+
+def _word(difference: Difference, metric: str) -> str:
+    way = better(metric)
+    if not way:
+        return f"differs by {difference.mean:+.3g}"
+    word = "worse" if (difference.mean > 0) == (way == "lower") else "better"
+    return f"is {word} by {abs(difference.mean):.3g}"
+
+
+def _examples(quality: Quality) -> str:
+    """Only where seeds are too few to say more."""
+    if quality.difference is None or quality.difference.low is not None or not quality.examples:
+        return ""
+    return "; ".join(_on_examples(entry) for entry in quality.examples[:2])
+
+
+def _on_examples(entry: ExampleDifference) -> str:
+    found = entry.difference
+    if found.low is None or found.high is None or found.p is None:
+        return ""
+    where = f"on {found.n} held-out examples the model of seed {entry.seed}"
+    inside = show_interval(found)
+    if found.p >= LEVEL:
+        return f"{where} is not shown to differ in loss ({inside})"
+    word = "a larger" if found.mean > 0 else "a smaller"
+    return f"{where} has {word} loss by {abs(found.mean):.3g} ({inside})"
+
+
+def _margin(decision: NotWorse | None) -> str:
+    if decision is None:
+        return ""
+    text = f"not worse by more than the margin of {decision.margin:g}: {decision.answer}"
+    if decision.more_seeds is not None:
+        text += f" (about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would decide)"
+    return text
 
 
 def _speed(speed: Speed, baseline: Quartiles | None) -> str:
-    if speed.step is None or baseline is None or speed.speedup is None:
+    ratio = speed.step_ratio
+    if speed.step is None or baseline is None:
         return "no step times to compare"
-    if speed.step.high < baseline.low:
-        text = f"steps take {1 / speed.speedup:.2f} of the baseline's time"
-    elif speed.step.low > baseline.high:
-        text = f"steps are slower: {1 / speed.speedup:.2f} of the baseline's time"
+    if ratio is not None and ratio.low is not None:
+        if ratio.low == ratio.high == 1.0:
+            return "step times are equal"
+        if ratio.p is not None and not differs(ratio):
+            outside = not ratio.low <= 1.0 <= (ratio.high or ratio.low)
+            why = f", corrected for the number of groups, p = {ratio.decisive_p:.2g}" if outside else ""
+            return f"no difference in step time was shown ({of_change(ratio)}{why})"
+        text = f"step time {of_change(ratio)}"
+        faster = ratio.mean < 1.0
+    elif speed.step.high < baseline.low or speed.step.low > baseline.high:
+        faster = speed.step.high < baseline.low
+        change = 100 * (speed.step.median / baseline.median - 1.0)
+        text = f"step time {change:+.1f} % in these runs"
     else:
         return "step times overlap: neither is clearly faster"
-    if speed.realised_share is None:
+    if speed.realised_share is None or not faster:
         return text
     share = speed.realised_share.median
-    return f"{text}; {share:.0%} of the possible saving was realised" if share > 0 else text
+    return f"{text}, {share:.0%} of the possible saving was realised" if share > 0 else text
+
+
+def _control(control: Control, metric: str) -> str:
+    if control.kind == "dense":
+        return ""
+    against = "random at the same budget" if control.kind == "random" else "dense in the same time"
+    if not control.found:
+        return f"not compared with {against}"
+    difference = control.difference
+    if difference is None or difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
+        return f"too few seeds for a statement against {against}"
+    way = better(metric)
+    if not differs(difference) or not way:
+        return f"no difference from {against} was shown"
+    word = "worse" if (difference.mean > 0) == (way == "lower") else "better"
+    return f"{word} than {against} by {abs(difference.mean):.3g}"

@@ -15,11 +15,24 @@ import pytest
 from rich.console import Console
 
 from sparsebp_cli.compare import Comparison, compare_runs, picture, render, table
-from sparsebp_cli.compare.number import BYTES, FLOPS, SECONDS, of_quartiles, of_share, of_speedup, of_spread, scaled
-from sparsebp_cli.compare.statistics import Quartiles, Spread
+from sparsebp_cli.compare.number import (
+    BYTES,
+    FLOPS,
+    SECONDS,
+    of_change,
+    of_difference,
+    of_phases,
+    of_quartiles,
+    of_share,
+    of_spread,
+    scaled,
+)
+from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
+from tests.recipe.schema_evaluator import accepts
 
+ROOT = Path(__file__).parent.parent.parent
 MakeRun = Callable[..., RunFolder]
 
 
@@ -66,7 +79,7 @@ def test_every_number_is_whole_in_100_columns(comparison: Comparison) -> None:
     text = shown(comparison)
     assert max(len(line) for line in text.splitlines()) <= 100
     assert "…" not in text
-    for whole in ("3.108 ± 0.032 (5)", "+0.104 [+0.0898, +0.118]", "2.50x", "1.20 GB (process)", "200 MFLOP"):
+    for whole in ("3.108 ± 0.032 (5)", "+0.104 [+0.090, +0.118]", "2.50x", "1.20 GB (process)", "200 MFLOP"):
         assert whole in text
 
 
@@ -77,12 +90,24 @@ def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) ->
 
 def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
     found = json.loads(render(comparison, "json"), parse_constant=pytest.fail)
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert [group["label"] for group in found["groups"]][:2] == ["dense", "topk-rows"]
-    assert found["groups"][1]["quality"]["difference"]["seeds"] == 5
+    assert found["groups"][1]["quality"]["difference"]["n"] == 5
     assert len(found["runs"]) == 12
-    assert found["runs"][0]["curve"][0][0] == 0
+    assert found["runs"][0]["curves"]["eval/loss"][0][0] == 0
     assert found["groups"][1]["changes"][1] == {"key": "policy.0.keep", "baseline": None, "value": 0.1}
+
+
+def test_json_is_what_the_committed_schema_says(comparison: Comparison, make_run: MakeRun) -> None:
+    schema = json.loads((ROOT / "docs" / "comparison.schema.json").read_text())
+    assert schema["properties"]["schema"]["const"] == 2
+    empty = compare_runs([make_run(end="failed", steps=0)])
+    for each in (comparison, empty):
+        found = json.loads(render(each, "json"))
+        assert accepts(schema, found)
+    assert not accepts(schema, found | {"schema": 1})
+    assert not accepts(schema, {key: value for key, value in found.items() if key != "groups"})
+    assert not accepts(schema, found | {"runs": [{}]})
 
 
 def test_csv_is_long_with_one_number_a_line(comparison: Comparison) -> None:
@@ -99,7 +124,7 @@ def test_csv_is_long_with_one_number_a_line(comparison: Comparison) -> None:
 def test_markdown_tables_have_as_many_cells_in_every_row(comparison: Comparison) -> None:
     text = render(comparison, "md")
     blocks = [block for part in text.split("\n\n") if (block := part.strip()).startswith("|")]
-    assert len(blocks) == 6
+    assert len(blocks) == 8
     for block in blocks:
         counts = {line.replace("\\|", "").count("|") for line in block.splitlines()}
         assert len(counts) == 1
@@ -181,5 +206,12 @@ def test_numbers_are_short_and_have_their_unit() -> None:
     assert of_spread(Spread(3.21456, 0.0123, 5)) == "3.215 ± 0.012 (5)"
     assert of_spread(Spread(3.21456, None, 1)) == "3.215 (1)"
     assert [of_share(x) for x in (0.1, 0.034, -0.2, None)] == ["10%", "3.4%", "-20%", "-"]
-    assert of_speedup(1.5, 1.4, 1.6) == "1.50x [1.40, 1.60]"
-    assert of_speedup(1.5, None, None) == "1.50x"
+    assert of_spread(Spread(5.0, 0.03, 3)) == "5.000 ± 0.030 (3)"
+    assert of_spread(Spread(5.0, 0.0, 3)) == "5 ± 0 (3)"
+    assert of_change(Difference(0.816, 0.804, 0.829, 3)) == "-18.4 % [-19.6, -17.1]"
+    assert of_change(Difference(1.5)) == "+50.0 %"
+    assert of_difference(Difference(0.104, 0.0898, 0.118, 5)) == "+0.104 [+0.090, +0.118]"
+    assert of_difference(Difference(0.5, 0.5, 0.5, 3)) == "+0.50 [+0.50, +0.50]"
+    assert of_difference(Difference(0.0, 0.0, 0.0, 3)) == "+0 [+0, +0]"
+    assert of_phases([0.0361, 0.042, 0.0025], Quartiles(0.08, 0.08, 0.08, 9)) == "36 + 42 + 2.5 ms"
+    assert of_phases([None, None], None) == "-"

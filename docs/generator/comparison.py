@@ -1,0 +1,39 @@
+"""The JSON schema of ``sparsebp compare -o json``, from the dataclasses that are written and their docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from sparsebp_cli.compare import Comparison, comparison, load, margin, statistics
+
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
+    """Return the schema.
+
+    Args:
+        root: Of the repository; not needed.
+    """
+    made = TypeAdapter(Comparison).json_schema(mode="serialization")
+    for name, definition in {"Comparison": made, **made["$defs"]}.items():
+        _describe(name, definition)
+    return json.dumps({"$schema": DRAFT} | made | {"title": "sparsebp compare -o json"}, indent=1) + "\n"
+
+
+def _describe(name: str, definition: dict[str, Any]) -> None:
+    """What a field means stands in the class's docstring alone."""
+    found = next(getattr(module, name) for module in (comparison, margin, statistics, load) if hasattr(module, name))
+    text = inspect.getdoc(found) or ""
+    definition["description"] = text.partition("\n\n")[0].replace("\n", " ")
+    arguments = text.partition("Args:\n")[2]
+    for field, said in re.findall(r"^    (\w+): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
+        if field in definition.get("properties", {}):
+            plain = re.sub(r":class:`(\w+)`", r"\1", re.sub(r"\s+", " ", said)).replace("``", "")
+            definition["properties"][field]["description"] = plain

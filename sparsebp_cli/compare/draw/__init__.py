@@ -1,0 +1,1 @@
+"""Pictures of a comparison: PNG, SVG or PDF, in colours that colour-blind readers tell apart."""

@@ -1,0 +1,43 @@
+"""Two trained models on the same held-out examples, example by example."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from sparsebp_cli.compare.comparison import ExampleDifference
+from sparsebp_cli.compare.load import LoadedRun
+from sparsebp_cli.compare.statistics import summarise
+
+
+def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> tuple[ExampleDifference, ...]:
+    """Pair runs of one seed, and in each pair the examples.
+
+    Args:
+        runs: Of a group, that count.
+        baseline: The baseline's.
+
+    Returns:
+        One entry a shared seed of which both runs kept the losses of the same examples after their last step.
+    """
+    here, there = ({run.seed: run for run in some if run.seed is not None} for some in (runs, baseline))
+    found = []
+    for seed in sorted(here.keys() & there.keys()):
+        if pairs := _pair(here[seed], there[seed]):
+            differences = [after - before for after, before in pairs]
+            worse = sum(difference > 0.0 for difference in differences) / len(differences)
+            found.append(ExampleDifference(seed, summarise(differences), worse))
+    return tuple(found)
+
+
+def _pair(run: LoadedRun, other: LoadedRun) -> list[tuple[float, float]]:
+    here, there = (some.history.examples.get(some.steps, {}) for some in (run, other))
+    digests = {some.history.facts.get("dataset_digest") for some in (run, other)}
+    if len(digests) > 1 or here.get("targets") != there.get("targets"):
+        return []
+    losses = zip(here.get("loss", []), there.get("loss", []), strict=False)
+    return [(a, b) for a, b in losses if _is_number(a) and _is_number(b)]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

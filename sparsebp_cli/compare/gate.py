@@ -1,0 +1,140 @@
+"""``--fail-if``: a condition over a comparison's numbers that ends the command with 1, for use in CI.
+
+Names: ``METRIC.mean``, ``METRIC.delta`` (and ``.low``, ``.high``, ``.p``), ``time/step_seconds.ratio``, and more:
+:func:`figures` has them all. A group is chosen by ``LABEL:NAME``; without, every group but the baseline is asked, and
+one that meets the condition is enough. A number that is not there cannot pass: the gate then fails, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sparsebp_cli.compare.comparison import Comparison, Group
+from sparsebp_cli.compare.expression import Condition, names, parse
+from sparsebp_cli.compare.statistics import Difference
+from sparsebp_cli.errors import UsageError, did_you_mean
+from sparsebp_cli.run import metric
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a gate is shut.
+
+    Args:
+        label: Of the group.
+        text: In one line.
+    """
+
+    label: str
+    text: str
+
+
+def check(comparison: Comparison, expression: str) -> list[Failure]:
+    """Hold a condition against every group but the baseline.
+
+    Args:
+        comparison: What was compared.
+        expression: The condition under which to fail.
+
+    Returns:
+        One entry a group that meets it, or of which it cannot be said; empty when the gate is open.
+
+    Raises:
+        UsageError: The condition cannot be read, names no figure or no group, or there is nothing to check.
+    """
+    condition = parse(expression, "--fail-if")
+    labels = _check_names(comparison, condition)
+    groups = [group for group in comparison.groups if not group.baseline]
+    if not groups:
+        raise UsageError("--fail-if needs a group beside the baseline")
+    tables = {group.label: figures(comparison, group) for group in comparison.groups}
+    failures = []
+    for group in groups if not labels else groups[:1]:
+        holds = condition.holds(partial(_find, tables, group.label))
+        shown = ", ".join(_show(name, group.label, tables) for name in dict.fromkeys(names(condition)))
+        where = "" if labels else f"{group.label}: "
+        if holds is None:
+            failures.append(Failure(group.label, f"{where}cannot be decided ({shown}): {expression}"))
+        elif holds:
+            failures.append(Failure(group.label, f"{where}{shown}: {expression}"))
+    return failures
+
+
+def figures(comparison: Comparison, group: Group) -> dict[str, Any]:
+    """Return every figure of a group by the name that a condition calls it by.
+
+    Args:
+        comparison: What was compared.
+        group: One of its groups.
+
+    Returns:
+        Name to value; None where there is none.
+    """
+    quality, speed, cost = group.quality, group.speed, group.cost
+    final = quality.final
+    executed = cost.executed_flops / cost.dense_flops if cost.executed_flops and cost.dense_flops else None
+    found: dict[str, Any] = {
+        f"{comparison.metric}.mean": final.mean if final else None,
+        f"{comparison.metric}.sd": final.sd if final else None,
+        f"{comparison.metric}.n": final.n if final else 0,
+        **_of_difference(f"{comparison.metric}.delta", quality.difference),
+        "margin.answer": quality.not_worse.answer if quality.not_worse else None,
+        f"{metric.STEP_SECONDS.name}.median": speed.step.median if speed.step else None,
+        **_of_difference(f"{metric.STEP_SECONDS.name}.ratio", speed.step_ratio),
+        f"{metric.CEILING.name}": speed.ceiling,
+        f"{metric.REALISED_SHARE.name}": speed.realised_share.median if speed.realised_share else None,
+        "memory/peak_bytes": cost.peak_bytes,
+        **_of_difference("memory/peak_bytes.ratio", cost.peak_ratio),
+        f"{metric.BACKWARD_EXECUTED.name}.share": executed,
+        f"{metric.KEPT_SHARE.name}": cost.kept_share,
+        f"{metric.COSINE.name}": cost.cosine,
+        f"{metric.RELATIVE_ERROR.name}": cost.relative_error,
+        "runs.finished": group.states.get("finished", 0),
+        "runs.not_finished": sum(count for state, count in group.states.items() if state != "finished"),
+    }
+    return found
+
+
+def _of_difference(name: str, difference: Difference | None) -> dict[str, Any]:
+    parts = {
+        "": difference.mean if difference else None,
+        ".low": difference.low if difference else None,
+        ".high": difference.high if difference else None,
+        ".p": difference.decisive_p if difference else None,
+        ".n": difference.n if difference else None,
+    }
+    return {f"{name}{part}": value for part, value in parts.items()}
+
+
+def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
+    """Return the labels that the condition names."""
+    known, labels = figures(comparison, comparison.groups[0]), [group.label for group in comparison.groups]
+    named = []
+    for name in names(condition):
+        label, _, figure = name.rpartition(":")
+        if label and label not in labels:
+            raise UsageError(f"--fail-if: no group is called {label!r}; there are {', '.join(labels)}")
+        if figure not in known:
+            near = did_you_mean(figure, known)
+            raise UsageError(f"--fail-if: unknown figure {figure!r}, allowed: {', '.join(known)}{near}")
+        named += [label] if label else []
+    plain = sum(":" not in name for name in names(condition))
+    if named and plain:
+        raise UsageError("--fail-if: name the group of every figure, or of none")
+    return named
+
+
+def _find(tables: dict[str, dict[str, Any]], label: str, name: str) -> Sequence[Any]:
+    named, _, figure = name.rpartition(":")
+    value = tables[named or label][figure]
+    return [] if value is None else [value]
+
+
+def _show(name: str, label: str, tables: dict[str, dict[str, Any]]) -> str:
+    found = _find(tables, label, name)
+    if not found:
+        return f"{name} is not known"
+    return f"{name} is {found[0]:.4g}" if isinstance(found[0], int | float) else f"{name} is {found[0]}"

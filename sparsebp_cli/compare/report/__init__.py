@@ -1,0 +1,5 @@
+"""A comparison as one page that stands alone: no network, readable on a phone, in print, in light and in dark."""
+
+from sparsebp_cli.compare.report.page import REPORT_CURVES, render_report, write_report
+
+__all__ = ["REPORT_CURVES", "render_report", "write_report"]

@@ -1,0 +1,199 @@
+"""Puts the page together: everything that a reader needs is in the text, the drawings are made by the page itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.compare.comparison import Comparison, Control
+from sparsebp_cli.compare.grid import Grid, grids
+from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
+from sparsebp_cli.compare.view import find_trades
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import metric
+
+REPORT_CURVES = (metric.EVAL_LOSS.name, metric.TRAIN_LOSS.name, metric.KEPT_SHARE.name, metric.COSINE.name)
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+CONTROLS = {"random": "random at the same budget", "equal_time": "dense in the same time", "dense": "dense"}
+
+
+def write_report(comparison: Comparison, path: Path, command: str = "") -> Path:
+    """Write the report of a comparison.
+
+    Args:
+        comparison: What was compared, with the curves of ``REPORT_CURVES``.
+        path: Where to; ``.html``. It is replaced.
+        command: That made it; empty leaves it out.
+
+    Returns:
+        The path.
+
+    Raises:
+        UsageError: The ending is another one, or the folder does not exist.
+    """
+    if path.suffix.lower() not in {".html", ".htm"}:
+        raise UsageError(f"a report's name must end in .html, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {str(path.parent)!r} for the report")
+    path.write_text(render_report(comparison, command), encoding="utf-8")
+    return path
+
+
+def render_report(comparison: Comparison, command: str = "") -> str:
+    """Return the report of a comparison as HTML.
+
+    Args:
+        comparison: What was compared.
+        command: That made it; empty leaves it out.
+
+    Returns:
+        One page, style, script and data inside.
+    """
+    names = ", ".join(group.label for group in comparison.groups)
+    parts = [
+        _head(comparison, names),
+        _words(comparison),
+        _notes(comparison),
+        _drawings(comparison),
+        *(_table(grid) for grid in grids(comparison, everything=True)),
+        _table(runs_grid(comparison)),
+        _table(environment_grid(comparison)),
+        reproduce(comparison, command),
+    ]
+    data = json.dumps(_data(comparison), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return "\n".join(
+        [
+            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f"<title>{escape(names)}: compared</title><style>{_file('page.css')}</style></head><body><main>",
+            *parts,
+            "</main>",
+            f'<script type="application/json" id="data">{data}</script>',
+            f"<script>{_file('page.js')}</script></body></html>\n",
+        ]
+    )
+
+
+def _head(comparison: Comparison, names: str) -> str:
+    counted = sum(run.counts for run in comparison.runs)
+    which = f", {comparison.better} is better" if comparison.better else ""
+    unit = f" in {comparison.unit}" if comparison.unit else ""
+    said = f"{comparison.metric}{unit} ({comparison.reducer}{which}); {counted} of {len(comparison.runs)} runs count"
+    if comparison.margin is not None:
+        said += f"; margin {comparison.margin:g}"
+    base = comparison.groups[0].label
+    return (
+        f"<header><p class=kicker>SparseBP comparison</p><h1>{escape(names)}</h1>"
+        f"<p>Held against <b>{escape(base)}</b>. {escape(said)}.</p></header>"
+    )
+
+
+def _words(comparison: Comparison) -> str:
+    cards = []
+    for number, group in enumerate(comparison.groups):
+        first, *rest = group.verdict.rstrip(".").split("; ")
+        items = "".join(f"<li>{escape(part)}</li>" for part in rest)
+        more = f"<ul>{items}</ul>" if items else ""
+        sample = f'<span class="sample g{number % 7}" aria-hidden="true"></span>'
+        cards.append(
+            f"<article><h3>{sample}{escape(group.label)}</h3><p>{escape(_capital(first))}.</p>{more}</article>"
+        )
+    return f'<section><h2>In words</h2><div class="cards">{"".join(cards)}</div></section>'
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if not text.startswith(("eval/", "train/")) else text
+
+
+def _notes(comparison: Comparison) -> str:
+    missing = [control for control in comparison.controls if not control.found]
+    if not comparison.warnings and not missing:
+        return ""
+    items = [f"<li>{escape(warning)}</li>" for warning in comparison.warnings]
+    items += [_missing(control) for control in missing]
+    return f'<section class="warn"><h2>Before believing it</h2><ul>{"".join(items)}</ul></section>'
+
+
+def _missing(control: Control) -> str:
+    said = f"{control.label} is not compared with {CONTROLS[control.kind]}"
+    return f"<li>{escape(said)}; to make that run: <code>{escape(control.command)}</code></li>"
+
+
+def _drawings(comparison: Comparison) -> str:
+    """Empty places that the script fills; every number in them is in a table below."""
+    has_layers = any(group.layers.figures for group in comparison.groups)
+    blocks = []
+    if len(comparison.groups) > 1:
+        blocks.append(
+            "<section><h2>Differences to the baseline</h2><div id=forest class=charts></div>"
+            "<p class=note>Mean and 95% interval, paired by seed. An interval across the line shows no difference, "
+            "which is not proof of equality.</p></section>"
+        )
+    blocks.append("<section><h2>Curves</h2><div id=curves></div></section>")
+    blocks.append(
+        "<section><h2>Quality against cost</h2><div id=pareto></div><p class=note>Points that no other beats in both "
+        "are joined; bars are one standard deviation over seeds.</p></section>"
+    )
+    if has_layers:
+        blocks.append("<section><h2>Layers</h2><div id=layers></div></section>")
+    blocks.append(
+        "<noscript><p class=note>The drawings need JavaScript; all of their numbers are below.</p></noscript>"
+    )
+    return "".join(blocks)
+
+
+def _table(grid: Grid) -> str:
+    def cells(row: Iterable[str], tag: str) -> str:
+        scope = " scope=col" if tag == "th" else ""
+        styled = ((f"{tag}{'' if place < grid.aside else ' class=n'}{scope}", cell) for place, cell in enumerate(row))
+        return "".join(f"<{opening}>{escape(cell)}</{tag}>" for opening, cell in styled)
+
+    if not grid.rows:
+        return ""
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in grid.rows)
+    note = f"<p class=note>{escape(grid.note)}</p>" if grid.note else ""
+    table = f"<table><thead><tr>{cells(grid.columns, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+    title = escape(grid.title)
+    return (
+        f'<section><h2>{title}</h2><div class="scroll" tabindex="0" role="region" aria-label="{title}">{table}</div>'
+        f"{note}</section>"
+    )
+
+
+def _data(comparison: Comparison) -> dict[str, Any]:
+    number = {group.group: place for place, group in enumerate(comparison.groups)}
+    return {
+        "metric": comparison.metric,
+        "better": comparison.better,
+        "units": {name: known.unit for name, known in metric.METRICS.items() if known.unit},
+        "groups": [group.label for group in comparison.groups],
+        "runs": [
+            {"group": number[run.group], "seed": run.seed, "id": run.run_id, "curves": run.curves}
+            for run in comparison.runs
+            if run.counts
+        ],
+        "trades": [asdict(trade) for trade in find_trades(comparison)],
+        "differences": [
+            {
+                "group": number[group.group],
+                "quality": asdict(group.quality.difference) if group.quality.difference else None,
+                "step": asdict(group.speed.step_ratio) if group.speed.step_ratio else None,
+                "peak": asdict(group.cost.peak_ratio) if group.cost.peak_ratio else None,
+            }
+            for group in comparison.groups
+            if not group.baseline
+        ],
+        "layers": [
+            asdict(group.layers) | {"label": group.label} for group in comparison.groups if group.layers.figures
+        ],
+    }
+
+
+def _file(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,216 @@
+"""One side of a comparison at a time: curves, trade-offs, layers or memory, as tables for the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from statistics import fmean
+from typing import Literal
+
+from sparsebp_cli.compare import number as show
+from sparsebp_cli.compare.comparison import Comparison, Group, Layers, RunLine
+from sparsebp_cli.compare.draw.curve import Along, place
+from sparsebp_cli.compare.grid import Grid, memory_grid
+from sparsebp_cli.compare.number import BYTES, SECONDS
+from sparsebp_cli.compare.statistics import spread
+
+MOST_ROWS = 12
+MOST_LAYERS = 40
+SHADES = " ░▒▓█"
+COSTS = ("step_seconds", "peak_bytes")
+
+
+@dataclass(frozen=True)
+class View:
+    """What is shown.
+
+    Args:
+        kind: ``overview`` is everything.
+        metric: Of ``curves``; None: the quality metric.
+        along: Of ``curves``: the horizontal axis.
+    """
+
+    kind: Literal["overview", "curves", "pareto", "layers", "memory"] = "overview"
+    metric: str | None = None
+    along: Along = "step"
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A group between quality and cost.
+
+    Args:
+        label: Of the group.
+        quality: Mean; None when there is none.
+        sd: Standard deviation over seeds.
+        costs: ``step_seconds`` (median) and ``peak_bytes``; None where not measured.
+        beaten_by: Labels of groups that are nowhere worse and somewhere better, by these numbers alone.
+    """
+
+    label: str
+    quality: float | None
+    sd: float | None
+    costs: dict[str, float | None]
+    beaten_by: tuple[str, ...]
+
+
+def view_grids(comparison: Comparison, view: View) -> list[Grid]:
+    """Return the tables of a view.
+
+    Args:
+        comparison: What was compared.
+        view: Which; not the overview.
+
+    Returns:
+        Tables; one without rows says that nothing was measured.
+    """
+    match view.kind:
+        case "curves":
+            return [_curves(comparison, view.metric or comparison.metric, view.along)]
+        case "pareto":
+            return [_pareto(comparison)]
+        case "layers":
+            return [_layers(group) for group in comparison.groups if group.layers.figures] or [_no_layers()]
+        case _:
+            return [memory_grid(comparison)]
+
+
+def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
+    """Return every group with its costs, and which others beat it.
+
+    Args:
+        comparison: What was compared.
+        *costs: Which of ``step_seconds`` and ``peak_bytes`` count; none: both.
+
+    Returns:
+        In the order of the groups. Without a known direction of the metric, nothing beats anything.
+    """
+    counted = costs or COSTS
+    sign = {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
+    points = {group.label: _point(group, sign, counted) for group in comparison.groups}
+    trades = []
+    for group in comparison.groups:
+        mine, final = points[group.label], group.quality.final
+        beaten = [other for other, its in points.items() if mine and its and sign and _beats(its, mine)]
+        measured = {"step_seconds": group.speed.step.median if group.speed.step else None}
+        measured["peak_bytes"] = group.cost.peak_bytes
+        trades.append(
+            Trade(group.label, final.mean if final else None, final.sd if final else None, measured, tuple(beaten))
+        )
+    return trades
+
+
+def _point(group: Group, sign: float, costs: Sequence[str]) -> tuple[float, ...] | None:
+    values = {"step_seconds": group.speed.step.median if group.speed.step else None}
+    values["peak_bytes"] = group.cost.peak_bytes
+    numbers = [value for cost in costs if (value := values[cost]) is not None]
+    if group.quality.final is None or len(numbers) < len(costs):
+        return None
+    return (sign * group.quality.final.mean, *numbers)
+
+
+def _beats(a: Sequence[float], b: Sequence[float]) -> bool:
+    return all(x <= y for x, y in zip(a, b, strict=True)) and tuple(a) != tuple(b)
+
+
+def _pareto(comparison: Comparison) -> Grid:
+    rows = []
+    for trade in find_trades(comparison):
+        step, peak = trade.costs["step_seconds"], trade.costs["peak_bytes"]
+        place_of = ", ".join(trade.beaten_by) if trade.beaten_by else "on the front"
+        quality = show.of_plain(trade.quality, 4) if trade.sd is None else f"{trade.quality:.4g} ± {trade.sd:.2g}"
+        rows.append((trade.label, quality, show.scaled(step, SECONDS), show.scaled(peak, BYTES), place_of))
+    note = "Beaten by: nowhere worse and somewhere better in these three numbers, whether by chance or not."
+    columns = ("group", comparison.metric, "step", "peak memory", "beaten by")
+    return Grid("Quality, time and memory", columns, tuple(rows), note)
+
+
+def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
+    lines = {
+        group.label: [_line(run, metric, along) for run in comparison.runs if run.group == group.group and run.counts]
+        for group in comparison.groups
+    }
+    rows = []
+    for at in _places([line for some in lines.values() for line in some], along):
+        cells = [show.of_spread(spread(_values_at(some, at))) for some in lines.values()]
+        rows.append((f"{at:.3g} s" if along == "wall_time" else f"{at:,.0f}", *cells))
+    heads = {"step": "step", "tokens": "tokens", "wall_time": "training time"}
+    note = "Mean ± standard deviation (seeds) of the last value at or before; nothing is interpolated."
+    return Grid(metric, (heads[along], *lines), tuple(rows), note)
+
+
+Line = list[tuple[float, float]]
+
+
+def _line(run: RunLine, metric: str, along: Along) -> Line:
+    return [(x, point.value) for point in run.curves.get(metric, ()) if (x := place(point, along)) is not None]
+
+
+def _places(lines: list[Line], along: Along) -> list[float]:
+    """Where rows stand: steps and tokens at which something was measured, times evenly."""
+    found = sorted({x for line in lines for x, _ in line})
+    if along == "wall_time" and found:
+        return [found[-1] * part / (MOST_ROWS - 2) for part in range(MOST_ROWS - 1)]
+    if len(found) <= MOST_ROWS:
+        return found
+    return [found[round(i * (len(found) - 1) / (MOST_ROWS - 1))] for i in range(MOST_ROWS)]
+
+
+def _values_at(lines: list[Line], at: float) -> list[float]:
+    found = []
+    for line in lines:
+        before = [y for x, y in line if x <= at * 1.0001]
+        if before and line[-1][0] >= 0.95 * at:  # a run that was over before says nothing here
+            found.append(before[-1])
+    return found
+
+
+def _layers(group: Group) -> Grid:
+    layers = group.layers if len(group.layers.names) <= MOST_LAYERS else _by_block(group.layers)
+    rows = []
+    for number, name in enumerate(layers.names[:MOST_LAYERS]):
+        cells = [name]
+        for figure in ("kept_share", "cosine"):
+            row = layers.figures[figure][number] if figure in layers.figures else ()
+            told = [cell for cell in row if cell is not None]
+            cells += [show.of_plain(fmean(told), 2) if told else show.NONE, _shade(row)]
+        rows.append(tuple(cells))
+    steps = f"steps {layers.steps[0]} to {layers.steps[-1]}" if layers.steps else "no steps"
+    note = f"Mean over {steps}, and each of them as a shade from 0 (empty) to 1 (full)."
+    if len(layers.names) > MOST_LAYERS:
+        note += f" {len(layers.names) - MOST_LAYERS} more are in -o json and in pictures."
+    columns = ("layer", "kept", "over steps", "cosine", "over steps ")
+    return Grid(f"Layers of {group.label}", columns, tuple(rows), note)
+
+
+def _by_block(layers: Layers) -> Layers:
+    """More layers than a screen has room for: one row for all that share the path up to the first number."""
+    blocks: dict[str, list[int]] = {}
+    for place_of, name in enumerate(layers.names):
+        match = re.match(r"(.*?\d+)(?:\.|$)", name)
+        blocks.setdefault(f"{match[1]}.*" if match else name, []).append(place_of)
+    figures = {
+        figure: tuple(
+            tuple(_mean([rows[i][step] for i in places]) for step in range(len(layers.steps)))
+            for places in blocks.values()
+        )
+        for figure, rows in layers.figures.items()
+    }
+    return Layers(layers.steps, tuple(blocks), figures)
+
+
+def _mean(cells: Sequence[float | None]) -> float | None:
+    told = [cell for cell in cells if cell is not None]
+    return fmean(told) if told else None
+
+
+def _shade(row: Sequence[float | None]) -> str:
+    thinned = row if len(row) <= 24 else [row[round(i * (len(row) - 1) / 23)] for i in range(24)]
+    return "".join("·" if c is None else SHADES[ceil(min(1.0, max(0.0, c)) * (len(SHADES) - 1))] for c in thinned)
+
+
+def _no_layers() -> Grid:
+    note = "None of these runs recorded its layers."
+    return Grid("Layers", ("layer",), (), note)

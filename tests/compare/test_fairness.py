@@ -1,0 +1,246 @@
+"""What keeps a comparison fair: controls, corrections, reducers, targets, examples, layers."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from sparsebp_cli.compare import Comparison, Group, Question, Reducer, compare_runs
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.run import JournalWriter, RunFolder
+
+MakeRun = Callable[..., RunFolder]
+TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
+RANDOM: dict[str, Any] = {"policy": [{"name": "random", "keep": 0.1, "along": "rows"}], "exact": False}
+LOSSES = (3.00, 3.02, 2.98, 3.05, 2.97)
+
+
+def group_named(comparison: Comparison, label: str) -> Group:
+    return next(group for group in comparison.groups if group.label == label)
+
+
+def seeds_of(make_run: MakeRun, name: str, extra: tuple[float, ...], **options: Any) -> list[RunFolder]:
+    return [make_run(name, seed, loss=LOSSES[seed] + more, **options) for seed, more in enumerate(extra)]
+
+
+# Controls
+
+
+def test_missing_controls_are_named_with_the_commands_that_make_them(two_groups: list[RunFolder], tmp_path) -> None:
+    found = compare_runs(two_groups)
+    assert [(c.kind, c.label, c.found) for c in found.controls] == [
+        ("dense", "topk-rows", "dense"),
+        ("random", "topk-rows", ""),
+        ("equal_time", "topk-rows", ""),
+    ]
+    assert "not compared with random at the same budget; not compared with dense in the same time" in (
+        found.groups[1].verdict
+    )
+    show, run = (shlex.split(part) for part in found.controls[1].command.split(" && "))
+    assert show[:2] == ["sparsebp", "show"]
+    assert show[2] in {folder.run_id for folder in two_groups[5:]}
+    recipe = yaml.safe_load(two_groups[5].plan_file.read_text())["recipe"]
+    (tmp_path / run[2]).write_text(yaml.safe_dump(recipe))
+    made = load_recipe(tmp_path / run[2], [run[run.index("--set") + 1]])
+    assert (
+        made.policy[0].model_dump().items()
+        >= {
+            "name": "random",
+            "keep": 0.1,
+            "along": "rows",
+        }.items()
+    )
+    assert run[run.index("--seeds") + 1] == "0,1,2,3,4"
+    assert "--set training.max_steps=13 " in found.controls[2].command
+
+
+def test_a_control_that_is_there_is_found_and_held_against_the_policy(make_run: MakeRun) -> None:
+    runs = seeds_of(make_run, "dense", (0.0, 0.0, 0.0), seconds=0.2)
+    runs += seeds_of(make_run, "topk", (0.10, 0.11, 0.12), **TOPK, seconds=0.1)
+    runs += seeds_of(make_run, "drawn", (0.05, 0.055, 0.06), **RANDOM, seconds=0.1)
+    runs += seeds_of(make_run, "short", (0.2, 0.22, 0.21), training={"max_steps": 10}, seconds=0.2, steps=10)
+    found = compare_runs(runs)
+    mine = {c.kind: c for c in found.controls if c.label == "topk"}
+    assert {kind: control.found for kind, control in mine.items()} == {
+        "dense": "dense",
+        "random": "drawn",
+        "equal_time": "short",
+    }
+    difference = mine["random"].difference
+    assert difference is not None
+    assert difference.mean == pytest.approx(0.055)
+    assert "worse than random at the same budget by 0.055" in group_named(found, "topk").verdict
+    assert "better than dense in the same time" in group_named(found, "topk").verdict
+    assert {c.kind for c in found.controls if c.label == "drawn"} == {"dense", "equal_time"}
+    assert not any(c.label in {"dense", "short"} for c in found.controls)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"policy": [{"name": "random", "keep": 0.2, "along": "rows"}]},
+        {"policy": [{"name": "random", "keep": 0.1, "along": "columns"}]},
+        {"policy": RANDOM["policy"], "training": {"learning_rate": 0.5}},
+    ],
+)
+def test_random_at_another_budget_or_with_another_recipe_is_no_control(
+    make_run: MakeRun, two_groups: list[RunFolder], other: dict[str, Any]
+) -> None:
+    runs = [*two_groups, make_run("random", exact=False, **other)]
+    random = next(c for c in compare_runs(runs).controls if c.kind == "random")
+    assert random.found == ""
+
+
+def test_a_policy_that_is_not_faster_needs_no_dense_at_equal_time(make_run: MakeRun) -> None:
+    found = compare_runs([make_run(seconds=0.2), make_run("slow", **TOPK, seconds=0.21)])
+    assert [c.kind for c in found.controls] == ["dense", "random"]
+
+
+def test_what_differs_beside_the_policy_is_named(make_run: MakeRun) -> None:
+    found = compare_runs([make_run(), make_run("b", **TOPK, training={"learning_rate": 0.5, "max_grad_norm": None})])
+    assert "b differs from the baseline in more than the policy: training.learning_rate, training.max_grad_norm" in (
+        found.warnings
+    )
+
+
+# Several policies
+
+
+def test_an_interval_that_excludes_zero_is_no_finding_after_the_correction(make_run: MakeRun) -> None:
+    runs = seeds_of(make_run, "dense", (0.0,) * 3)
+    shaky = (0.010, 0.020, 0.014)  # p is about 0.04 alone
+    for number in range(3):
+        extra = tuple(x * (1 + number / 10) for x in shaky)
+        policy = [{"name": "topk", "keep": 0.1 * (number + 1), "along": "rows"}]
+        runs += seeds_of(make_run, f"p{number}", extra, policy=policy, exact=False)
+    alone = compare_runs(runs[:6]).groups[1]
+    assert "eval/loss is worse" in alone.verdict
+    together = group_named(compare_runs(runs), "p0")
+    difference = together.quality.difference
+    assert difference is not None
+    assert difference.low is not None
+    assert difference.p_holm is not None
+    assert difference.low > 0.0
+    assert difference.p_holm > 0.05
+    assert together.verdict.startswith("no difference in eval/loss was shown")
+    assert "corrected for the number of groups, p = " in together.verdict
+
+
+def test_seeds_that_are_in_no_pair_are_named(make_run: MakeRun) -> None:
+    runs = seeds_of(make_run, "dense", (0.0,) * 5) + seeds_of(make_run, "topk", (0.1, 0.2, 0.1), **TOPK)
+    difference = compare_runs(runs).groups[1].quality.difference
+    assert difference is not None
+    assert (difference.n, difference.dropped) == (3, (3, 4))
+
+
+# Reducers and targets
+
+
+def test_a_run_becomes_one_number_by_its_last_its_best_or_its_last_few_evaluations(make_run: MakeRun) -> None:
+    run = make_run(loss=3.0)  # evaluations: 6.0, 4.0, 3.0
+    with JournalWriter(run.path) as journal:
+        journal.write("attempt", from_step=20, environment={})
+        journal.write("metrics", step=21, values={"eval/loss": 3.5})
+        journal.write("end", status="finished", step=21, text="")
+    found = {}
+    for text in ("final", "best", "mean:2"):
+        comparison = compare_runs([run], Question(reducer=Reducer.parse(text)))
+        final = comparison.groups[0].quality.final
+        assert final is not None
+        found[comparison.reducer] = final.mean
+    assert found == {"final": 3.5, "best": 3.0, "mean of last 2 evaluations": 3.25}
+    assert compare_runs([run], Question(reducer=Reducer.parse("mean:9"))).groups[0].quality.final is None
+
+
+def test_the_best_of_a_metric_that_is_better_when_higher_is_the_highest() -> None:
+    assert Reducer("best").reduce([0.1, 0.7, 0.3], higher_is_better=True) == 0.7
+    assert Reducer("final").reduce([], higher_is_better=True) is None
+
+
+@pytest.mark.parametrize("text", ["last", "mean", "mean:1", "mean:0", "mean:x", ""])
+def test_an_unknown_reducer_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--reduce must be final, best, or mean:K"):
+        Reducer.parse(text)
+
+
+def test_time_to_a_target_is_that_of_the_first_evaluation_past_it(make_run: MakeRun) -> None:
+    runs = [make_run("dense", seed, loss=3.0, seconds=0.2) for seed in range(3)]  # 4.0 at step 10, 3.0 at step 20
+    runs += [make_run("topk", seed, loss=2.9, seconds=0.1, **TOPK) for seed in range(3)]
+    runs += [make_run("bad", seed, loss=5.0, **RANDOM) for seed in range(3)]
+    found = compare_runs(runs, Question(target=3.95))
+    dense, topk, bad = (group.quality.reach for group in found.groups)
+    assert dense is not None
+    assert topk is not None
+    assert bad is not None
+    assert dense.steps is not None
+    assert topk.steps is not None
+    assert (dense.reached, dense.steps.mean, topk.steps.mean) == (3, 20.0, 10.0)
+    assert topk.ratio is not None
+    assert topk.ratio.mean == pytest.approx(0.25, rel=0.02)
+    assert (bad.reached, bad.of, bad.steps, bad.ratio) == (0, 3, None, None)
+
+
+def test_steps_of_warm_up_count_as_long_as_the_others(make_run: MakeRun) -> None:
+    seconds = compare_runs([make_run(seconds=0.2)]).groups[0].speed.training_seconds
+    assert seconds is not None
+    assert seconds.mean == pytest.approx(20 * 0.2, rel=0.02)  # the first three took 10 s each
+
+
+# Examples
+
+
+def with_examples(run: RunFolder, losses: list[float | None], targets: list[int] | None = None) -> RunFolder:
+    with JournalWriter(run.path) as journal:
+        journal.write("examples", step=20, values={"loss": losses, "targets": targets or [9] * len(losses)})
+    return run
+
+
+def test_two_models_are_compared_example_by_example_and_seeds_are_not_claimed(make_run: MakeRun) -> None:
+    dense = with_examples(make_run(), [1.0, 2.0, 3.0, 4.0])
+    sparse = with_examples(make_run("b", **TOPK), [1.1, 2.2, 3.1, 3.9])
+    group = compare_runs([dense, sparse]).groups[1]
+    assert [(e.seed, e.difference.n, e.worse_share) for e in group.quality.examples] == [(0, 4, 0.75)]
+    assert group.quality.examples[0].difference.mean == pytest.approx(0.075)
+    assert group.verdict.startswith(
+        "one seed: no statement about quality; on 4 held-out examples the model of seed 0 is not shown to differ"
+    )
+
+
+def test_examples_that_are_not_the_same_are_not_paired(make_run: MakeRun) -> None:
+    dense = with_examples(make_run(), [1.0, 2.0, 3.0])
+    others = [
+        with_examples(make_run("a", **TOPK, facts={"dataset_digest": "other"}), [1.0, 2.0, 3.0]),
+        with_examples(make_run("b", **RANDOM), [1.0, 2.0, 3.0], [9, 9, 8]),
+        make_run("c", policy=[{"name": "topk", "keep": 0.5}], exact=False),
+    ]
+    assert all(not group.quality.examples for group in compare_runs([dense, *others]).groups)
+
+
+def test_an_example_whose_loss_is_not_finite_is_left_out(make_run: MakeRun) -> None:
+    dense = with_examples(make_run(), [1.0, 2.0, None, 4.0])
+    sparse = with_examples(make_run("b", **TOPK), [1.1, 2.2, 3.0, 4.3])
+    assert compare_runs([dense, sparse]).groups[1].quality.examples[0].difference.n == 3
+
+
+# Layers
+
+
+def test_layers_are_averaged_over_seeds_where_they_were_measured(make_run: MakeRun) -> None:
+    runs = [make_run("topk", seed, **TOPK) for seed in range(2)]
+    for run, share in zip(runs, (0.1, 0.3), strict=True):
+        with JournalWriter(run.path) as journal:
+            journal.write("layers", step=10, values={"a": {"kept_share": share, "cosine": None}, "b": {"cosine": 0.5}})
+    with JournalWriter(runs[0].path) as journal:
+        journal.write("layers", step=20, values={"a": {"kept_share": 0.7}})
+    layers = compare_runs(runs).groups[0].layers
+    assert (layers.steps, layers.names) == ((10, 20), ("a", "b"))
+    assert layers.figures == {
+        "kept_share": ((pytest.approx(0.2), 0.7), (None, None)),
+        "cosine": ((None, None), (0.5, None)),
+    }
+    assert compare_runs([make_run()]).groups[0].layers.figures == {}
