@@ -2,16 +2,26 @@
 
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.backward.engine import Engine
-from sparsebp_cli.backward.fidelity import Fidelity, compare_gradients
+from sparsebp_cli.backward.fidelity import Fidelity, GradientComparison, compare_gradients
 from sparsebp_cli.backward.flops import FlopCount, count_flops
 from sparsebp_cli.backward.memory import SavedBytes, saved_bytes, tensor_bytes
+from sparsebp_cli.backward.movement import Moved, Movement
+from sparsebp_cli.backward.proof import Overclaim, PassCount, Proof
 from sparsebp_cli.backward.report import Claim, Report, SiteReport
+from sparsebp_cli.backward.trace import ModuleTrace
 
 __all__ = [
     "Claim",
     "Engine",
     "Fidelity",
     "FlopCount",
+    "GradientComparison",
+    "ModuleTrace",
+    "Moved",
+    "Movement",
+    "Overclaim",
+    "PassCount",
+    "Proof",
     "Report",
     "SavedBytes",
     "SiteReport",

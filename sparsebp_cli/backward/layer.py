@@ -28,6 +28,11 @@ class LayerNumbers:
             return None
         return int(name[len(self.prefix) :].partition(".")[0])
 
+    def part_of(self, name: str) -> str:
+        """Return the layer's name of a module inside a layer, and the module's own name outside of the layers."""
+        number = self.number_of(name)
+        return name if number is None else f"{self.prefix}{number}"
+
 
 def _num_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())

@@ -10,29 +10,32 @@ from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection
 
 
 def round_up(budget: float, selection: Selection | None, grad_NO: Tensor) -> float:
-    """Return the share of a site's work that a selection by count may leave at most.
+    """Return the share of a site's work that a policy may leave without breaking its claim.
 
     What is kept or cut only together is a unit: a row (one of each example, where each gives as many), a column, a
     block, an entry of each row. A share of n units is at most ``max(1, ceil(budget * n))`` of them, so at most one more
-    than the budget; blocks at the edge of a grid are multiplied as if they were whole.
+    than the budget; blocks at the edge of a grid are multiplied as if they were whole. What was kept counts as long as
+    that explains it.
 
     Args:
         budget: The share that the policy says it keeps, in (0, 1].
         selection: What it kept; None: everything.
-        grad_NO: Of what.
+        grad_NO: Of what; not empty.
 
     Returns:
-        A share in [budget, 1]; the budget itself where nothing is rounded.
+        A share, at least the budget; more than 1 where blocks at the edges make it so.
     """
     num_rows, num_columns = grad_NO.shape
     match selection:
         case Rows():
-            share = budget + selection.num_examples / num_rows
-        case Columns() | Elements():
-            share = budget + 1 / num_columns
+            kept, most = selection.index_K.numel() / num_rows, budget + selection.num_examples / num_rows
+        case Columns():
+            kept, most = selection.index_K.numel() / num_columns, budget + 1 / num_columns
+        case Elements():
+            kept, most = selection.index_K.numel() / grad_NO.numel(), budget + 1 / num_columns
         case Blocks():
-            block, blocks = prod(selection.block_shape), prod(selection.grid(grad_NO))
-            share = (budget * blocks + 1) * block / grad_NO.numel()
+            block = prod(selection.block_shape) / grad_NO.numel()
+            kept, most = selection.index_K.numel() * block, (budget * prod(selection.grid(grad_NO)) + 1) * block
         case _:
-            share = budget
-    return min(1.0, share)
+            return budget
+    return max(budget, min(kept, most))

@@ -133,7 +133,13 @@ class MeasureSection(Section):
     eval_every: PositiveInt = Field(50, description="Steps between evaluations of the held-out split.")
     eval_batches: PositiveInt | None = Field(None, description="Batches an evaluation has at most; null: all.")
     probe_every: PositiveInt | None = Field(
-        50, description="Steps between probes: dense and policy on one batch, timed in turn, FLOPs counted; null: none."
+        50, description="Steps between probes: dense and policy on one batch, timed in turn, work counted; null: none."
+    )
+    fidelity_every: PositiveInt | None = Field(
+        50, description="Steps between comparisons of the policy's gradient with the dense one; null: none."
+    )
+    fidelity_draws: PositiveInt = Field(
+        1, description="Gradients that a random policy draws each time; from 2 on, its bias and variance are told."
     )
     warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that no time statistic counts.")
 

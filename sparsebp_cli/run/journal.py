@@ -6,6 +6,8 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
     metrics   ``step`` (1 after the first optimizer step, 0 before), ``values``
     facts     ``values``: what is known once per run, such as the dataset's digest
     layers    ``step``, ``values``: layer or site to its figures (``kept_share``, ``cosine``, ...; null where not known)
+    proof     ``step``, ``values``: ``columns``, and ``modules``: module to its row, in a step's backward; not written
+              again as long as nothing changes
     examples  ``step``, ``values``: ``loss`` of every held-out example and how many ``targets`` it has, in their order
     note      ``level`` (info, warning, error), ``text``
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``
@@ -115,6 +117,7 @@ class History:
         warm: (attempt, from_step) pairs, to leave warm-up steps out of statistics.
         layers: Step to layer to its figures.
         examples: Step to ``loss`` and ``targets`` of every held-out example.
+        proofs: Step to the ``columns`` and the row of each of the ``modules``.
     """
 
     metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
@@ -125,6 +128,7 @@ class History:
     warm: list[tuple[int, int]] = field(default_factory=list)
     layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    proofs: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, run_folder: Path) -> History:
@@ -157,6 +161,8 @@ class History:
                 self.layers.setdefault(record["step"], record["values"])
             case "examples":
                 self.examples.setdefault(record["step"], record["values"])
+            case "proof":
+                self.proofs.setdefault(record["step"], record["values"])
             case "attempt":
                 self.environments.append(record["environment"])
                 self.warm.append((record["attempt"], record["from_step"]))

@@ -40,9 +40,18 @@ WEIGHT_BYTES = Metric("memory/weight_bytes", "B", "lower")
 GRADIENT_BYTES = Metric("memory/gradient_bytes", "B", "lower")
 OPTIMIZER_BYTES = Metric("memory/optimizer_bytes", "B", "lower")
 SAVED_BYTES = Metric("memory/saved_for_backward_bytes", "B", "lower")
+DENSE_SAVED_BYTES = Metric("memory/dense_saved_for_backward_bytes", "B", "lower")  # the same batch without the policy
 FORWARD_FLOPS = Metric("flops/forward", "FLOP", "lower")
 BACKWARD_EXECUTED = Metric("flops/backward_executed", "FLOP", "lower")
 BACKWARD_DENSE = Metric("flops/backward_dense", "FLOP", "lower")
+CLAIMED_SHARE = Metric(
+    "proof/claimed_share", "share", "lower"
+)  # of the sites' dense backward FLOPs, as the policy says
+EXECUTED_SHARE = Metric("proof/executed_share", "share", "lower")  # of the same, as counted
+EXCESS_SHARE = Metric("proof/excess_share", "share", "lower")  # executed beyond the claim with its counts rounded up
+ROWS_SHARE = Metric("proof/rows_share", "share", "lower")  # rows that linears multiply backward, over dense
+MOVED_TENSORS = Metric("proof/moved_tensors", "tensors")  # trained parameters that the step changed
+MOVED_SHARE = Metric("proof/moved_share", "share")  # entries of trained parameters that the step changed
 PROBE_DENSE_SECONDS = Metric("probe/dense_seconds", "s", "lower", timing=True)  # forward + backward, one micro-batch
 PROBE_POLICY_SECONDS = Metric("probe/policy_seconds", "s", "lower", timing=True)
 CEILING = Metric("speed/ceiling", "x", "higher")
@@ -50,6 +59,10 @@ SPEEDUP = Metric("speed/speedup", "x", "higher", timing=True)  # forward + backw
 REALISED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
 COSINE = Metric("fidelity/cosine", "", "higher")
 RELATIVE_ERROR = Metric("fidelity/relative_error", "", "lower")
+SIGN_AGREEMENT = Metric("fidelity/sign_agreement", "share", "higher")
+BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity_draws
+BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
+VARIANCE = Metric("fidelity/variance", "", "lower")
 KEPT_SHARE = Metric("policy/kept_share", "share")
 
 METRICS: dict[str, Metric] = {value.name: value for value in list(globals().values()) if isinstance(value, Metric)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -22,7 +21,8 @@ from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot, capture_rng, restore_rng
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
-from sparsebp_cli.worker.probe import Probe
+from sparsebp_cli.worker.measurement import Measurement
+from sparsebp_cli.worker.peak import PeakMemory
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch
 
@@ -67,9 +67,19 @@ class Training:
     step: int = 0
     tokens: int = 0
     parameters: list[nn.Parameter] = field(init=False)
+    measurement: Measurement = field(init=False)
 
     def __post_init__(self) -> None:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.measurement = Measurement(
+            self.plan.recipe,
+            self.journal,
+            self.model,
+            self.engine,
+            self.accelerator.backward,
+            self.accelerator.device,
+            PeakMemory(self.accelerator.device),
+        )
 
     @classmethod
     def build(cls, plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> Self:
@@ -93,11 +103,10 @@ class Training:
         if self.step == 0:
             self._log(self._evaluate())
         while self.step < recipe.training.max_steps and self.stop.signal is None:
-            if self._probe_is_due():
-                self._log(self._probe(), step=self.step + 1)
+            self._log(self.measurement.before(self.step + 1, self._first_loss), step=self.step + 1)
             values = self._train_step()
             self.step += 1
-            self._log(values)
+            self._log(values | self.measurement.after(self.step))
             if self.is_done or self.step % recipe.measure.eval_every == 0:
                 self._log(self._evaluate())
             if self.step % recipe.checkpoint.every == 0:
@@ -169,21 +178,10 @@ class Training:
             )
         return value
 
-    def _probe_is_due(self) -> bool:
-        every, warmup = self.plan.recipe.measure.probe_every, self.plan.recipe.measure.warmup_steps
-        return every is not None and ((self.step + 1) % every == 0 or self.step == warmup)
-
-    def _probe(self) -> dict[str, float | None]:
+    def _first_loss(self) -> Tensor:
+        """Of the first micro-batch of the coming step."""
         batch = self.order[self.step * self.plan.recipe.training.gradient_accumulation_steps]
-        targets = num_targets(batch)
-        probe = Probe(
-            self.model,
-            self.engine,
-            forward=lambda: self._loss(batch, targets),
-            backward=self.accelerator.backward,
-            stopwatch=Stopwatch(self.accelerator.device),
-        )
-        return probe.measure()
+        return self._loss(batch, num_targets(batch))
 
     def _evaluate(self) -> dict[str, float]:
         recipe = self.plan.recipe
@@ -203,13 +201,14 @@ class Training:
                 tensor_bytes(v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
             ),
         }
-        if self.accelerator.device.type == "cuda":
-            return values | {metric.PEAK_ALLOCATED_BYTES.name: float(torch.cuda.max_memory_allocated())}
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-        return values | {metric.PEAK_RESIDENT_BYTES.name: float(peak)}
+        on_cuda = self.accelerator.device.type == "cuda"
+        peak = metric.PEAK_ALLOCATED_BYTES if on_cuda else metric.PEAK_RESIDENT_BYTES
+        return values | {peak.name: float(self.measurement.peak.bytes())}
 
     def _log(self, values: Mapping[str, float | None], step: int | None = None) -> None:
         known = {name: value for name, value in values.items() if value is not None}
+        if not known:
+            return
         self.journal.write("metrics", step=self.step if step is None else step, values=known)
 
     def snapshot(self) -> Snapshot:

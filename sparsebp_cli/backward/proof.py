@@ -1,0 +1,199 @@
+"""What a backward pass really executed and stored, module by module, held against what the policy claims.
+
+Both passes are counted on one batch, dense and with the policy, so what is the same in both (a checkpointed forward
+that runs again, layers without a site) cancels out, and only the saving is judged.
+
+Shape letters: N rows (= B*T), D input width, O output width.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.flops import FlopCount
+from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.memory import SavedBytes
+from sparsebp_cli.backward.report import Report, SiteReport
+from sparsebp_cli.backward.site import find_linears
+
+COLUMNS = (
+    "forward_flops",
+    "recomputed_flops",
+    "backward_flops",
+    "dense_backward_flops",
+    "saved_bytes",
+    "dense_saved_bytes",
+    "rows",
+    "dense_rows",
+    "claimed_share",
+    "kept_share",
+)
+
+
+@dataclass(frozen=True)
+class PassCount:
+    """One forward and backward pass under counters.
+
+    Args:
+        flops: By module.
+        saved: By module.
+    """
+
+    flops: FlopCount
+    saved: SavedBytes
+
+    @property
+    def backward_flops(self) -> Counter[str]:
+        """All that ran inside the backward, by module: what was computed again as well."""
+        return self.flops.backward + self.flops.recomputed
+
+
+@dataclass(frozen=True)
+class Overclaim:
+    """A claim to skip that was not kept. Shares are of the sites' dense backward FLOPs.
+
+    Args:
+        claimed_share: What the policy claims to leave.
+        executed_share: What was executed.
+        sites: Where more was executed than claimed, the largest excess first; empty where no site has it alone.
+    """
+
+    claimed_share: float
+    executed_share: float
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One batch, dense and with the policy.
+
+    Args:
+        dense: The dense pass.
+        policy: The pass with the policy.
+        report: The engine's, of the pass with the policy alone.
+        row_flops: 2 D O of each linear, by name: what one row of one product costs.
+        checkpointed: Modules of layers that the dense pass ran again inside the backward.
+    """
+
+    dense: PassCount
+    policy: PassCount
+    report: Report
+    row_flops: Mapping[str, float]
+    checkpointed: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module, dense: PassCount, policy: PassCount, report: Report) -> Proof:
+        """Return the proof of two counted passes of a model.
+
+        Args:
+            model: That ran them.
+            dense: The dense pass.
+            policy: The pass with the policy.
+            report: Of the pass with the policy alone.
+        """
+        linears, layers = find_linears(model).covered, LayerNumbers(model)
+        row_flops = {name: 2.0 * cast("Tensor", module.weight).numel() for name, module, _ in linears}
+        again = {layers.part_of(name) for name in dense.flops.recomputed}
+        checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
+        return cls(dense, policy, report, row_flops, checkpointed)
+
+    @property
+    def claimed_share(self) -> float | None:
+        """What the policy claims to leave of the sites' dense backward FLOPs; None when the sites have none."""
+        dense = self.report.dense_flops
+        return self.report.claimed_flops / dense if dense else None
+
+    @property
+    def executed_share(self) -> float | None:
+        """What was executed of the sites' dense backward FLOPs; None when the sites have none."""
+        dense = self.report.dense_flops
+        saved = self.dense.backward_flops.total() - self.policy.backward_flops.total()
+        return 1.0 - saved / dense if dense else None
+
+    @property
+    def excess_share(self) -> float | None:
+        """What was executed beyond the claim with its counts rounded up, of the sites' dense backward FLOPs."""
+        dense = self.report.dense_flops
+        if not dense:
+            return None
+        executed, before = self.policy.backward_flops.total(), self._before().total()
+        return _excess(executed, before, dense, sum(site.allowed_flops for site in self.report.sites)) / dense
+
+    @property
+    def rows_share(self) -> float | None:
+        """Rows that linears multiplied for dgrad and wgrad, over those of the dense backward; None without linears."""
+        rows = [sum(self._rows(name, count) or 0.0 for name in self.row_flops) for count in (self.policy, self.dense)]
+        return rows[0] / rows[1] if rows[1] else None
+
+    def find_overclaim(self) -> Overclaim | None:
+        """Hold what was executed against the claim, at every site whose name is a module's and over all.
+
+        Returns:
+            The claim that was not kept; None when all was.
+        """
+        executed, before = self.policy.backward_flops, self._before()
+        excess = {
+            site.name: _excess(
+                _inside(site.name, executed), _inside(site.name, before), site.dense_flops, site.allowed_flops
+            )
+            for site in self.report.sites
+            if site.dense_flops and _inside(site.name, before)
+        }
+        sites = tuple(sorted((name for name in excess if excess[name] > 0), key=lambda name: -excess[name]))
+        if not sites and not self.excess_share:
+            return None
+        assert self.claimed_share is not None
+        assert self.executed_share is not None
+        return Overclaim(self.claimed_share, self.executed_share, sites)
+
+    def table(self) -> dict[str, list[float | None]]:
+        """Return one row of ``COLUMNS`` for each module that computed or saved anything, and for each site.
+
+        Returns:
+            By the module's name; empty for the model itself and what belongs to no module.
+        """
+        sites: dict[str, SiteReport] = {site.name: site for site in self.report.sites}
+        counts = (self.policy.flops.forward, self.policy.flops.recomputed, self.policy.flops.backward)
+        columns = (*counts, self.dense.flops.backward, self.policy.saved.by_module, self.dense.saved.by_module)
+        names = [*dict.fromkeys([*sites, *(name for column in columns for name in column)])]
+        return {
+            name: [
+                *(float(column[name]) for column in columns),
+                self._rows(name, self.policy),
+                self._rows(name, self.dense),
+                _claimed_share(sites.get(name)),
+                sites[name].kept_share if name in sites else None,
+            ]
+            for name in names
+        }
+
+    def _before(self) -> Counter[str]:
+        """The dense backward, with a checkpointed layer's forward whole: PyTorch ends it where nothing more is wanted,
+        and where that is depends on what the linears save."""
+        again = {
+            name: max(self.dense.flops.recomputed[name], self.dense.flops.forward[name]) for name in self.checkpointed
+        }
+        return self.dense.flops.backward + (self.dense.flops.recomputed | Counter(again))
+
+    def _rows(self, name: str, count: PassCount) -> float | None:
+        row = self.row_flops.get(name)
+        return count.flops.backward[name] / row if row else None
+
+
+def _excess(executed: float, before: float, dense: float, allowed: float) -> float:
+    """Executed beyond what the dense pass executed less the saving that was claimed; counts are exact integers."""
+    beyond = executed - (before - dense + allowed)
+    return beyond if beyond > 0.5 + 1e-9 * dense else 0.0  # claims are sums of floats
+
+
+def _inside(site: str, count: Counter[str]) -> int:
+    return sum(flops for name, flops in count.items() if name == site or name.startswith(f"{site}."))
+
+
+def _claimed_share(site: SiteReport | None) -> float | None:
+    return site.claimed_flops / site.dense_flops if site is not None and site.dense_flops else None

@@ -1,0 +1,204 @@
+"""What is measured beside training at chosen steps: the probe, its proof, and fidelity. None of it changes the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement, Proof
+from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.proof import COLUMNS, Overclaim
+from sparsebp_cli.backward.report import Report
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import History, JournalWriter, metric
+from sparsebp_cli.worker.peak import PeakMemory
+from sparsebp_cli.worker.probe import run_probe
+from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal
+from sparsebp_cli.worker.stopwatch import Stopwatch
+
+Values = dict[str, float | None]
+
+
+@dataclass
+class Measurement:
+    """Measures around the steps of a run.
+
+    Args:
+        recipe: Says how often.
+        journal: Receives the figures of layers, proofs and warnings.
+        model: With the engine attached.
+        engine: Carries the policies out.
+        backward: Differentiates a loss without the engine.
+        device: Of the model.
+        peak: Left alone by what is measured here.
+    """
+
+    recipe: Recipe
+    journal: JournalWriter
+    model: nn.Module
+    engine: Engine
+    backward: Callable[[Tensor], None]
+    device: torch.device
+    peak: PeakMemory
+    _layers: LayerNumbers = field(init=False)
+    _proof: Proof | None = None  # of the step under way
+    _movement: Movement | None = None
+    _told: dict[str, list[float | None]] | None = None  # the proof that the journal has last
+
+    def __post_init__(self) -> None:
+        self._layers = LayerNumbers(self.model)
+
+    def before(self, step: int, forward: Callable[[], Tensor]) -> Values:
+        """Measure what is due at a step, before it is made.
+
+        Args:
+            step: Its number, from 1.
+            forward: The loss of its first micro-batch.
+
+        Returns:
+            Metric values by name; empty when nothing is due.
+        """
+        probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
+        if not (probe_due or fidelity_due):
+            return {}
+        values: Values = {}
+        self.peak.pause()
+        with Rehearsal(self.model, self.engine, forward, self.backward) as rehearsal:
+            dense = policy = fidelity = None
+            if probe_due:
+                probe = run_probe(rehearsal, Stopwatch(self.device))
+                dense, policy, self._proof, values = probe.dense, probe.policy, probe.proof, probe.values
+                self._judge(step, probe.proof)
+            if fidelity_due:
+                dense, policy = dense or rehearsal.run("dense"), policy or rehearsal.run("policy")
+                fidelity = self._compare(rehearsal, dense, policy)
+                values |= _fidelity_values(fidelity.overall())
+            assert policy is not None
+            self.journal.write("layers", step=step, values=self._layer_values(policy.report, fidelity))
+        if self._proof is not None:
+            self._movement = Movement((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+        if self._movement is None or self.device.type != "cpu":  # else it is in the memory that the step is judged by
+            self.peak.resume()
+        return values
+
+    def after(self, step: int) -> Values:
+        """Measure what a step has moved, if a probe was due at it.
+
+        Args:
+            step: As before it.
+
+        Returns:
+            Metric values by name; empty when none was due.
+        """
+        if self._proof is None or self._movement is None:
+            return {}
+        moved = self._movement.measure()
+        self._movement = None
+        self.peak.resume()
+        table = _with_movement(self._proof.table(), {name: (m.moved, m.entries) for name, m in moved.items()})
+        if table != self._told:
+            self.journal.write("proof", step=step, values={"columns": [*COLUMNS, "moved_share"], "modules": table})
+        self._told, self._proof = table, None
+        entries = sum(m.entries for m in moved.values())
+        return {
+            metric.MOVED_TENSORS.name: float(sum(m.moved > 0 for m in moved.values())),
+            metric.MOVED_SHARE.name: sum(m.moved for m in moved.values()) / entries if entries else None,
+        }
+
+    def _intervals(self) -> tuple[int | None, int | None]:
+        return self.recipe.measure.probe_every, self.recipe.measure.fidelity_every
+
+    def _is_due(self, step: int, every: int | None) -> bool:
+        """At every so many steps, and once after warm-up, for short runs."""
+        return every is not None and (step % every == 0 or step == self.recipe.measure.warmup_steps + 1)
+
+    def _compare(self, rehearsal: Rehearsal, dense: Outcome, policy: Outcome) -> GradientComparison:
+        draws = self.recipe.measure.fidelity_draws
+        comparison = GradientComparison(
+            dense.gradients, lambda name: self._layers.part_of(name.rpartition(".")[0]), num_draws=draws
+        )
+        comparison.add_draw(policy.gradients)
+        for draw in range(2, draws + 1):
+            comparison.add_draw(rehearsal.run("policy", draw).gradients)
+            if not comparison.is_random:
+                break  # all further draws are this one
+        return comparison
+
+    def _layer_values(self, report: Report, fidelity: GradientComparison | None) -> dict[str, dict[str, float | None]]:
+        kept = _kept_by_part(report, self._layers)
+        parts: dict[str, Fidelity] = {} if fidelity is None else fidelity.by_part()
+        nothing = Fidelity(None, None)
+        return {
+            part: {
+                "kept_share": _short(kept.get(part)),
+                "cosine": _short(parts.get(part, nothing).cosine),
+                "relative_error": _short(parts.get(part, nothing).relative_error),
+                "sign_agreement": _short(parts.get(part, nothing).sign_agreement),
+            }
+            for part in [*parts, *(part for part in kept if part not in parts)]
+        }
+
+    def _judge(self, step: int, proof: Proof) -> None:
+        """Say once in a run that a claim to skip was not kept."""
+        overclaim = proof.find_overclaim()
+        if overclaim is None or "overclaim" in History.load(self.journal.path.parent).facts:
+            return
+        by_choice = self.recipe.backward.engine == "reference"
+        fact = vars(overclaim) | {"step": step, "num_sites": len(overclaim.sites), "sites": overclaim.sites[:3]}
+        self.journal.write("facts", values={"overclaim": fact | {"by_choice": by_choice}})
+        text = _tell(overclaim, step, len(proof.report.sites))
+        why = "; backward.engine is reference, which multiplies everything" if by_choice else ""
+        self.journal.write("note", level="info" if by_choice else "warning", text=text + why)
+
+
+def _tell(overclaim: Overclaim, step: int, num_sites: int) -> str:
+    where = ""
+    if overclaim.sites:
+        where = f", at {len(overclaim.sites)} of {num_sites} sites, most at {overclaim.sites[0]}"
+    return (
+        f"the policy claims to leave {overclaim.claimed_share:.1%} of the backward FLOPs at its sites, but "
+        f"{overclaim.executed_share:.1%} were executed (counted at step {step}{where})"
+    )
+
+
+def _kept_by_part(report: Report, layers: LayerNumbers) -> dict[str, float]:
+    kept: dict[str, list[float]] = {}
+    for site in report.sites:
+        if site.kept_share is not None:
+            part = f"{layers.prefix}{site.layer}" if site.layer is not None else site.name
+            counts = kept.setdefault(part, [0.0, 0.0])
+            counts[0] += site.kept_share * site.entries
+            counts[1] += site.entries
+    return {part: some / all_of_it for part, (some, all_of_it) in kept.items()}
+
+
+def _with_movement(
+    table: dict[str, list[float | None]], moved: dict[str, tuple[int, int]]
+) -> dict[str, list[float | None]]:
+    by_module: dict[str, list[int]] = {}
+    for name, (some, entries) in moved.items():
+        counts = by_module.setdefault(name.rpartition(".")[0], [0, 0])
+        counts[0] += some
+        counts[1] += entries
+    empty: list[float | None] = [0.0] * 6 + [None] * 4
+    shares = {module: _short(some / entries) for module, (some, entries) in by_module.items()}
+    return {name: [*table.get(name, empty), shares.get(name)] for name in dict.fromkeys([*table, *shares])}
+
+
+def _fidelity_values(fidelity: Fidelity) -> Values:
+    return {
+        metric.COSINE.name: fidelity.cosine,
+        metric.RELATIVE_ERROR.name: fidelity.relative_error,
+        metric.SIGN_AGREEMENT.name: fidelity.sign_agreement,
+        metric.BIAS.name: fidelity.bias,
+        metric.BIAS_STANDARD_ERROR.name: fidelity.bias_standard_error,
+        metric.VARIANCE.name: fidelity.variance,
+    }
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits: the journal of a model of many layers stays small."""
+    return None if value is None else float(f"{value:.6g}")
