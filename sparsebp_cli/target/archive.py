@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -20,7 +20,9 @@ FOLLOWED = (JOURNAL, "worker.log")  # grow here line by line; never replaced as 
 PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request"}
 
 
-def pack(stream: IO[bytes], run: RunFolder, folder: str, owner: int = 0, group: int = 0) -> None:
+def pack(
+    stream: IO[bytes], run: RunFolder, folder: str, owner: int = 0, group: int = 0, *, more: Sequence[str] = ()
+) -> None:
     """Write a tar stream with what a worker needs of a run.
 
     Args:
@@ -29,6 +31,7 @@ def pack(stream: IO[bytes], run: RunFolder, folder: str, owner: int = 0, group: 
         folder: Where it belongs, relative to where the stream is unpacked; every folder on the way is in the stream.
         owner: Number of the user that everything belongs to.
         group: Number of the group.
+        more: Files that go along beside what a worker needs.
     """
 
     def adopt(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -41,7 +44,7 @@ def pack(stream: IO[bytes], run: RunFolder, folder: str, owner: int = 0, group: 
                 member = tarfile.TarInfo(str(part))
                 member.type, member.mode = tarfile.DIRTYPE, 0o755
                 archive.addfile(adopt(member))
-        for path in _walk(run.path):
+        for path in _walk(run.path, (*SENT, *more)):
             archive.add(path, f"{folder}/{path.relative_to(run.path)}", recursive=False, filter=adopt)
 
 
@@ -113,8 +116,8 @@ def size_of(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    for name in SENT:
+def _walk(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    for name in names:
         path = folder / name
         if path.is_dir():
             yield path

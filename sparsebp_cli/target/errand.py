@@ -106,11 +106,11 @@ class Errand:
             if sight.phase is Phase.OVER:
                 self._conclude(sight)
                 return
+            self._save(sight=str(sight.phase), warning=self._untracked)
             if sight.phase is Phase.WORKING:
                 self._engine.pull(self.run, self._launch.handle)
             self._answer_requests()
             self.failures = 0
-            self._save(sight=str(sight.phase), warning=self._untracked)
         except UnreachableError as error:
             self.miss(str(error))
         except OSError as error:  # a full disk here: what is there stays there until there is room

@@ -53,7 +53,7 @@ TRAINING = SMALL + "training:\n  "
         ),
         (SMALL + "training:", "5:10: training: must be a mapping, got nothing"),
         (SMALL + "training: 3", "5:11: training: must be a mapping, got 3 (a number)"),
-        (SMALL + "target: lokal", "5:9: target.kind: unknown target 'lokal'; there are: local; did you mean local?"),
+        (SMALL + "target: lokal", "5:9: target.kind: unknown target 'lokal'; there are: docker, local, slurm; did you mean local?"),
         (SMALL + "policy: 3", "5:9: policy: must be a list, got 3 (a number)"),
         (SMALL + "policy: [3]", "5:10: policy.0: must be a mapping, got 3 (a number)"),
         (

@@ -1,0 +1,175 @@
+"""What a run in Slurm may ask for, and the batch script that follows from it. Pure: nothing is run.
+
+The script hands the warning that Slurm gives before a time limit or a preemption (USR1) on to the worker, which makes a
+checkpoint, and then puts the job back into the queue. Several runs are an array, one task each.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from sparsebp_cli.recipe.schema import PositiveInt
+from sparsebp_cli.target.container import ContainerOptions, Mount, Size
+
+AbsoluteFolder = Annotated[str, Field(pattern=r"^/[\w./@+-]*$")]
+Word = Annotated[str, Field(pattern=r"^[\w.,:@/*+-]+$")]
+JOB_NAME = "sparsebp"
+
+
+class SlurmOptions(ContainerOptions):
+    """A job of Slurm, submitted here or on a login node over SSH."""
+
+    image: Annotated[str, Field(pattern=r"^[A-Za-z0-9/][\w.:/@#+-]*$")] = Field(
+        "sparsebp:latest", description="With a container: an image's name for pyxis, a file or URI for apptainer."
+    )
+    host: Annotated[str, Field(pattern=r"^ssh://([\w.-]+@)?[\w.-]+(:[0-9]+)?$")] | None = Field(
+        None, description="The login node: ssh://[USER@]HOST[:PORT]; null: this machine."
+    )
+    folder: AbsoluteFolder | None = Field(
+        None, description="Where runs are while they work, seen by all nodes; null, without a host: $SPARSEBP_HOME."
+    )
+    setup: list[str] = Field(
+        default_factory=list, description="Shell lines before every command there: module load ..., export ..."
+    )
+    partition: Word | None = Field(None, description="--partition.")
+    account: Word | None = Field(None, description="--account.")
+    qos: Word | None = Field(None, description="--qos.")
+    timeout_min: PositiveInt | None = Field(None, description="Time limit in minutes; null: the partition's.")
+    gpus: PositiveInt | Annotated[str, Field(pattern=r"^[\w.-]+:[1-9][0-9]*$")] | None = Field(
+        None, description="GPUs of a run: a number, or TYPE:NUMBER; null: none."
+    )
+    cpus: PositiveInt | None = Field(None, description="CPUs of a run; null: the partition's default.")
+    memory: Size | None = Field(None, description="Memory of a run, such as 16g; null: the partition's default.")
+    requeue: bool = Field(True, description="Whether a run that is preempted or out of time goes on later by itself.")
+    warning_seconds: Annotated[int, Field(ge=10, le=3600)] = Field(
+        120, description="How long before its end a job is told, so that it makes a checkpoint."
+    )
+    container: Literal["none", "apptainer", "pyxis"] = Field("none", description="What runs the image; none: no image.")
+    mounts: list[Mount] = Field(default_factory=list, description="With a container: SOURCE:TARGET[:ro|rw].")
+    arguments: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\n\r]*)?$")]] = Field(
+        default_factory=list, description="Further options of sbatch, such as --constraint=a100."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SlurmOptions:
+        if self.host and not self.folder:
+            raise ValueError("a host needs a folder: where runs are there, seen by all nodes")
+        if any("\n" in line or "\r" in line for line in self.setup):
+            raise ValueError("setup: each line is an item of its own")
+        return self
+
+
+def directives(options: SlurmOptions, folder: str, num_runs: int, max_parallel: int) -> list[str]:
+    """Return the options of sbatch.
+
+    Args:
+        options: Of the target.
+        folder: Where output goes that comes before the run's own.
+        num_runs: Runs of the submission; several are an array.
+        max_parallel: How many of them may work at once.
+
+    Returns:
+        Words such as ``--requeue``.
+    """
+    number = "%A_%a" if num_runs > 1 else "%j"
+    words = [f"--job-name={JOB_NAME}", f"--output={folder}/slurm-{number}.out", "--open-mode=append", "--ntasks=1"]
+    words += [f"--signal=B:USR1@{options.warning_seconds}", "--requeue" if options.requeue else "--no-requeue"]
+    for name, value in (
+        ("partition", options.partition),
+        ("account", options.account),
+        ("qos", options.qos),
+        ("time", options.timeout_min),
+        ("gres", f"gpu:{options.gpus}" if options.gpus else None),
+        ("cpus-per-task", options.cpus),
+        ("mem", options.memory),
+    ):
+        words += [f"--{name}={value}"] if value else []
+    if num_runs > 1:
+        words.append(f"--array=0-{num_runs - 1}%{max_parallel}")
+    return [*words, *options.arguments]
+
+
+def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int = 1) -> str:
+    """Return the batch script of one or several runs.
+
+    Args:
+        options: Of the target.
+        runs: The runs' folders, as the nodes see them.
+        max_parallel: How many of them may work at once.
+
+    Returns:
+        A script for bash.
+    """
+    top = str(PurePosixPath(runs[0]).parent)
+    head = "\n".join(f"#SBATCH {word}" for word in directives(options, top, len(runs), max_parallel))
+    listed = "\n".join(f"  {shlex.quote(run)}" for run in runs)
+    environment = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(options.env.items()))
+    setup = "\n".join(part for part in (environment, *options.setup) if part)
+    return f"""#!/bin/bash
+{head}
+
+runs=(
+{listed}
+)
+run=${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}
+key=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
+key=${{key:-$SLURM_JOB_ID}}
+exec >> "$run/worker.log" 2>&1
+
+# One job a run: the file is made by whoever is first, and a job that was put back into the queue finds its own.
+if ! (set -C; echo "$key" > "$run/slurm-owner") 2>/dev/null && [ "$(cat "$run/slurm-owner")" != "$key" ]; then
+  echo "job $(cat "$run/slurm-owner") works on this run already"
+  exit 75
+fi
+rm -f "$run/slurm-exit"
+
+worker= hit= again=
+hand_on() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker"; }}
+trap 'again=yes; hand_on' USR1
+trap 'hand_on' TERM
+{setup}
+{worker_line(options, "$run")} &
+worker=$!
+[ -z "$hit" ] || kill -TERM "$worker"
+wait "$worker"
+code=$?
+while [ -n "$hit" ]; do  # a signal ends a wait, and leaves the worker's exit code for the next one
+  hit=
+  wait "$worker"
+  waited=$?
+  [ "$waited" = 127 ] || code=$waited
+done
+
+if [ -n "$again" ] && [ "$code" = 143 ] && [ ! -e "$run/slurm-stop" ]{"" if options.requeue else " && false"}; then
+  scontrol requeue "$key" && sleep 60
+fi
+echo "$key $code" > "$run/slurm-exit"
+rm -f "$run/slurm-owner"
+exit "$code"
+"""
+
+
+def worker_line(options: SlurmOptions, run: str) -> str:
+    """Return the command that starts the worker on a node.
+
+    Args:
+        options: Of the target.
+        run: The run's folder, as a word of the shell.
+
+    Returns:
+        One line.
+    """
+    worker = f'{shlex.quote(options.python)} -m {options.worker} "{run}/plan.json"'
+    if options.container == "apptainer":
+        gpus = " --nv" if options.gpus else ""
+        binds = "".join(f" --bind {shlex.quote(mount)}" for mount in options.mounts)
+        return f'apptainer exec{gpus} --bind "{run}"{binds} {shlex.quote(options.image)} {worker}'
+    if options.container == "pyxis":
+        mounts = ",".join([f"{run}:{run}", *options.mounts])
+        return f'srun --container-image={shlex.quote(options.image)} --container-mounts="{mounts}" {worker}'
+    return worker

@@ -1,0 +1,206 @@
+"""What a run in a container may ask for, and the words of the commands that follow from it. Pure: nothing is run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import PositiveInt, TargetOptions
+
+DATA = "/data"
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
+# A socket of an engine inside a container is root on its host.
+SOCKET = re.compile(r"(docker|podman|containerd|crio)[^/]*\.sock$")
+FORBIDDEN = {"/", "/run", "/var/run", "/var", "/etc", "/proc", "/sys", "/dev", "/var/lib/docker"}
+MOUNT = re.compile(r"^(?P<source>/[^:,]*):(?P<target>/[^:,]*)(:(?P<mode>ro|rw))?$")
+
+Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*[bkmgBKMG]?$")]
+Mount = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^/[^:,]*:/[^:,]*(:(ro|rw))?$"})]
+GPUS = "Graphics processors: all, a number of them, or a list of their numbers or UUIDs; null: none."
+
+
+class ContainerOptions(TargetOptions):
+    """What every target that runs containers understands."""
+
+    image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/@-]*$")] = Field(
+        "sparsebp:latest", description="Image with SparseBP in it; best with its digest, NAME@sha256:..."
+    )
+    python: Annotated[str, Field(min_length=1)] = Field("python", description="Python inside the image.")
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment of the worker. No secrets: everybody there can read them."
+    )
+
+    @field_validator("env")
+    @classmethod
+    def _no_secret(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if SECRET.search(name):
+                raise ValueError(f"{name} looks like a secret, and a container's environment is public: mount a file")
+        return env
+
+
+class DockerOptions(ContainerOptions):
+    """A container of docker or podman, on this machine or on another one over SSH."""
+
+    host: Annotated[str, Field(pattern=r"^(ssh://([\w.-]+@)?[\w.-]+(:[0-9]+)?|unix:///.+)$")] | None = Field(
+        None, description="ssh://[USER@]HOST[:PORT], or unix:///PATH; null: DOCKER_HOST or the current context."
+    )
+    context: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] | None = Field(
+        None, description="A context of docker, or a connection of podman, in place of a host."
+    )
+    command: Literal["docker", "podman"] = Field("docker", description="The command line that is used.")
+    pull: Literal["missing", "always", "never"] = Field("missing", description="When the image is pulled there.")
+    gpus: Literal["all"] | PositiveInt | list[str] | None = Field(None, description=GPUS)
+    gpu_request: Literal["auto", "gpus", "cdi"] = Field(
+        "auto",
+        description="--gpus, or devices of the Container Device Interface; auto: docker the one, podman the other.",
+    )
+    mounts: list[Mount] = Field(
+        default_factory=list, description="Folders of the host: SOURCE:TARGET, read-only; SOURCE:TARGET:rw to write."
+    )
+    hub_cache: Annotated[str, Field(pattern=r"^/[^:,]*$")] | None = Field(
+        None, description="Folder of the host for downloads from the hub, kept from run to run."
+    )
+    network: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = Field(
+        None, description="Network of the container: none, host, or a name; null: the engine's default."
+    )
+    memory: Size | None = Field(None, description="Most memory, such as 16g; null: no limit.")
+    shm_size: Size | None = Field(None, description="Size of /dev/shm, such as 2g; null: the engine's default.")
+    user: Annotated[str, Field(pattern=r"^[1-9][0-9]*:[0-9]+$")] = Field(
+        "10001:10001", description="Numbers of user and group inside; never root."
+    )
+
+    @field_validator("mounts")
+    @classmethod
+    def _safe_mounts(cls, mounts: list[str]) -> list[str]:
+        for mount in mounts:
+            parts = MOUNT.match(mount)
+            if parts is None:
+                raise ValueError(f"must be SOURCE:TARGET or SOURCE:TARGET:rw with absolute paths, got {mount!r}")
+            source = str(PurePosixPath(parts["source"]))
+            if SOCKET.search(source) or source in FORBIDDEN or ".." in PurePosixPath(source).parts:
+                raise ValueError(f"{parts['source']} is not mounted: it would give the container its host")
+        return mounts
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DockerOptions:
+        if self.host and self.context:
+            raise ValueError("give either host or context, not both")
+        if self.command == "podman" and self.gpu_request == "gpus":
+            raise ValueError("gpu_request: podman ignores --gpus without a word; use cdi")
+        if self.command == "podman" and self.host:
+            raise ValueError("host: for podman, add a connection (podman system connection add) and give it as context")
+        return self
+
+
+def engine_words(options: DockerOptions) -> list[str]:
+    """Return the words that a command line of the engine begins with."""
+    words: list[str] = [options.command]
+    if options.host:
+        words += ["--host", options.host]
+    if options.context:
+        words += ["--connection" if options.command == "podman" else "--context", options.context]
+    return words
+
+
+def create_words(options: DockerOptions, run_id: str, image: str, labels: dict[str, str]) -> list[str]:
+    """Return the command that makes the container of a run.
+
+    Args:
+        options: Of the target.
+        run_id: The run's.
+        image: Name, digest or id of the image.
+        labels: Beside ``sparsebp.run``.
+
+    Returns:
+        Words.
+    """
+    words = [*engine_words(options), "create", "--name", container_name(run_id)]
+    for name, value in {"sparsebp.run": run_id, **labels}.items():
+        words += ["--label", f"{name}={value}"]
+    words += safe_words(options)
+    return [*words, "--entrypoint", options.python, image, "-m", options.worker, f"{run_folder(run_id)}/plan.json"]
+
+
+def safe_words(options: DockerOptions) -> list[str]:
+    """Return what every container gets: no root, no capabilities, an init, what was asked for, and nothing else."""
+    words = ["--init", "--user", options.user, "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    words += gpu_words(options)
+    for name, value in (
+        ("--network", options.network),
+        ("--memory", options.memory),
+        ("--shm-size", options.shm_size),
+    ):
+        words += [name, value] if value else []
+    mounts = [*options.mounts, *([f"{options.hub_cache}:{DATA}/hub:rw"] if options.hub_cache else [])]
+    for mount in mounts:
+        parts = MOUNT.match(mount)
+        assert parts is not None
+        end = "" if parts["mode"] == "rw" else ",readonly"
+        words += ["--mount", f"type=bind,source={parts['source']},target={parts['target']}{end}"]
+    # Unbuffered, Python writes lines in pieces, and some engines put a stamp before each piece.
+    fixed = {"HOME": f"{DATA}/home", "SPARSEBP_HOME": DATA, "PYTHONUNBUFFERED": "", "USER": "sparsebp"}
+    fixed |= {"HF_HOME": f"{DATA}/hub"} if options.hub_cache else {}
+    for name, value in {**fixed, **options.env}.items():
+        words += ["--env", f"{name}={value}"]
+    return [*words, "--workdir", DATA]
+
+
+def gpu_words(options: DockerOptions) -> list[str]:
+    """Return how GPUs are asked for."""
+    if options.gpus is None:
+        return []
+    if (options.gpu_request == "auto" and options.command == "docker") or options.gpu_request == "gpus":
+        wanted = options.gpus
+        if isinstance(wanted, list):
+            return ["--gpus", '"device=' + ",".join(wanted) + '"']
+        return ["--gpus", str(wanted)]
+    names = ["all"] if options.gpus == "all" else options.gpus
+    if isinstance(names, int):
+        names = [str(number) for number in range(names)]
+    return [word for name in names for word in ("--device", f"nvidia.com/gpu={name}")]
+
+
+def container_name(run_id: str) -> str:
+    """Return the name of a run's container: there can be only one of a name, which keeps two dispatchers apart."""
+    return f"sparsebp-{run_id}"
+
+
+def run_folder(run_id: str) -> str:
+    """Return where a run's folder is inside a container."""
+    return f"{DATA}/runs/{run_id}"
+
+
+def check_paths(plan: Plan, reached: list[str]) -> None:
+    """Refuse a plan that needs files which the container does not see.
+
+    Args:
+        plan: The plan.
+        reached: Folders that it sees.
+
+    Raises:
+        UsageError: A model or dataset is a path outside them.
+    """
+    recipe = plan.recipe
+    named = {
+        "model.name": recipe.model.name,
+        "model.tokenizer": recipe.model.tokenizer,
+        "dataset.name": recipe.dataset.name,
+    }
+    for key, path in named.items():
+        if path is None or not path.startswith("/"):
+            continue
+        if not any(PurePosixPath(path).is_relative_to(folder) for folder in reached):
+            parent = PurePosixPath(path).parent
+            raise UsageError(f"{key}: {path} is not seen inside the container; target.mounts: ['{parent}:{parent}']")
+
+
+def mounted_folders(options: DockerOptions) -> list[str]:
+    """Return the folders that a container sees beside its image."""
+    found = [MOUNT.match(mount) for mount in options.mounts]
+    return [parts["target"] for parts in found if parts]
