@@ -14,7 +14,7 @@ from sparsebp_cli.compare.control import Members, find_controls
 from sparsebp_cli.compare.example import compare_examples
 from sparsebp_cli.compare.figure import at_time, by_seed, measure_cost, measure_reach, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
-from sparsebp_cli.compare.load import LoadedRun, load
+from sparsebp_cli.compare.load import SEED, LoadedRun, load
 from sparsebp_cli.compare.margin import NotWorse, decide_all
 from sparsebp_cli.compare.reducer import Reducer
 from sparsebp_cli.compare.statistics import Difference, holm, paired_difference, spread
@@ -24,7 +24,7 @@ from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
 MOST_POINTS = 400  # of one curve: more than a screen has room for
-NOT_A_CHANGE = ("name", "training.seed", "tracking.")
+NOT_A_CHANGE = ("name", "tracking.")
 
 
 @dataclass(frozen=True)
@@ -293,4 +293,5 @@ def _changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
     sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
     paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
-    return tuple(Change(path, a.get(path), b.get(path)) for path in paths if not path.startswith(NOT_A_CHANGE))
+    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and not SEED.search(path)]
+    return tuple(Change(path, a.get(path), b.get(path)) for path in shown)

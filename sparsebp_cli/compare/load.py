@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,8 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.run import metric as names
 from sparsebp_cli.tracking.content import find_state
+
+SEED = re.compile(r"(?i)(^|[._-])(random_)?(seed|state)$")  # of whatever program logged it
 
 
 class Point(NamedTuple):

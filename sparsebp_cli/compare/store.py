@@ -9,20 +9,19 @@ Of somebody else's run the parameters are its recipe, all but a seed decide its 
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.compare.load import LoadedRun
+from sparsebp_cli.compare.load import SEED, LoadedRun
 from sparsebp_cli.compare.select import Candidate
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, State
 from sparsebp_cli.tracking import mask, resolve_uri
-from sparsebp_cli.tracking.content import RUN_ID, STATUS
+from sparsebp_cli.tracking.content import RUN_ID
 from sparsebp_cli.tracking.store import open_client
 from sparsebp_cli.tracking.uri import is_server, is_sqlite, one_line, sqlite_file
 
@@ -32,8 +31,13 @@ if TYPE_CHECKING:
 
 PAGE = 1000  # runs a query, MLflow's limit is 50,000
 AT_ONCE = 8  # runs read from a server side by side
-SEED = re.compile(r"(?i)(^|[._-])(random_)?(seed|state)$")
-STATES = {status: state for state, status in STATUS.items()}  # KILLED: interrupted
+STATES = {
+    "SCHEDULED": State.QUEUED,
+    "RUNNING": State.RUNNING,
+    "FINISHED": State.FINISHED,
+    "FAILED": State.FAILED,
+    "KILLED": State.INTERRUPTED,
+}
 
 
 def store_candidates(uri: str) -> list[Candidate]:
@@ -179,9 +183,9 @@ def _plan(client: MlflowClient, run: Run, recipe: dict[str, Any]) -> Plan | None
         "recipe": recipe,
         "provenance": provenance,
     }
-    for content in (kept, told):
+    for content in filter(None, (kept, told)):
         try:
-            return Plan.model_validate_json(json.dumps(content)) if content else None
+            return Plan.model_validate_json(json.dumps(content))
         except ValueError:  # of another version, or a parameter that MLflow cut: what it says still stands
             continue
     return None
