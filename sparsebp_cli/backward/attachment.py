@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
+from sparsebp_cli.backward.attribution import is_watched
 from sparsebp_cli.backward.binding import Binding
 from sparsebp_cli.backward.branching import BranchBinding
 from sparsebp_cli.backward.decision import Decision
@@ -14,7 +15,7 @@ from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
 from sparsebp_cli.backward.routing import Routing
-from sparsebp_cli.backward.site import LinearBinding
+from sparsebp_cli.backward.site import Bound, LinearBinding
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import EdgeRouter, GradientSelector, Policy
 
@@ -71,6 +72,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     if sites not in _BINDINGS:
         raise UsageError(f"sites must be one of {', '.join(_BINDINGS)}, got {sites!r}")
     policy, decision = _only_policy(policies), None
+    _refuse_attached(model)
     if isinstance(policy, EdgeRouter):
         if sites != "nodes":
             raise UnsupportedError(f"{type(policy).__name__} routes at graph nodes: sites must be nodes, got {sites!r}")
@@ -95,6 +97,13 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
 }
 # The share of rows at which storing all is as fast as computing the kept ones again: docs/log.md, 2026-11-21.
 _RECOMPUTE_UP_TO = {"none": 0.0, "auto": 0.25, "sparse": 1.0}
+
+
+def _refuse_attached(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), Bound) or is_watched(module):
+            where = f" (at {name!r})" if name else ""
+            raise UnsupportedError(f"the model is already attached{where}: call detach() of its engine first")
 
 
 def _only_policy(policies: Sequence[Policy]) -> GradientSelector | EdgeRouter | None:

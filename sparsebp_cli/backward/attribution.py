@@ -44,7 +44,8 @@ class Attribution:
         for module, name in self.name.items():
             self._handles.append(module.register_forward_pre_hook(_Entry(self._enter, name)))
             # Also after an error, so that a caught one (out of memory) leaves no module open.
-            self._handles.append(module.register_forward_hook(_Exit(self._leave, name), always_call=True))
+            leave = _Exit(self._leave, name, is_watched=at_exit is not None)
+            self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def forget(self, before: int) -> None:
         """Drop what lies before a number, such as that of a graph's oldest node: a long run would gather without end.
@@ -111,9 +112,10 @@ class Attribution:
             self._names.append(name)
 
 
-def is_attributed(model: nn.Module) -> bool:
-    """Return whether a model, or a part of it, has such hooks."""
-    return any(isinstance(h, _Hook) for m in model.modules() for h in m._forward_pre_hooks.values())  # noqa: SLF001
+def is_watched(module: nn.Module) -> bool:
+    """Return whether somebody watches the output of a module itself."""
+    hooks = module._forward_hooks.values()  # noqa: SLF001 - there is no other way to ask
+    return any(isinstance(hook, _Exit) and hook.is_watched for hook in hooks)
 
 
 class _Hook:
@@ -142,6 +144,10 @@ class _Entry(_Hook):
 
 class _Exit(_Hook):
     """After it, also when it raised; the output is None then."""
+
+    def __init__(self, call: Callable[..., None], name: str, *, is_watched: bool) -> None:
+        super().__init__(call, name)
+        self.is_watched = is_watched
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
         if not _is_run_again():

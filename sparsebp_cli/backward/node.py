@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.attribution import Attribution, is_attributed
+from sparsebp_cli.backward.attribution import Attribution
 from sparsebp_cli.backward.graph import Graph, Place
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.report import Claim
@@ -40,7 +40,6 @@ class NodeBinding:
 
     Raises:
         UsageError: A pattern matches nothing.
-        UnsupportedError: The model is attached.
     """
 
     names: tuple[str, ...] = ()  # known when there is a graph
@@ -51,10 +50,6 @@ class NodeBinding:
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in modules):
                 raise UsageError(f"exclude: {pattern!r} matches no module of the model{did_you_mean(pattern, modules)}")
-        if any("forward" in module.__dict__ for module in modules.values()) and _is_bound(model):
-            raise UnsupportedError("the model is already attached: call detach() of its engine first")
-        if is_attributed(model):
-            raise UnsupportedError("the model is already attached: call detach() of its engine first")
         self.excluded = tuple(name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns))
         self._model, self._layers, self._routing = model, LayerNumbers(model), routing
         self._attribution: Attribution | None = None
@@ -132,7 +127,7 @@ class Cut(Visitor):
     def _cut(self, name: str, module: str, grad: Tensor) -> Tensor:
         if grad.layout != torch.strided:
             raise UnsupportedError(f"sites='nodes' needs dense gradients, got {grad.layout} at {name!r}")
-        shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.reshape(-1, grad.shape[-1])
+        shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.flatten(0, -2)
         site = Site(name, shown.shape[1], (1,) if grad.dim() < 2 else tuple(grad.shape[:-1]), self._layer_of(module))
         grad_NO, selection = self._engine.decide(site, shown, NoWork())
         if selection is not None:
@@ -151,9 +146,3 @@ def _watch(output: Any, check: Callable[[], None]) -> None:
     elif isinstance(output, dict | list | tuple):
         for part in output.values() if isinstance(output, dict) else output:
             _watch(part, check)
-
-
-def _is_bound(model: nn.Module) -> bool:
-    from sparsebp_cli.backward.site import Bound
-
-    return any(isinstance(module.__dict__.get("forward"), Bound) for module in model.modules())

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, attach
-from sparsebp_cli.policy import GradientSelector
+from sparsebp_cli.policy import Policy
 
 
 class Network(nn.Module):
@@ -24,23 +24,25 @@ class Network(nn.Module):
 
 
 def train_network(
-    policy: GradientSelector | None,
+    policy: Policy | None,
     *,
     num_steps: int = 3,
     stop: int | None = None,
-    resume_with: GradientSelector | None = None,
+    resume_with: Policy | None = None,
     dtype: torch.dtype = torch.float32,
     engine: str = "fast",
+    sites: str = "linears",
 ) -> list[Tensor]:
     """Train a small network, two backward passes a step.
 
     Args:
-        policy: Asked at its linears; None: plain PyTorch.
+        policy: Asked at its sites; None: plain PyTorch.
         num_steps: Optimizer steps.
         stop: The step before which the engine is detached and a new one goes on from its state.
         resume_with: The policy of the new engine; None: the same.
         dtype: Of weights and data.
         engine: As for ``attach``.
+        sites: As for ``attach``.
 
     Returns:
         The weights.
@@ -59,7 +61,7 @@ def train_network(
             state = None if attached is None else attached.state_dict()
             if attached is not None:
                 attached.detach()
-            attached = attach(model, [chosen], optimizer=optimizer, engine=engine)
+            attached = attach(model, [chosen], sites=sites, optimizer=optimizer, engine=engine)
             if state is not None:
                 attached.load_state_dict(state)
         for x in data[step]:

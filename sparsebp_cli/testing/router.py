@@ -1,0 +1,117 @@
+"""The conformance suite of routers. Each broken promise is an ``AssertionError`` of one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.policy import Edge, EdgeRouter, Step
+from sparsebp_cli.testing.network import train_network
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
+
+
+def check_router(policy: EdgeRouter) -> None:
+    """Hold a router against every promise of the contract.
+
+    Args:
+        policy: With the options to be checked.
+    """
+    for check in _CHECKS:
+        check(policy)
+
+
+def _check_numbers(policy: EdgeRouter) -> None:
+    for edges in _nodes():
+        chosen = policy.route(edges, Step(0))
+        good = isinstance(chosen, Sequence) and all(type(i) is int and 0 <= i < len(edges) for i in chosen)
+        text = f"must return numbers in [0, {len(edges)}), each at most once, got {chosen!r}"
+        require(good and len(set(chosen)) == len(chosen), f"{name_of(policy)}: route {text}")
+
+
+def _check_repeatable(policy: EdgeRouter) -> None:
+    for edges in _nodes():
+        before, states = [edge.gradient.clone() for edge in edges], random_states()
+        first = sorted(policy.route(edges, Step(3, seed=1)))
+        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
+        same = equal(before, [edge.gradient for edge in edges])
+        require(same, f"{name_of(policy)}: changes a gradient that it is shown")
+        again = sorted(policy.route(edges, Step(3, seed=1)))
+        require(first == again, f"{name_of(policy)}: decides otherwise when asked again at the same step")
+
+
+def _check_draws(policy: EdgeRouter) -> None:
+    def differs(steps: list[Step]) -> bool:
+        return any(
+            sorted(policy.route(edges, step)) != sorted(policy.route(edges, Step(0)))
+            for edges in _nodes()
+            for step in steps
+        )
+
+    if not differs([Step(0, draw=draw) for draw in range(1, 9)]):
+        return  # not a random policy
+    for what in ("index", "micro_batch", "call", "seed"):
+        others = [Step(**({"index": 0} | {what: number})) for number in range(1, 9)]
+        require(differs(others), f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+
+
+def _check_exact(policy: EdgeRouter) -> None:
+    dense = not policy.exact or equal(_train(policy), train_network(None))
+    require(dense, f"{name_of(policy)}: says it is exact, but trains otherwise than dense")
+    honest = policy.exact or not policy.unbiased
+    require(honest, f"{name_of(policy)}: says it is unbiased, but what goes on cannot be weighted for what does not")
+
+
+def _check_engines(policy: EdgeRouter) -> None:
+    same = equal(_train(policy), _train(policy, engine="reference"))
+    require(same, f"{name_of(policy)}: the fast engine trains otherwise than the reference")
+
+
+def _check_resume(policy: EdgeRouter) -> None:
+    one, two, three = (through_json(policy) for _ in range(3))
+    straight, resumed = _train(one, num_steps=6), _train(two, num_steps=6, stop=3, resume_with=three)
+    text = f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own"
+    require(equal(straight, resumed), text)
+    for edges in _nodes():
+        mine, copied = (each.route(edges, Step(3, seed=1)) for each in (policy, through_json(policy)))
+        require(sorted(mine) == sorted(copied), f"{name_of(policy)}: decides otherwise after a way through JSON")
+
+
+_CHECKS: tuple[Callable[[EdgeRouter], None], ...] = (
+    _check_numbers,
+    _check_repeatable,
+    _check_draws,
+    _check_exact,
+    _check_engines,
+    _check_resume,
+)
+
+
+def _train(
+    policy: EdgeRouter,
+    *,
+    num_steps: int = 3,
+    stop: int | None = None,
+    resume_with: EdgeRouter | None = None,
+    engine: str = "fast",
+) -> list[Tensor]:
+    return train_network(policy, num_steps=num_steps, stop=stop, resume_with=resume_with, engine=engine, sites="nodes")
+
+
+def _nodes() -> Iterator[list[Edge]]:
+    """What a node of each common kind shows: a linear, a residual sum, a norm, one child alone, nothing but zeros."""
+    generator = torch.Generator().manual_seed(0)
+
+    def edge(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Edge:
+        gradient = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return Edge(gradient, name.endswith("weight"), name)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        yield [edge("inner", 4, 6, dtype=dtype), edge("linear.weight", 5, 6, dtype=dtype)]
+        same = edge("residual", 4, 6, dtype=dtype)
+        yield [same, Edge(same.gradient, False, "branch"), Edge(same.gradient, False, "other branch")]
+        yield [edge("scalar", dtype=dtype), edge("norm.weight", 6, dtype=dtype), edge("norm", 4, 6, dtype=dtype)]
+        yield [edge("alone", 4, 6, dtype=dtype)]
+        yield [edge("only.weight", 5, 6, dtype=dtype)]
+        yield [Edge(torch.zeros(4, 6, dtype=dtype), False, name) for name in ("zero", "nothing")]

@@ -1,0 +1,244 @@
+"""The conformance suite of gradient selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward import attach, count_flops
+from sparsebp_cli.policy import (
+    Blocks,
+    Columns,
+    Elements,
+    GradientSelector,
+    Policy,
+    Rows,
+    Selection,
+    Site,
+    Step,
+    TwoToFour,
+)
+from sparsebp_cli.testing.network import train_network
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
+
+_NUM_DRAWS = 2000
+_NUM_SIGMAS = 6.0  # a true promise fails once in 500 million entries, and the seeds are fixed
+
+
+def check_selector(policy: GradientSelector) -> None:
+    """Hold a selector against every promise of the contract.
+
+    Args:
+        policy: With the options to be checked.
+    """
+    for check in _CHECKS:
+        check(policy)
+
+
+def _check_repeatable(policy: GradientSelector) -> None:
+    for grad_NO in _gradients():
+        before, states = grad_NO.clone(), random_states()
+        first = _apply(policy, grad_NO, Step(3, seed=1))
+        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
+        require(torch.equal(before, grad_NO), f"{name_of(policy)}: changes the gradient that it is shown")
+        second = _apply(policy, grad_NO, Step(3, seed=1))
+        require(torch.equal(first, second), f"{name_of(policy)}: decides otherwise when asked again at the same step")
+
+
+def _check_draws(policy: GradientSelector) -> None:
+    grad_NO = next(_gradients())
+    if all(_same(policy, policy, grad_NO, Step(0), Step(0, draw=draw)) for draw in range(1, 9)):
+        return  # not a random policy
+    for what in ("index", "micro_batch", "call", "seed"):
+        others = [Step(**({"index": 0} | {what: number})) for number in range(1, 9)]
+        differs = not all(_same(policy, policy, grad_NO, Step(0), other) for other in others)
+        require(differs, f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+
+
+def _check_selection(policy: GradientSelector) -> None:
+    name = name_of(policy)
+    for grad_NO in _gradients():
+        selection = policy.select(grad_NO, _site(grad_NO), Step(0))
+        kind = type(selection) if selection is not None else None
+        says = "None" if policy.selection is None else policy.selection.__name__
+        require(kind in (None, policy.selection), f"{name}: selects by {type(selection).__name__}, but says {says}")
+        if isinstance(selection, TwoToFour):
+            _check_two_to_four(name, selection, grad_NO)
+        elif isinstance(selection, Elements):
+            _check_index(name, selection.index_K, grad_NO.numel())
+            require(math.isfinite(selection.weight), f"{name}: weight must be finite, got {selection.weight}")
+        elif isinstance(selection, Rows | Columns | Blocks):
+            high, wide = selection.grid(grad_NO) if isinstance(selection, Blocks) else (1, 1)
+            choices = {Rows: grad_NO.shape[0], Columns: grad_NO.shape[1], Blocks: high * wide}
+            _check_index(name, selection.index_K, choices[type(selection)])
+            if isinstance(selection, Rows):
+                _check_examples(name, selection, grad_NO)
+            weight_K = selection.weight_K
+            good = weight_K is None or (weight_K.shape == selection.index_K.shape and bool(weight_K.isfinite().all()))
+            require(good, f"{name}: weight_K must be finite, one for each index")
+        else:
+            require(selection is None, f"{name}: selects by {type(selection).__name__}, which no kernel carries out")
+
+
+def _check_two_to_four(name: str, selection: TwoToFour, grad_NO: Tensor) -> None:
+    mask, whole = selection.mask_NO, grad_NO.shape[1] // 4 * 4
+    good = mask.dtype == torch.bool and mask.shape == grad_NO.shape and math.isfinite(selection.weight)
+    require(good, f"{name}: mask_NO must be boolean and {tuple(grad_NO.shape)}, weight finite")
+    groups = mask[:, :whole].reshape(-1, 4).sum(1)
+    pattern = bool((groups == 2).all()) and bool(mask[:, whole:].all())
+    require(pattern, f"{name}: mask_NO must keep two of every four features, and a shorter rest whole")
+
+
+def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
+    examples = _site(grad_NO).num_examples if rows.num_examples != 1 else 1
+    good = rows.num_examples == examples and rows.index_K.numel() % examples == 0
+    if good and examples > 1:
+        example_BK = rows.index_K.view(examples, -1) // (grad_NO.shape[0] // examples)
+        good = bool((example_BK == torch.arange(examples)[:, None]).all())
+    require(good, f"{name}: num_examples must be 1 or B, with as many rows of each example, example after example")
+
+
+def _check_index(name: str, index_K: Tensor, num_choices: int) -> None:
+    require(index_K.dtype == torch.int64 and index_K.dim() == 1, f"{name}: index_K must be one dimension of int64")
+    inside = index_K.numel() == 0 or (int(index_K.min()) >= 0 and int(index_K.max()) < num_choices)
+    require(inside, f"{name}: index_K must be in [0, {num_choices}), got {index_K.tolist()}")
+    require(len(set(index_K.tolist())) == index_K.numel(), f"{name}: index_K names something twice: {index_K.tolist()}")
+
+
+def _check_budget(policy: GradientSelector) -> None:
+    require(0.0 < policy.budget <= 1.0, f"{name_of(policy)}: budget must be in (0, 1], got {policy.budget}")
+    for grad_NO in _gradients():
+        selection = policy.select(grad_NO, _site(grad_NO), Step(0))
+        kept = grad_NO.numel() if selection is None else int(selection.num_kept(grad_NO))
+        unit, number = _budget_unit(selection, grad_NO)
+        allowed = unit * max(1, math.ceil(policy.budget * number - 1e-9))
+        text = (
+            f"{name_of(policy)}: keeps {kept} of {grad_NO.numel()} entries, its budget {policy.budget} allows {allowed}"
+        )
+        require(kept <= allowed, text)
+
+
+def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int]:
+    """Entries that are kept or cut only together, and how many such units there are; a share of them is rounded up."""
+    num_rows, num_columns = grad_NO.shape
+    if isinstance(selection, Rows):
+        return num_columns * selection.num_examples, num_rows // selection.num_examples
+    if isinstance(selection, Blocks):
+        return math.prod(selection.block_shape), math.prod(selection.grid(grad_NO))
+    if isinstance(selection, TwoToFour):
+        return num_rows * 4, -(-num_columns // 4)
+    if isinstance(selection, Elements | Columns):
+        return num_rows, num_columns  # entries may be chosen in each row
+    return 1, grad_NO.numel()
+
+
+def _check_exact(policy: GradientSelector) -> None:
+    dense = not policy.exact or _trains_densely(policy)
+    require(dense, f"{name_of(policy)}: says it is exact, but trains otherwise than dense")
+
+
+def _check_unbiased(policy: GradientSelector) -> None:
+    if not policy.unbiased:
+        return
+    for grad_NO in (torch.ones(7, 5, dtype=torch.float64), next(_gradients(torch.float64))):
+        draws = torch.stack([_apply(policy, grad_NO, Step(0, draw=draw)) for draw in range(1, _NUM_DRAWS + 1)])
+        along = (draws * grad_NO).sum(dim=(1, 2), keepdim=True) / grad_NO.square().sum()
+        for value, truth in ((draws, grad_NO), (along, torch.ones(1, 1, dtype=torch.float64))):
+            error = (value.mean(0) - truth).abs()
+            bound = _NUM_SIGMAS * value.std(0) / math.sqrt(_NUM_DRAWS) + 1e-6 * truth.abs()
+            worst = float((error - bound).max())
+            require(worst <= 0, f"{name_of(policy)}: says it is unbiased, but the mean over draws is not the gradient")
+
+
+def _check_kernels(policy: GradientSelector) -> None:
+    fast, reference = (
+        train_network(policy, dtype=torch.float64),
+        train_network(policy, dtype=torch.float64, engine="reference"),
+    )
+    close = all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(fast, reference, strict=True))
+    require(close, f"{name_of(policy)}: the fast engine trains otherwise than the reference")
+
+
+def _check_claim(policy: GradientSelector) -> None:
+    num_rows, num_inputs, num_outputs = 256, 16, 128
+    torch_generator = torch.Generator().manual_seed(0)
+    linear = nn.Linear(num_inputs, num_outputs)
+    x = torch.randn(num_rows, num_inputs, generator=torch_generator).requires_grad_()
+    with attach(nn.ModuleList([linear]), [policy]) as engine:  # layer 0
+        loss = linear(x).square().sum()
+        with count_flops() as count:
+            engine.backward(loss)
+        claim = engine.claim()
+    rounding = claim.dense_flops / min(num_rows, num_outputs)
+    executed = f"{count.total / claim.dense_flops:.3f}"
+    claimed = f"{claim.claimed_flops / claim.dense_flops:.3f}"
+    text = f"{name_of(policy)}: claims to leave {claimed} of the dense backward, but {executed} was executed"
+    require(count.total <= claim.claimed_flops + rounding, text)
+
+
+def _check_resume(policy: GradientSelector) -> None:
+    one, two, three = (through_json(policy) for _ in range(3))
+    straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
+    require(
+        equal(straight, resumed), f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own"
+    )
+    for grad_NO in _gradients():
+        same = _same(policy, through_json(policy), grad_NO, Step(3, seed=1))
+        require(same, f"{name_of(policy)}: decides otherwise after a way through JSON")
+
+
+def check_keep_all(policy: Policy) -> None:
+    """Hold a policy that keeps everything against dense.
+
+    Args:
+        policy: With ``keep`` 1.0.
+    """
+    assert isinstance(policy, GradientSelector)
+    require(policy.exact, f"{name_of(policy)}: keep=1.0 must be exact")
+    require(policy.budget == 1.0, f"{name_of(policy)}: keep=1.0 must have the budget 1.0, got {policy.budget}")
+    require(
+        equal(train_network(policy), train_network(None)), f"{name_of(policy)}: keep=1.0 trains otherwise than dense"
+    )
+
+
+_CHECKS: tuple[Callable[[GradientSelector], None], ...] = (
+    _check_selection,
+    _check_repeatable,
+    _check_budget,
+    _check_draws,
+    _check_exact,
+    _check_unbiased,
+    _check_kernels,
+    _check_claim,
+    _check_resume,
+)
+
+
+def _gradients(*dtypes: torch.dtype) -> Iterator[Tensor]:
+    for dtype in dtypes or (torch.float32, torch.float64, torch.bfloat16):
+        for number, shape in enumerate(((8, 6), (7, 5), (1, 9), (9, 1), (64, 32))):
+            generator = torch.Generator().manual_seed(number)
+            yield torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _site(grad_NO: Tensor) -> Site:
+    num_rows = grad_NO.shape[0]
+    return Site("layer", grad_NO.shape[1], (2, num_rows // 2) if num_rows % 2 == 0 else (1, num_rows), 0)
+
+
+def _apply(policy: GradientSelector, grad_NO: Tensor, step: Step) -> Tensor:
+    selection: Selection | None = policy.select(grad_NO, _site(grad_NO), step)
+    return grad_NO if selection is None else selection.apply(grad_NO)
+
+
+def _same(
+    one: GradientSelector, other: GradientSelector, grad_NO: Tensor, step: Step, later: Step | None = None
+) -> bool:
+    return torch.equal(_apply(one, grad_NO, step), _apply(other, grad_NO, later or step))
+
+
+def _trains_densely(policy: GradientSelector) -> bool:
+    return equal(train_network(policy), train_network(None))
