@@ -70,7 +70,7 @@ def _check_engines(policy: EdgeRouter) -> None:
 
 def _check_resume(policy: EdgeRouter) -> None:
     one, two, three = (through_json(policy) for _ in range(3))
-    straight, resumed = _train(one, num_steps=6), _train(two, num_steps=6, stop=3, resume_with=three)
+    straight, resumed = _train(one, num_steps=6), _train(two, num_steps=6, stop=4, resume_with=three)
     text = f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own"
     require(equal(straight, resumed), text)
     for edges in _nodes():
