@@ -1,10 +1,18 @@
-"""Every target keeps the contract, by the public suite."""
+"""Every target keeps the contract, by the public suite; engines and daemons are real ones."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 from sparsebp_cli.testing import FakeTarget, check_target
+
+from . import service
+
+KINDS = ("docker", "docker_ssh", "slurm", "slurm_ssh")
 
 
 def test_local_keeps_the_contract() -> None:
@@ -13,3 +21,36 @@ def test_local_keeps_the_contract() -> None:
 
 def test_the_fake_keeps_the_contract(tmp_path: Path) -> None:
     check_target(FakeTarget(tmp_path / "there"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_a_real_engine_keeps_the_contract(name: str, request: pytest.FixtureRequest) -> None:
+    options = request.getfixturevalue(f"{name}_options")
+    check_target(name.partition("_")[0], **options)
+    if name.startswith("docker"):
+        listed = ["docker", "--host", service.DOCKER, "ps", "--all", "--quiet", "--filter", "label=sparsebp.run"]
+        left = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
+        assert left == ""
+    if "folder" in options:
+        assert not list((Path(options["folder"]) / "runs").iterdir())
+
+
+@pytest.mark.slow
+def test_podman_keeps_the_contract(docker_engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.need("podman", "catatonit", "runc")
+    # Rights that a container asks for by default and that not every machine can give.
+    configuration = tmp_path / "containers.conf"
+    configuration.write_text(
+        '[containers]\ndefault_ulimits = ["nofile=10000:10000", "nproc=10000:10000"]\nnetns = "host"\n'
+        '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "file"\n'
+    )
+    monkeypatch.setenv("CONTAINERS_CONF", str(configuration))
+    if not service.is_answering("podman", "image", "exists", service.BASE):
+        save = subprocess.Popen(["docker", "--host", docker_engine, "save", service.BASE], stdout=subprocess.PIPE)
+        subprocess.run(["podman", "load", "--quiet"], stdin=save.stdout, check=True, capture_output=True)
+        assert save.wait() == 0
+    mounts = {"python": sys.executable, "mounts": service.MOUNTS, "network": "host"}
+    check_target("docker", command="podman", image=service.BASE, pull="never", **mounts)
+    listed = subprocess.run(["podman", "ps", "--all", "--quiet"], check=True, capture_output=True, text=True)
+    assert listed.stdout == ""
