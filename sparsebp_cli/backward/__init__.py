@@ -7,7 +7,7 @@ from sparsebp_cli.backward.flops import FlopCount, count_flops
 from sparsebp_cli.backward.memory import SavedBytes, saved_bytes, tensor_bytes
 from sparsebp_cli.backward.movement import Moved, Movement
 from sparsebp_cli.backward.proof import Overclaim, PassCount, Proof
-from sparsebp_cli.backward.report import Claim, Report, SiteReport
+from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport
 from sparsebp_cli.backward.trace import ModuleTrace
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "PassCount",
     "Proof",
     "Report",
+    "Route",
     "SavedBytes",
     "SiteReport",
     "attach",

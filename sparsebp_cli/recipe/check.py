@@ -36,7 +36,9 @@ def check_recipe(tree: Node) -> Recipe:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         findings += [_add_home(finding) for finding in word_errors(error, Recipe, data)]
-    policies = _check_policies(data.get("policy") or [{"name": "dense"}], findings)
+    backward = data.get("backward")
+    sites = backward.get("sites", "linears") if isinstance(backward, dict) else "linears"
+    policies = _check_policies(data.get("policy") or [{"name": "dense"}], sites, findings)
     target = _check_target(data.get("target", {}), findings)
     if recipe is not None and not findings:
         return recipe.model_copy(update={"policy": policies, "target": target})
@@ -45,7 +47,7 @@ def check_recipe(tree: Node) -> Recipe:
     raise place.error(first.text, first.key)
 
 
-def _check_policies(entries: Any, findings: list[Finding]) -> list[PolicyEntry]:
+def _check_policies(entries: Any, sites: object, findings: list[Finding]) -> list[PolicyEntry]:
     """Check the options of each policy; what is wrong is added to the findings."""
     policies: list[PolicyEntry] = []
     first_of_kind: dict[str, tuple[int, str]] = {}
@@ -63,6 +65,9 @@ def _check_policies(entries: Any, findings: list[Finding]) -> list[PolicyEntry]:
             options = {key: value for key, value in entry.items() if key != "name"}
             wrong = word_errors(error, found.policy_class or BaseModel, options)
             findings += [replace(each, location=("policy", index, *each.location)) for each in wrong]
+        if found.kind == "EdgeRouter" and sites in ("linears", "branches"):
+            text = f"{name!r} routes at graph nodes: needs backward.sites: nodes, got {sites}"
+            findings.append(Finding(("policy", index, "name"), text))
         if found.kind in first_of_kind:
             other, other_name = first_of_kind[found.kind]
             both = f"{other_name!r} (policy.{other}) and {name!r}"

@@ -97,7 +97,9 @@ class BackwardSection(Section):
     engine: Literal["fast", "reference"] = Field(
         "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."
     )
-    sites: Literal["linears"] = Field("linears", description="Where gradient policies are asked.")
+    sites: Literal["linears", "branches", "nodes"] = Field(
+        "linears", description="Where policies are asked: every linear, residual branch, or node of the graph."
+    )
     exclude: list[str] = Field(
         default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
     )

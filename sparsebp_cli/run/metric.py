@@ -64,5 +64,9 @@ BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity
 BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
 VARIANCE = Metric("fidelity/variance", "", "lower")
 KEPT_SHARE = Metric("policy/kept_share", "share")
+NODES = Metric("policy/nodes", "nodes")  # of the autograd graph of one backward
+NODES_RUN = Metric("policy/nodes_run", "nodes", "lower")  # of these, those that a gradient arrived at
+PARAMETERS_REACHED = Metric("policy/parameters_reached", "tensors", "higher")  # parameters that got a gradient
+MISS_RATE = Metric("policy/miss_rate", "share", "lower")  # choices that led away from the largest gradient
 
 METRICS: dict[str, Metric] = {value.name: value for value in list(globals().values()) if isinstance(value, Metric)}

@@ -94,11 +94,13 @@ def _work(proof: Proof, policy: Outcome) -> dict[str, float | None]:
 
 def _speed(proof: Proof, dense_seconds: float, policy_seconds: float) -> dict[str, float | None]:
     forward, dense = (float(count.total()) for count in (proof.dense.flops.forward, proof.dense.backward_flops))
-    highest = ceiling(forward, dense, dense - proof.report.dense_flops + proof.report.claimed_flops)
-    return {
+    speed: dict[str, float | None] = {
         metric.PROBE_DENSE_SECONDS.name: dense_seconds,
         metric.PROBE_POLICY_SECONDS.name: policy_seconds,
         metric.SPEEDUP.name: dense_seconds / policy_seconds,
-        metric.CEILING.name: highest,
-        metric.REALISED_SHARE.name: realised_share(dense_seconds, policy_seconds, highest),
     }
+    if not proof.report.dense_flops:  # at graph nodes nothing is claimed beforehand
+        return speed
+    highest = ceiling(forward, dense, dense - proof.report.dense_flops + proof.report.claimed_flops)
+    share = realised_share(dense_seconds, policy_seconds, highest)
+    return speed | {metric.CEILING.name: highest, metric.REALISED_SHARE.name: share}

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsebp_cli.backward import Engine
+from sparsebp_cli.backward import Engine, Route
 from sparsebp_cli.backward.memory import tensor_bytes
 from sparsebp_cli.errors import DivergedError
 from sparsebp_cli.plan import Plan
@@ -149,6 +149,7 @@ class Training:
             metric.STEP_SECONDS.name: seconds,
             metric.TOKENS_PER_SECOND.name: tokens / seconds,
             **self._memory(),
+            **_tell_route(self.engine.take_route()),
         }
 
     def _loss(self, batch: Batch, targets: int) -> Tensor:
@@ -247,3 +248,14 @@ class Training:
         self.journal.flush()
         self.engine.detach()
         save_model(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False), self.tokenizer, self.run)
+
+
+def _tell_route(route: Route | None) -> dict[str, float | None]:
+    if route is None:
+        return {}
+    return {
+        metric.NODES.name: route.num_nodes / route.num_backwards,
+        metric.NODES_RUN.name: route.nodes_reached,
+        metric.PARAMETERS_REACHED.name: float(len(route.parameters)),
+        metric.MISS_RATE.name: route.miss_rate,
+    }

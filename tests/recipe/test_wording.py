@@ -43,8 +43,8 @@ TRAINING = SMALL + "training:\n  "
         ),
         (TRAINING + "mixed_precision: 3", "6:20: training.mixed_precision: got 3, allowed: 'no', 'bf16'"),
         (
-            SMALL + "backward: {sites: branches, exclude: lm_head}",
-            "5:19: backward.sites: got 'branches', allowed: 'linears'",
+            SMALL + "backward: {sites: edges, exclude: lm_head}",
+            "5:19: backward.sites: got 'edges', allowed: 'linears', 'branches', 'nodes'; did you mean nodes?",
         ),
         (SMALL + "backward: {exclude: lm_head}", "5:21: backward.exclude: must be a list, got 'lm_head' (text)"),
         (
@@ -53,7 +53,14 @@ TRAINING = SMALL + "training:\n  "
         ),
         (SMALL + "training:", "5:10: training: must be a mapping, got nothing"),
         (SMALL + "training: 3", "5:11: training: must be a mapping, got 3 (a number)"),
-        (SMALL + "target: lokal", "5:9: target.kind: unknown target 'lokal'; there are: docker, local, slurm; did you mean local?"),
+        (
+            SMALL + "target: lokal",
+            "5:9: target.kind: unknown target 'lokal'; there are: docker, local, slurm; did you mean local?",
+        ),
+        (
+            SMALL + "policy: max-child",
+            "5:9: policy.0.name: 'max-child' routes at graph nodes: needs backward.sites: nodes, got linears",
+        ),
         (SMALL + "policy: 3", "5:9: policy: must be a list, got 3 (a number)"),
         (SMALL + "policy: [3]", "5:10: policy.0: must be a mapping, got 3 (a number)"),
         (
