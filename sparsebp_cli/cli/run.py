@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +14,14 @@ from sparsebp_cli.cli.follow import follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Changes, Detach, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, create_run, home
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import Target
+
+UNTIL = "More seeds (of --seeds, else 0-9) until this margin is decided: eval/loss=0.01."
 
 
 def run(
@@ -27,11 +31,23 @@ def run(
     name: Annotated[str | None, typer.Option(help="Another name for the runs.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan and command; write nothing.")] = False,
     detach: Detach = False,
+    until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
+    max_minutes: Annotated[
+        float | None, typer.Option(min=0.0, help="With --until-ci: begin no further round after so long.")
+    ] = None,
 ) -> None:
     """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
     from sparsebp_cli.target import make_target
 
-    plans = make_plans(recipes, [*(changes or []), *([f"name={name}"] if name else [])], seeds)
+    changes = [*(changes or []), *([f"name={name}"] if name else [])]
+    if until_ci is not None:
+        if dry_run or detach:
+            raise UsageError("--until-ci looks at results: not with --dry-run, --detach or --with-baseline")
+        from sparsebp_cli.cli.until import run_until
+
+        plans_of = partial(make_plans, recipes, changes)
+        raise typer.Exit(run_until(until_ci, seeds, max_minutes, plans_of, _execute))
+    plans = make_plans(recipes, changes, seeds)
     target = make_target(plans[0].recipe.target)
     if dry_run:
         for plan in plans:
@@ -68,6 +84,15 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
         variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
         plans += [make_plan(variant, file) for variant in variants]
     return plans
+
+
+def _execute(plans: Sequence[Plan]) -> int:
+    """Run plans one after the other; return the exit code."""
+    from sparsebp_cli.target import make_target
+
+    with Interrupts() as interrupts:
+        jobs = make_target(plans[0].recipe.target).submit_all([_write_plan(plan) for plan in plans])
+        return follow_all(jobs, interrupts)
 
 
 def _write_plan(plan: Plan) -> RunFolder:

@@ -39,11 +39,12 @@ class NotWorse:
     more_seeds: int | None = None
 
 
-def parse_margin(text: str) -> tuple[str | None, float]:
+def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float]:
     """Read ``eval/loss=0.01`` or ``0.01``.
 
     Args:
         text: What the user wrote.
+        option: Of the command line, for errors.
 
     Returns:
         The metric, None when not named; and the margin.
@@ -57,17 +58,20 @@ def parse_margin(text: str) -> tuple[str | None, float]:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0.0) or ("=" in text and not name.strip()):
-        raise UsageError(f"--margin must be a number above 0 or METRIC=NUMBER, such as eval/loss=0.01; got {text!r}")
+        raise UsageError(f"{option} must be a number above 0 or METRIC=NUMBER, such as eval/loss=0.01; got {text!r}")
     return name.strip() or None, value
 
 
-def decide_all(differences: Sequence[Difference | None], margin: float, *, worse_is_up: bool) -> list[NotWorse | None]:
+def decide_all(
+    differences: Sequence[Difference | None], margin: float, *, worse_is_up: bool, level: float = LEVEL
+) -> list[NotWorse | None]:
     """Answer for every group at once, for the correction needs all of them.
 
     Args:
         differences: Of each group to the baseline; None where there is none.
         margin: How much worse still counts as not worse, above 0.
         worse_is_up: Whether a larger value is a worse one.
+        level: Chance of any wrong answer, in (0, 1).
 
     Returns:
         In the same order.
@@ -84,11 +88,11 @@ def decide_all(differences: Sequence[Difference | None], margin: float, *, worse
         decisive = p if p_holm is None else p_holm
         if difference.low == difference.high == 0.0:
             decision = NotWorse(margin, "yes")
-        elif decisive is not None and decisive < LEVEL:
+        elif decisive is not None and decisive < level:
             decision = replace(decision, answer="yes" if worsening < margin else "no")
         elif p is not None and difference.sd is not None:
             tests = sum(x is not None for x in raw)
-            needed = seeds_needed(abs(worsening - margin) / difference.sd, difference.n, LEVEL / tests)
+            needed = seeds_needed(abs(worsening - margin) / difference.sd, difference.n, level / tests)
             decision = replace(decision, more_seeds=None if needed is None else needed - difference.n)
         found.append(decision)
     return found

@@ -1,0 +1,131 @@
+"""``sparsebp run --until-ci``: more seeds, until a margin is decided or the seeds or the time are spent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import RunFolder, State, list_runs
+
+if TYPE_CHECKING:
+    from sparsebp_cli.compare import Comparison
+    from sparsebp_cli.compare.sequential import Trial
+    from sparsebp_cli.plan import Plan
+
+DEFAULT_SEEDS = "0-9"
+
+MakePlans = Callable[[str], list["Plan"]]
+Execute = Callable[[Sequence["Plan"]], int]
+
+
+def run_until(
+    condition: str, seeds: str | None, max_minutes: float | None, make_plans: MakePlans, execute: Execute
+) -> int:
+    """Run recipes with more and more seeds.
+
+    Args:
+        condition: ``METRIC=MARGIN``.
+        seeds: Those that may be used; None: ten.
+        max_minutes: No further round begins after so long; None: no limit.
+        make_plans: A list of seeds to the plans of all recipes.
+        execute: Runs plans to their end; returns the exit code.
+
+    Returns:
+        0 when every group is decided or nothing is left to spend, else the code of the run that did not finish.
+
+    Raises:
+        UsageError: There are too few seeds, nothing to hold against the baseline, or the metric has no direction.
+    """
+    from sparsebp_cli.compare import parse_margin
+    from sparsebp_cli.compare.sequential import Trial
+    from sparsebp_cli.compare.verdict import better
+    from sparsebp_cli.recipe import parse_seeds
+
+    pool, (metric, margin), began = (
+        parse_seeds(seeds or DEFAULT_SEEDS),
+        parse_margin(condition, "--until-ci"),
+        time.monotonic(),
+    )
+    metric = metric or "eval/loss"
+    if not better(metric):
+        raise UsageError(f"--until-ci: whether more of {metric} is better is not known")
+    first = make_plans(str(pool[0]))
+    baseline, *groups = _order(first)
+    if not groups:
+        raise UsageError("--until-ci compares: give a recipe for the baseline and one beside it")
+    trial = Trial(groups, len(pool), margin, worse_is_up=better(metric) == "lower")
+    for count in trial.looks:
+        plans = [plan for seed in pool[:count] for plan in make_plans(str(seed))]
+        wanted = [plan for plan in plans if plan.group in {baseline, *trial.open}]
+        there = _finished()
+        missing = [plan for plan in wanted if (plan.group, plan.recipe.training.seed) not in there]
+        if missing and (code := execute(missing)):
+            return code
+        runs = _finished()
+        chosen = [runs[key] for plan in plans if (key := (plan.group, plan.recipe.training.seed)) in runs]
+        _look(trial, chosen, baseline, metric)
+        if not trial.open:
+            break
+        if max_minutes is not None and time.monotonic() - began > 60.0 * max_minutes:
+            print_line(f"--max-minutes {max_minutes:g} are over; {len(trial.open)} not decided", stderr=True)
+            break
+    _tell(trial, {plan.group: plan.recipe.name for plan in first}, metric)
+    return 0
+
+
+def _order(plans: Sequence[Plan]) -> list[str]:
+    """The groups of the plans, the first whose policies are all exact in front: compare's own rule."""
+    from sparsebp_cli.policy import make_policy
+
+    groups = list(dict.fromkeys(plan.group for plan in plans))
+    for plan in plans:
+        if all(make_policy(entry.name, **entry.options).exact for entry in plan.recipe.policy):
+            return [plan.group, *(group for group in groups if group != plan.group)]
+    return groups
+
+
+def _finished() -> dict[tuple[str, int], RunFolder]:
+    """Group and seed to the newest finished run: what is there is not run again."""
+    from sparsebp_cli.errors import RunNotFoundError
+    from sparsebp_cli.plan import Plan
+
+    found = {}
+    for run in reversed(list_runs()):
+        try:
+            plan = Plan.load(run.plan_file)
+        except RunNotFoundError:
+            continue
+        if run.state() is State.FINISHED:
+            found[plan.group, plan.recipe.training.seed] = run
+    return found
+
+
+def _look(trial: Trial, runs: Sequence[RunFolder], baseline: str, metric: str) -> None:
+    from sparsebp_cli.compare import compare_runs
+
+    values = _values(compare_runs(runs, baseline=baseline, metric=metric))
+    trial.look(values, values.get(baseline, {}))
+
+
+def _values(comparison: Comparison) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for run in comparison.runs:
+        if run.counts and run.seed is not None and run.quality is not None:
+            found.setdefault(run.group, {})[run.seed] = run.quality
+    return found
+
+
+def _tell(trial: Trial, names: dict[str, str], metric: str) -> None:
+    for group, found in trial.answers.items():
+        answer = "inconclusive" if found is None else found.answer
+        more = f"; about {found.more_seeds} seeds more would decide" if found and found.more_seeds else ""
+        print_line(f"{names[group]}: {metric} not worse by more than {trial.margin:g}: {answer}{more}")
+    shown = ", ".join(map(str, trial.looks))
+    print_line(
+        f"looks after {shown} seeds, each at a level of {trial.level:.2g}: any wrong answer has a chance of 5% at most"
+    )
+    names_in_order = " ".join(dict.fromkeys(names.values()))
+    print_line(f"next: sparsebp compare {names_in_order} --margin {metric}={trial.margin:g}")

@@ -1,0 +1,166 @@
+"""``run --until-ci``: more seeds until a margin is decided, and no more."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparsebp_cli.cli.run import make_plans
+from sparsebp_cli.cli.until import run_until
+from sparsebp_cli.compare.sequential import Trial, plan_looks
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.run import JournalWriter, create_run, list_runs
+
+from .conftest import Cli, Write
+
+Loss = Callable[[str, int], float]
+
+
+class Machine:
+    """Executes plans at once: a run's loss follows from its name and seed."""
+
+    def __init__(self, recipes: list[Path], loss: Loss, fails_at: int | None = None) -> None:
+        self.recipes, self.loss, self.fails_at = recipes, loss, fails_at
+        self.done: list[tuple[str, int]] = []
+
+    def make_plans(self, seeds: str) -> list[Plan]:
+        return make_plans(self.recipes, [], seeds)
+
+    def execute(self, plans: Sequence[Plan]) -> int:
+        for plan in plans:
+            name, seed = plan.recipe.name, plan.recipe.training.seed
+            if seed == self.fails_at:
+                return 100
+            self.done.append((name, seed))
+            run = create_run(plan.run_id)
+            plan.save(run.path)
+            with JournalWriter(run.path, durable=False) as journal:
+                journal.write("attempt", from_step=0, environment={})
+                journal.write("metrics", step=30, values={"eval/loss": self.loss(name, seed)})
+                journal.write("end", status="finished", step=30, text="")
+        return 0
+
+    def until(self, condition: str, seeds: str | None = None, max_minutes: float | None = None) -> int:
+        return run_until(condition, seeds, max_minutes, self.make_plans, self.execute)
+
+
+@pytest.fixture
+def two_recipes(write_recipe: Write, tmp_path: Path) -> list[Path]:
+    """A dense recipe and one that is not, in the wrong order."""
+    sparse, dense = write_recipe(name="sparse"), write_recipe(name="dense")
+    dense.write_text(dense.read_text().replace("[{name: topk, keep: 0.1}]", "[{name: dense}]"))
+    return [sparse, dense]
+
+
+def noisy(extra: float, sd: float) -> Loss:
+    return lambda name, seed: 3.0 + (extra * (name == "sparse") + random.Random(f"{name} {seed}").gauss(0.0, sd))
+
+
+def test_it_stops_after_three_seeds_where_the_answer_is_plain(
+    two_recipes: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(two_recipes, noisy(0.5, 0.001))
+    assert machine.until("eval/loss=0.01") == 0
+    assert sorted(machine.done) == [(name, seed) for name in ("dense", "sparse") for seed in range(3)]
+    out = capsys.readouterr().out
+    assert out.startswith("sparse: eval/loss not worse by more than 0.01: no\n")
+    assert "looks after 3, 5, 8, 10 seeds, each at a level of 0.013" in out
+    assert "next: sparsebp compare sparse dense --margin eval/loss=0.01" in out
+
+
+def test_it_goes_on_until_the_seeds_are_spent_and_then_says_inconclusive(
+    two_recipes: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = Machine(two_recipes, noisy(0.01, 0.05))
+    assert machine.until("0.01", "10-14") == 0
+    assert {seed for _, seed in machine.done} == {10, 11, 12, 13, 14}
+    assert len(machine.done) == len(set(machine.done)) == 10
+    assert "inconclusive" in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_run_again(two_recipes: list[Path]) -> None:
+    first = Machine(two_recipes, noisy(0.5, 0.001))
+    first.until("eval/loss=0.01")
+    again = Machine(two_recipes, noisy(0.5, 0.001))
+    assert again.until("eval/loss=0.01") == 0
+    assert again.done == []
+    assert len(list_runs()) == 6
+
+
+def test_a_group_that_is_decided_gets_no_more_seeds(two_recipes: list[Path], write_recipe: Write) -> None:
+    other = write_recipe(name="other")
+    other.write_text(other.read_text().replace("keep: 0.1", "keep: 0.5"))
+
+    def loss(name: str, seed: int) -> float:
+        spread = {"dense": 0.001, "sparse": 0.001, "other": 0.2}[name]
+        return 3.0 + 0.5 * (name == "sparse") + random.Random(f"{name} {seed}").gauss(0.0, spread)
+
+    machine = Machine([*two_recipes, other], loss)
+    machine.until("eval/loss=0.01", "0-4")
+    num = {name: sum(done == name for done, _ in machine.done) for name in ("dense", "sparse", "other")}
+    assert num == {"dense": 5, "sparse": 3, "other": 5}
+
+
+def test_a_run_that_fails_ends_it_with_its_code(two_recipes: list[Path]) -> None:
+    assert Machine(two_recipes, noisy(0.5, 0.001), fails_at=2).until("eval/loss=0.01") == 100
+
+
+def test_no_round_begins_when_the_time_is_over(two_recipes: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(two_recipes, noisy(0.01, 0.5))
+    assert machine.until("eval/loss=0.01", "0-9", max_minutes=0.0) == 0
+    assert len(machine.done) == 6
+    assert "--max-minutes 0 are over; 1 not decided" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("condition", "seeds", "says"),
+    [
+        ("eval/loss=0", "0-4", "--until-ci must be a number above 0"),
+        ("eval/loss=0.1", "0-1", "--until-ci needs at least 3 seeds to choose from, got 2"),
+        ("train/grad_norm=0.1", "0-4", "whether more of train/grad_norm is better is not known"),
+    ],
+)
+def test_what_cannot_be_decided_is_refused_before_anything_runs(
+    two_recipes: list[Path], condition: str, seeds: str, says: str
+) -> None:
+    machine = Machine(two_recipes, noisy(0.1, 0.1))
+    with pytest.raises(UsageError, match=says):
+        machine.until(condition, seeds)
+    assert machine.done == []
+    with pytest.raises(UsageError, match="give a recipe for the baseline and one beside it"):
+        Machine(two_recipes[:1], noisy(0.1, 0.1)).until("0.1")
+
+
+def test_looks_are_few_and_end_with_the_last_seed() -> None:
+    assert [plan_looks(n) for n in (3, 4, 10, 20)] == [(3,), (3, 4), (3, 5, 8, 10), (3, 5, 8, 12, 18, 20)]
+
+
+def test_looking_often_answers_wrongly_in_5_of_100_studies_at_most() -> None:
+    """The truth lies on the margin itself, so any answer but inconclusive is wrong."""
+    draw, wrong, studies = np.random.default_rng(3), 0, 400
+    for _ in range(studies):
+        seeds = {s: float(x) for s, x in enumerate(draw.normal(0.0, 1.0, 10))}
+        trial = Trial(["a"], 10, 0.1, worse_is_up=True)
+        here = {s: x + 0.1 + float(draw.normal(0.0, 0.05)) for s, x in seeds.items()}
+        for count in trial.looks:
+            trial.look({"a": dict(list(here.items())[:count])}, dict(list(seeds.items())[:count]))
+            if not trial.open:
+                wrong += 1
+                break
+    assert wrong / studies < 0.05 + 0.02
+
+
+def test_the_command_line_runs_it_and_refuses_what_does_not_go_with_it(cli: Cli, two_recipes: list[Path]) -> None:
+    changes = ["--set", "training.max_steps=3"]
+    done = cli("run", *two_recipes, "--until-ci", "eval/loss=0.01", "--seeds", "0-3", *changes)
+    assert done.returncode == 0, done.stderr
+    assert "sparse: eval/loss not worse by more than 0.01: yes" in done.stdout
+    assert len(list_runs()) == 6
+    refused = cli("run", *two_recipes, "--until-ci", "0.01", "--detach")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: --until-ci looks at results: not with --dry-run, --detach or --with-baseline\n"
