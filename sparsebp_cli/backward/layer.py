@@ -21,6 +21,7 @@ class LayerNumbers:
         name, found = max(lists, key=lambda pair: _num_parameters(pair[1]), default=("", nn.ModuleList()))
         self.prefix = f"{name}." if name else ""
         self.layers: list[nn.Module] = list(found)
+        self._names = {name for name, _ in model.named_modules(remove_duplicate=False)}
 
     def number_of(self, name: str) -> int | None:
         """Return the layer's number, from 0, of a module or parameter by its name; None outside of the layers."""
@@ -28,10 +29,16 @@ class LayerNumbers:
             return None
         return int(name[len(self.prefix) :].partition(".")[0])
 
+    def owner_of(self, name: str) -> str:
+        """Return the nearest module of a site, parameter or module by its name; empty for the model itself."""
+        while name not in self._names:
+            name = name.rpartition(".")[0]
+        return name
+
     def part_of(self, name: str) -> str:
-        """Return the layer's name of a module inside a layer, and the module's own name outside of the layers."""
+        """Return the layer that holds a site, parameter or module; outside of the layers its nearest module."""
         number = self.number_of(name)
-        return name if number is None else f"{self.prefix}{number}"
+        return self.owner_of(name) if number is None else f"{self.prefix}{number}"
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -9,7 +9,7 @@ Shape letters: N rows (= B*T), D input width, O output width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -77,6 +77,7 @@ class Proof:
         policy: The pass with the policy.
         report: The engine's, of the pass with the policy alone.
         row_flops: 2 D O of each linear, by name: what one row of one product costs.
+        owners: The nearest module of each site, by the site's name.
         checkpointed: Modules of layers that the dense pass ran again inside the backward.
     """
 
@@ -84,6 +85,7 @@ class Proof:
     policy: PassCount
     report: Report
     row_flops: Mapping[str, float]
+    owners: Mapping[str, str]
     checkpointed: frozenset[str] = frozenset()
 
     @classmethod
@@ -95,18 +97,21 @@ class Proof:
             dense: The dense pass.
             policy: The pass with the policy.
             report: Of the pass with the policy alone.
+
+        Returns:
+            The proof.
         """
         linears, layers = find_linears(model).covered, LayerNumbers(model)
         row_flops = {name: 2.0 * cast("Tensor", module.weight).numel() for name, module, _ in linears}
         again = {layers.part_of(name) for name in dense.flops.recomputed}
         checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
-        return cls(dense, policy, report, row_flops, checkpointed)
+        owners = {site.name: layers.owner_of(site.name) for site in report.sites}
+        return cls(dense, policy, report, row_flops, owners, checkpointed)
 
     @property
     def claimed_share(self) -> float | None:
         """What the policy claims to leave of the sites' dense backward FLOPs; None when the sites have none."""
-        dense = self.report.dense_flops
-        return self.report.claimed_flops / dense if dense else None
+        return claimed_share(self.report.sites)
 
     @property
     def executed_share(self) -> float | None:
@@ -152,22 +157,24 @@ class Proof:
         return Overclaim(self.claimed_share, self.executed_share, sites)
 
     def table(self) -> dict[str, list[float | None]]:
-        """Return one row of ``COLUMNS`` for each module that computed or saved anything, and for each site.
+        """Return one row of ``COLUMNS`` for each module that computed or saved anything, or has sites.
 
         Returns:
             By the module's name; empty for the model itself and what belongs to no module.
         """
-        sites: dict[str, SiteReport] = {site.name: site for site in self.report.sites}
         counts = (self.policy.flops.forward, self.policy.flops.recomputed, self.policy.flops.backward)
         columns = (*counts, self.dense.flops.backward, self.policy.saved.by_module, self.dense.saved.by_module)
-        names = [*dict.fromkeys([*sites, *(name for column in columns for name in column)])]
+        sites: dict[str, list[SiteReport]] = {}
+        for site in self.report.sites:
+            sites.setdefault(self.owners[site.name], []).append(site)
+        names = dict.fromkeys([*sites, *(name for column in columns for name in column)])
         return {
             name: [
                 *(float(column[name]) for column in columns),
                 self._rows(name, self.policy),
                 self._rows(name, self.dense),
-                _claimed_share(sites.get(name)),
-                sites[name].kept_share if name in sites else None,
+                claimed_share(sites.get(name, [])),
+                kept_share(sites.get(name, [])),
             ]
             for name in names
         }
@@ -195,5 +202,15 @@ def _inside(site: str, count: Counter[str]) -> int:
     return sum(flops for name, flops in count.items() if name == site or name.startswith(f"{site}."))
 
 
-def _claimed_share(site: SiteReport | None) -> float | None:
-    return site.claimed_flops / site.dense_flops if site is not None and site.dense_flops else None
+def claimed_share(sites: Iterable[SiteReport]) -> float | None:
+    """Return what a policy claims to leave of the dense backward FLOPs of some sites; None when they have none."""
+    claims = [(site.claimed_flops, site.dense_flops) for site in sites]
+    dense = sum(dense for _, dense in claims)
+    return sum(claimed for claimed, _ in claims) / dense if dense else None
+
+
+def kept_share(sites: Iterable[SiteReport]) -> float | None:
+    """Return the share of gradient entries that was kept at some sites; None when no gradient arrived."""
+    counts = [(site.kept_share * site.entries, site.entries) for site in sites if site.kept_share is not None]
+    entries = sum(entries for _, entries in counts)
+    return sum(kept for kept, _ in counts) / entries if entries else None

@@ -108,6 +108,8 @@ class ModuleTrace:
 
     def _is_inner_pass(self) -> bool:
         this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
+        if this == -1:  # a node that is called by hand
+            return False
         if this not in self._passes:
             self._passes.append(this)
             Variable._execution_engine.queue_callback(lambda: self._end(this))  # noqa: SLF001 - as DDP does

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement, Proof
 from sparsebp_cli.backward.layer import LayerNumbers
-from sparsebp_cli.backward.proof import COLUMNS, Overclaim
-from sparsebp_cli.backward.report import Report
+from sparsebp_cli.backward.proof import COLUMNS, Overclaim, kept_share
+from sparsebp_cli.backward.report import Report, SiteReport
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
 from sparsebp_cli.worker.peak import PeakMemory
@@ -117,9 +117,7 @@ class Measurement:
 
     def _compare(self, rehearsal: Rehearsal, dense: Outcome, policy: Outcome) -> GradientComparison:
         draws = self.recipe.measure.fidelity_draws
-        comparison = GradientComparison(
-            dense.gradients, lambda name: self._layers.part_of(name.rpartition(".")[0]), num_draws=draws
-        )
+        comparison = GradientComparison(dense.gradients, self._layers.part_of, num_draws=draws)
         comparison.add_draw(policy.gradients)
         for draw in range(2, draws + 1):
             comparison.add_draw(rehearsal.run("policy", draw).gradients)
@@ -132,7 +130,7 @@ class Measurement:
         parts: dict[str, Fidelity] = {} if fidelity is None else fidelity.by_part()
         nothing = Fidelity(None, None)
         return {
-            part: {
+            part or "(model)": {
                 "kept_share": _short(kept.get(part)),
                 "cosine": _short(parts.get(part, nothing).cosine),
                 "relative_error": _short(parts.get(part, nothing).relative_error),
@@ -164,15 +162,11 @@ def _tell(overclaim: Overclaim, step: int, num_sites: int) -> str:
     )
 
 
-def _kept_by_part(report: Report, layers: LayerNumbers) -> dict[str, float]:
-    kept: dict[str, list[float]] = {}
+def _kept_by_part(report: Report, layers: LayerNumbers) -> dict[str, float | None]:
+    sites: dict[str, list[SiteReport]] = {}
     for site in report.sites:
-        if site.kept_share is not None:
-            part = f"{layers.prefix}{site.layer}" if site.layer is not None else site.name
-            counts = kept.setdefault(part, [0.0, 0.0])
-            counts[0] += site.kept_share * site.entries
-            counts[1] += site.entries
-    return {part: some / all_of_it for part, (some, all_of_it) in kept.items()}
+        sites.setdefault(layers.part_of(site.name), []).append(site)
+    return {part: kept_share(some) for part, some in sites.items()}
 
 
 def _with_movement(
