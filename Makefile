@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: quickstart picture setup test chaos check style fix docs bench image clean help
+.PHONY: quickstart picture setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -25,6 +25,9 @@ test: .venv/develop  ## the tests
 
 chaos: .venv/develop  ## random faults in large numbers (about half an hour)
 	$(BIN)/pytest -m chaos -s
+
+browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed
+	$(BIN)/pytest -m browser
 
 check: style docs  ## style, types, layers, docstrings, docs
 

@@ -1,0 +1,146 @@
+"""The report as a file: it stands alone, holds every number, and takes no text for markup."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sparsebp_cli.compare import REPORT_CURVES, Comparison, Question, compare_runs, write_report
+from sparsebp_cli.compare.grid import grids
+from sparsebp_cli.compare.report import render_report
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.run import JournalWriter, RunFolder
+
+MakeRun = Callable[..., RunFolder]
+TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Reads a page, and insists that what is opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.data = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["script"] and data.startswith("{"):
+            self.data = data
+        elif self.open[-1:] not in (["script"], ["style"]):
+            self.text.append(data)
+
+
+@pytest.fixture
+def comparison(two_groups: list[RunFolder], make_run: MakeRun) -> Comparison:
+    """Two groups of five seeds with layers, and a failed run whose text tries to be markup."""
+    with JournalWriter(two_groups[5].path) as journal:
+        journal.write("layers", step=10, values={"a": {"kept_share": 0.1, "cosine": None}})
+    failed = make_run("dense", 9, end="failed", steps=3, text="</script><img src=x onerror=alert(1)>")
+    return compare_runs([*two_groups, failed], Question(margin=0.2, target=3.9, curves=REPORT_CURVES))
+
+
+def test_the_page_is_one_file_that_asks_no_network_for_anything(comparison: Comparison) -> None:
+    text = render_report(comparison)
+    page = Page(text)
+    assert [value for _, name, value in page.attributes if name in {"src", "srcset", "action", "background"}] == []
+    links = [value for _, name, value in page.attributes if name == "href"]
+    assert links
+    assert all(link.startswith("data:") for link in links)
+    policy = next(value for tag, name, value in page.attributes if name == "content" and "default-src" in value)
+    assert policy.startswith("default-src 'none'")
+    assert not re.search(
+        r"@import|url\(|fetch\(|XMLHttpRequest|import\(|sendBeacon|WebSocket", text.replace("url(#", "")
+    )
+
+
+def test_every_table_every_verdict_and_every_run_is_in_the_text(comparison: Comparison) -> None:
+    words = " ".join(Page(render_report(comparison)).text)
+    for grid in grids(comparison, everything=True):
+        assert grid.title in words
+        for row in grid.rows:
+            assert all(cell in words for cell in row)
+    assert "eval/loss is worse by 0.104" in words
+    assert "topk-rows is not compared with random at the same budget" in words
+    for run in comparison.runs:
+        assert run.run_id in words
+
+
+def test_text_of_a_run_is_never_markup(comparison: Comparison) -> None:
+    text = render_report(comparison, "sparsebp compare '<b>'")
+    assert "<img" not in text
+    assert text.count("</script>") == 2
+    assert "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;" in text
+
+
+def test_the_drawings_have_the_numbers_of_the_comparison(comparison: Comparison) -> None:
+    data = json.loads(Page(render_report(comparison)).data, parse_constant=pytest.fail)
+    assert data["groups"] == ["dense", "topk-rows"]
+    assert len(data["runs"]) == 10
+    assert set(data["runs"][0]["curves"]) == set(REPORT_CURVES)
+    difference = comparison.groups[1].quality.difference
+    assert difference is not None
+    assert data["differences"][0]["quality"]["high"] == difference.high
+    assert data["layers"][0]["figures"] == {"kept_share": [[0.1]]}
+    assert [trade["beaten_by"] for trade in data["trades"]] == [[], []]
+
+
+def test_the_recipes_in_it_make_the_same_runs_again(comparison: Comparison, tmp_path: Path) -> None:
+    page = Page(render_report(comparison, "sparsebp compare dense topk-rows --html r.html"))
+    words = "".join(page.text)
+    assert "sparsebp run topk-rows.yaml --seeds 0,1,2,3,4\nsparsebp compare dense topk-rows --html r.html" in words
+    recipes = [value for _, name, value in page.attributes if name == "href" and value.startswith("data:text/yaml")]
+    for group, link in zip(comparison.groups, recipes, strict=True):
+        file = tmp_path / f"{group.label}.yaml"
+        file.write_bytes(base64.b64decode(link.partition("base64,")[2]))
+        made = load_recipe(file, []).model_dump(mode="json")
+        assert made["policy"][0].items() >= group.recipe["policy"][0].items()
+        assert made["training"] | {"seed": 0} == group.recipe["training"] | {"seed": 0}
+        assert "uri" not in yaml.safe_load(file.read_text())["tracking"]
+
+
+def test_a_password_in_the_command_is_hidden(comparison: Comparison) -> None:
+    text = render_report(comparison, "sparsebp compare a --from postgresql://me:CANARY@host/db")
+    assert "CANARY" not in text
+    assert "postgresql://***@host/db" in text
+
+
+def test_the_same_comparison_gives_the_same_page(comparison: Comparison) -> None:
+    assert render_report(comparison) == render_report(comparison)
+
+
+def test_a_page_of_one_failed_run_is_still_a_page(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(end="failed", steps=0)
+    path = write_report(compare_runs([run], Question(curves=REPORT_CURVES)), tmp_path / "r.html")
+    assert run.run_id in " ".join(Page(path.read_text()).text)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "missing/a.html"])
+def test_a_report_that_cannot_be_written_is_refused_in_one_line(
+    comparison: Comparison, tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        write_report(comparison, tmp_path / name)
+    assert "\n" not in str(caught.value)
