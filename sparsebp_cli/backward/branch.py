@@ -6,16 +6,17 @@ piece. The modules pass the residual stream on untouched until the last of them,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.dropout import DropoutRecorder, Tape, capture_generators
 from sparsebp_cli.backward.layout import AttentionLayout
+from sparsebp_cli.backward.site import find_linears
 
 _STREAM = "hidden_states"  # what transformers calls the argument that a core computes from
 
@@ -31,6 +32,8 @@ class Call:
         tape: The draws of its dropouts.
         generators: The global generators at its start; None when only the tape is needed.
         rows: Whether it can be computed again for some rows only.
+        stores: Whether every linear's output is kept that a backward reads; else keys and values alone.
+        kept: What linears gave, by their names in the core.
     """
 
     args: tuple[Any, ...]
@@ -39,6 +42,8 @@ class Call:
     tape: Tape = field(default_factory=Tape)
     generators: tuple[Tensor, Tensor | None] | None = None
     rows: bool = True
+    stores: bool = False
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Branch:
@@ -47,23 +52,26 @@ class Branch:
     Args:
         name: Of the core in the model: the site's name.
         core: The attention or MLP.
+        last: Name of the core's last linear.
         before: The norm whose output the core reads, if the branch includes one.
         after: The norm that reads the core's output, if there is one.
         attention: The linears of an attention; None for a core that computes each position on its own.
         layer: Number of the decoder layer.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts of a branch
+    def __init__(
         self,
         name: str,
         core: nn.Module,
+        last: str,
         before: nn.Module | None,
         after: nn.Module | None,
         attention: AttentionLayout | None,
         layer: int | None,
     ) -> None:
         self.name, self.core, self.before, self.after = name, core, before, after
-        self.attention, self.layer = attention, layer
+        self.last, self.attention, self.layer = last, attention, layer
+        self.linears = find_linears(core).covered
         self.parts = [part for part in (before, core, after) if part is not None]
         self.dropouts = DropoutRecorder(*self.parts)
 
@@ -111,11 +119,11 @@ class Branch:
     def run_core(self, x: Tensor, call: Call, **changes: Any) -> Tensor:
         """Run the core alone, on what the norm before it gives."""
         output = call_module(self.core, x, *call.args, **(call.kwargs | changes))
-        return output[0] if isinstance(output, tuple) else output
+        return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
     def finish(self, x: Tensor) -> Tensor:
         """Run the norm after the core, if there is one."""
-        return x if self.after is None else call_module(self.after, x)
+        return x if self.after is None else cast("Tensor", call_module(self.after, x))
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -130,31 +138,20 @@ def autocast_as(call: Call, device: torch.device) -> torch.autocast:
 
 
 @contextmanager
-def silenced(core: nn.Module, names: tuple[str, ...]) -> Iterator[None]:
-    """Let some linears give zeros without computing, where their output is not wanted.
+def replaced(modules: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+    """Let some modules compute something else.
 
     Args:
-        core: Their parent.
-        names: Its children.
+        modules: Each with what it computes instead.
 
     Yields:
-        None: As long as they are silent.
+        None: As long as they do.
     """
     with ExitStack() as stack:
-        for name in names:
-            module = getattr(core, name)
-            covered = module.__dict__.get("forward")
-            module.forward = _Zeros(module.nf if hasattr(module, "nf") else module.out_features)
-            stack.callback(_put_back, module, covered)
+        for module, forward in modules:
+            stack.callback(_put_back, module, module.__dict__.get("forward"))
+            module.forward = forward
         yield
-
-
-class _Zeros:
-    def __init__(self, width: int) -> None:
-        self.width = width
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.new_zeros(()).expand(*x.shape[:-1], self.width)
 
 
 def _put_back(module: nn.Module, covered: Any) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.kept import is_again
 from sparsebp_cli.backward.report import Claim
-from sparsebp_cli.backward.site import find_linears
 from sparsebp_cli.policy import Rows, Selection
 
 if TYPE_CHECKING:
@@ -24,15 +24,14 @@ class BranchWork:
 
     Args:
         branch: The branch.
-        form: ``stored``, or computed again: ``rows`` of it or the ``whole``.
+        form: ``masked``: as autograd does it; ``stored`` or ``again``: the kept rows alone, with the linears' outputs
+            kept or multiplied again; ``whole``: all is computed again.
         batch_shape: The output's shape without features.
-        by_rows: Whether linears multiply the kept rows alone.
     """
 
     branch: Branch
-    form: Literal["stored", "rows", "whole"]
+    form: Literal["masked", "stored", "again", "whole"]
     batch_shape: tuple[int, ...]
-    by_rows: bool
 
     def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
         """Return the dense work, and what is left of it.
@@ -44,36 +43,32 @@ class BranchWork:
         Returns:
             Dense and claimed; what is computed again counts as claimed.
         """
-        sparse = selection is Rows and self.by_rows
-        share = budget if sparse and self.form != "whole" else 1.0
-        again = self.form != "stored"
+        share = budget if selection is Rows and self.form in ("stored", "again") else 1.0
+        runs = self.form != "masked"
         dense = claimed = 0.0
         for linear in self._linears():
-            backward = linear.dgrad + linear.wgrad
-            work = backward + linear.forward * again
-            dense += backward
-            claimed += work * (share if linear.by_rows else 1.0)
-            if linear.fused and again and sparse:
-                claimed += work * share  # queries, keys and values for all positions, then queries for the kept
+            dense += linear.backward
+            again = linear.again * linear.forward * runs
+            if linear.by_rows or not runs:
+                claimed += (linear.backward + again) * share
+            else:  # all positions get gradients through keys and values
+                claimed += linear.backward + again + linear.backward * share * linear.fused
         forward, backward = self._products()
         dense += backward
-        claimed += (forward + backward) * share if again else backward
+        claimed += (forward + backward) * share if runs else backward
         return Claim(dense, claimed)
 
     def _linears(self) -> Iterator[_Linear]:
         attention, num_rows = self.branch.attention, prod(self.batch_shape)
-        by_rows = None if attention is None else attention.query + attention.output
-        whole = None if attention is None else by_rows + attention.key_value
-        for name, module, _ in find_linears(self.branch.core).covered:
-            child = name.partition(".")[0]
+        for name, module, _ in self.branch.linears:
             weight = cast("Tensor", module.weight)
             flops = 2.0 * num_rows * weight.numel()
             yield _Linear(
-                flops,
-                flops,
-                flops * weight.requires_grad,
-                by_rows is None or child in by_rows,
-                whole is not None and child not in whole,
+                forward=flops,
+                backward=flops + flops * weight.requires_grad,
+                again=self.form == "whole" or is_again(self.branch, name, stores=self.form == "stored"),
+                by_rows=attention is None or name.partition(".")[0] not in attention.key_value,
+                fused=attention is not None and attention.fused and self.form != "whole",
             )
 
     def _products(self) -> tuple[float, float]:
@@ -88,8 +83,8 @@ class BranchWork:
 @dataclass(frozen=True)
 class _Linear:
     forward: float
-    dgrad: float
-    wgrad: float
+    backward: float
+    again: bool
     by_rows: bool
     fused: bool
 
@@ -97,5 +92,5 @@ class _Linear:
 def _attention_width(branch: Branch) -> int:
     """Heads times width of a head: what the output projection reads."""
     assert branch.attention is not None
-    output: nn.Module = getattr(branch.core, branch.attention.output[0])
+    output: nn.Module = getattr(branch.core, branch.last)
     return int(output.nx if hasattr(output, "nx") else output.in_features)  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
 """The site `branches`: the output of every residual branch, and how each is covered.
 
-Two forms carry a decision out. *Stored*: the branch runs as it always does, its output's gradient is masked, and the
-linears below it that work row by row multiply the kept rows alone. *Sparse recompute*: see
-:mod:`sparsebp_cli.backward.recompute`. The first computes less, the second stores less.
+Two forms carry a decision out. *Masked*, the reference: the branch runs as it always does, and the gradient of its
+output is masked. *Sparse recompute*, for rows: see :mod:`sparsebp_cli.backward.recompute`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal, cast, final
 
@@ -20,14 +18,12 @@ from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.branch import Branch, Call, call_module
 from sparsebp_cli.backward.branch_work import BranchWork
-from sparsebp_cli.backward.kernel import Needs
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.layout import BranchLayout, find_layouts
-from sparsebp_cli.backward.linear import Form
 from sparsebp_cli.backward.recompute import SparseRecompute
-from sparsebp_cli.backward.site import Bound, check_free, find_linears, run_linear
+from sparsebp_cli.backward.site import Bound, check_free, find_linears
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import Rows, Selection, Site
+from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.engine import Engine
@@ -74,8 +70,6 @@ class BranchBinding:
                 branch.before.forward = BoundBefore(branch.before, site)
             if branch.after is not None:
                 branch.after.forward = BoundAfter(branch.after, site)
-            for module, form in site.row_linears:
-                module.forward = BoundRowLinear(module, form, site)
 
     def remove(self) -> None:
         for branch in self._branches:
@@ -113,7 +107,7 @@ def _make_branch(prefix: str, layer: nn.Module, layout: BranchLayout, layers: La
             raise UnsupportedError(f"the layout of {type(layer).__name__} names {child!r}, which {name} has not")
         parts.append(part)
     core, before, after = parts
-    return Branch(name, cast("nn.Module", core), before, after, layout.attention, layers.number_of(name))
+    return Branch(name, cast("nn.Module", core), layout.last, before, after, layout.attention, layers.number_of(name))
 
 
 def _check_part(name: str, part: nn.Module) -> None:
@@ -122,28 +116,6 @@ def _check_part(name: str, part: nn.Module) -> None:
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(part, hook) for hook in hooks):
         raise UnsupportedError(f"a part of the branch {name!r} has hooks: it is not run on its own any more")
-
-
-def _find_row_linears(branch: Branch) -> list[tuple[nn.Module, Form]]:
-    """Return the linears below a branch's output whose gradient has no rows but the branch's own."""
-    covered = find_linears(branch.core).covered
-    if branch.attention is not None:
-        names = branch.attention.query + branch.attention.output
-        covered = tuple(found for found in covered if found[0].partition(".")[0] in names)
-    return [(module, form) for _, module, form in covered]
-
-
-@dataclass
-class Stored:
-    """One forward of a branch in the stored form: what its backward will keep.
-
-    Args:
-        rows: Chosen when the gradient of the output arrives.
-        num_rows: N.
-    """
-
-    rows: Rows | None = None
-    num_rows: int = 0
 
 
 class BranchSite:
@@ -156,20 +128,25 @@ class BranchSite:
 
     def __init__(self, branch: Branch, engine: Engine) -> None:
         self.branch, self.engine = branch, engine
-        self.row_linears = _find_row_linears(branch)
-        self.stored: Stored | None = None  # while the branch runs in the stored form
-        self.waiting: tuple[Tensor, Call] | Stored | None = None  # for the norm after the core
+        self.waiting: tuple[Tensor, Call] | None = None  # for the norm after the core
 
     @property
-    def form(self) -> Literal["plain", "masked", "rows", "recompute"]:
-        """How a forward that begins now is run: as ever; stored, its gradient masked; stored, its linears keeping the
-        branch's rows; or its input kept alone."""
+    def form(self) -> Literal["plain", "masked", "rows"]:
+        """How a forward that begins now is run: as ever; as ever, with its gradient masked; or by sparse recompute."""
         if not (self.engine.enabled and torch.is_grad_enabled()):
             return "plain"
-        policy = self.engine.policy_at(Site(self.branch.name, 0, (), self.branch.layer))
-        if self.engine.reference or policy is None or policy.selection is not Rows:
-            return "masked"
-        return "recompute" if self.engine.recomputes(policy.budget) else "rows"
+        policy = self._policy
+        return "rows" if not self.engine.reference and policy is not None and policy.selection is Rows else "masked"
+
+    @property
+    def stores(self) -> bool:
+        """Whether linears keep their outputs, instead of multiplying the kept rows again."""
+        policy = self._policy
+        return policy is None or not self.engine.recomputes(policy.budget)
+
+    @property
+    def _policy(self) -> GradientSelector | None:
+        return self.engine.policy_at(Site(self.branch.name, 0, (), self.branch.layer))
 
     def decide(self, grad_NO: Tensor, batch_shape: torch.Size, call: Call | None) -> tuple[Tensor, Selection | None]:
         """Ask the policy what is kept.
@@ -177,15 +154,16 @@ class BranchSite:
         Args:
             grad_NO: The gradient of the branch's output.
             batch_shape: The output's shape without features.
-            call: The forward in sparse recompute; None in the stored form.
+            call: The forward in sparse recompute; None when the gradient is masked.
 
         Returns:
             The gradient to go on with, and what is kept; None for everything.
         """
         site = Site(self.branch.name, grad_NO.shape[1], tuple(batch_shape), self.branch.layer)
-        how = "stored" if call is None else "rows" if call.rows else "whole"
-        work = BranchWork(self.branch, how, tuple(batch_shape), by_rows=not self.engine.reference)
-        return self.engine.decide(site, grad_NO, work)
+        form: Literal["masked", "stored", "again", "whole"] = "masked"
+        if call is not None:
+            form = "whole" if not call.rows else "stored" if call.stores else "again"
+        return self.engine.decide(site, grad_NO, BranchWork(self.branch, form, tuple(batch_shape)))
 
 
 class BoundBefore(Bound):
@@ -196,7 +174,7 @@ class BoundBefore(Bound):
         self.shown: weakref.ref[Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.site.form != "recompute":
+        if self.site.form != "rows":
             return cast("Tensor", call_module(self.module, x))
         self.shown = weakref.ref(x)
         return x
@@ -212,12 +190,13 @@ class BoundCore(Bound):
         site, branch, form = self.site, self.site.branch, self.site.form
         if form == "plain":
             return call_module(branch.core, *args, **kwargs)
-        if form != "recompute":
-            return _run_stored(site, form == "rows", args, kwargs)
+        if form == "masked":
+            return _run_masked(site, args, kwargs)
         x, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
         if branch.before is not None:
             _check_same(x, branch.before.__dict__["forward"].shown, f"the norm before {branch.name!r} and it")
         call = branch.enter(x, rest, kwargs)
+        call.stores = site.stores
         if not call.rows:
             site.engine.notes[branch.name] = f"{branch.name} is computed again whole: its attention has dropout"
         if branch.after is not None:
@@ -238,9 +217,8 @@ class BoundAfter(Bound):
         site, waiting = self.site, self.site.waiting
         site.waiting = None
         if waiting is None:
-            return cast("Tensor", call_module(self.module, x))
-        if isinstance(waiting, Stored):
-            return _gate(call_module(self.module, x), site, waiting)
+            output = cast("Tensor", call_module(self.module, x))
+            return _gate(output, site) if site.form == "masked" else output
         stream, call = waiting
         _check_same(x, lambda: stream, f"{site.branch.name!r} and the norm after it")
         return cast("Tensor", SparseRecompute.apply(stream, site, call, *site.branch.parameters()))  # type: ignore[no-untyped-call]
@@ -251,60 +229,17 @@ def _check_same(x: Tensor, shown: Callable[[], Tensor | None] | None, between: s
         raise UnsupportedError(f"between {between} something is computed that the layout does not name")
 
 
-class BoundRowLinear(Bound):
-    """The ``forward`` of a linear in a branch that works row by row: its backward keeps the branch's rows.
-
-    Args:
-        module: The linear layer.
-        form: How it stores its weight.
-        site: Of its branch.
-    """
-
-    def __init__(self, module: nn.Module, form: Form, site: BranchSite) -> None:
-        self.module, self.form, self.site = module, form, site
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.site.stored is None:
-            return cast("Tensor", call_module(self.module, x))
-        return run_linear(self.module, x, _RowDecider(self.form, self.site.stored))
-
-
-@dataclass(frozen=True)
-class _RowDecider:
-    """See :class:`sparsebp_cli.backward.linear.Decider`: it keeps what the branch has chosen."""
-
-    form: Form
-    stored: Stored
-    reference: bool = False
-
-    def decide(
-        self,
-        grad_NO: Tensor,
-        batch_shape: torch.Size,  # noqa: ARG002
-        num_inputs: int,  # noqa: ARG002
-        needs: Needs,  # noqa: ARG002
-    ) -> tuple[Tensor, Selection | None]:
-        same_rows = len(grad_NO) == self.stored.num_rows
-        return grad_NO, self.stored.rows if same_rows else None
-
-
-def _run_stored(site: BranchSite, by_rows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    stored = Stored()
-    site.stored = stored if by_rows else None
-    try:
-        output = call_module(site.branch.core, *args, **kwargs)
-    finally:
-        site.stored = None
+def _run_masked(site: BranchSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    output = call_module(site.branch.core, *args, **kwargs)
     if site.branch.after is not None:
-        site.waiting = stored
         return output
     if isinstance(output, tuple):
-        return _gate(output[0], site, stored), *output[1:]
-    return _gate(output, site, stored)
+        return _gate(output[0], site), *output[1:]
+    return _gate(output, site)
 
 
-def _gate(output: Tensor, site: BranchSite, stored: Stored) -> Tensor:
-    return cast("Tensor", _Gate.apply(output, site, stored))  # type: ignore[no-untyped-call]
+def _gate(output: Tensor, site: BranchSite) -> Tensor:
+    return cast("Tensor", _Gate.apply(output, site))  # type: ignore[no-untyped-call]
 
 
 @final
@@ -312,20 +247,18 @@ class _Gate(Function):
     """Does nothing, until the gradient arrives."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, site: BranchSite, stored: Stored) -> Tensor:
+    def forward(ctx: Any, output: Tensor, site: BranchSite) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.site, ctx.stored = site, stored
+        ctx.site = site
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
-            return None, None, None
+            return None, None
         shown_NO = grad.reshape(-1, grad.shape[-1])
         grad_NO, selection = ctx.site.decide(shown_NO, grad.shape[:-1], None)
         if selection is None:
-            return grad if grad_NO is shown_NO else grad_NO.view(grad.shape), None, None
-        if isinstance(selection, Rows) and not ctx.site.engine.reference:
-            ctx.stored.rows, ctx.stored.num_rows = Rows(selection.index_K), len(grad_NO)
-        return selection.apply(grad_NO).view(grad.shape), None, None
+            return grad if grad_NO is shown_NO else grad_NO.view(grad.shape), None
+        return selection.apply(grad_NO).view(grad.shape), None

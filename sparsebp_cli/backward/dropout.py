@@ -55,7 +55,7 @@ class DropoutRecorder:
     def install(self) -> None:
         """Cover the modules."""
         for module in self.modules:
-            module.forward = BoundDropout(module, self)
+            module.__dict__["forward"] = BoundDropout(module, self)
 
     def remove(self) -> None:
         """Uncover them."""

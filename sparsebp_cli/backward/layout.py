@@ -20,16 +20,20 @@ class AttentionLayout:
     """The linears of an attention, as names of its children.
 
     Args:
-        query: Read by the query alone; empty where queries, keys and values come from one linear.
-        key_value: Read by keys or values alone.
-        output: After the attention.
+        query: What makes queries alone, linears and norms over their whole width; empty where one linear makes
+            queries, keys and values.
+        key_value: What makes keys or values; the one linear that makes all three stands here.
         cache: The argument of ``forward`` that takes a key/value cache.
     """
 
     query: tuple[str, ...]
     key_value: tuple[str, ...]
-    output: tuple[str, ...]
     cache: str = "past_key_values"
+
+    @property
+    def fused(self) -> bool:
+        """Whether one linear makes queries, keys and values."""
+        return not self.query
 
 
 @dataclass(frozen=True)
@@ -38,65 +42,68 @@ class BranchLayout:
 
     Args:
         core: The attention or MLP.
+        last: The core's last linear, of whose output nothing is computed but a sum or a dropout.
         before: The norm whose output the core reads; None: the core reads the residual stream.
         after: The norm that reads the core's output; None: there is none.
         attention: Its linears; None where each position is computed on its own, as in an MLP.
     """
 
     core: str
+    last: str
     before: str | None = None
     after: str | None = None
     attention: AttentionLayout | None = None
 
 
-_SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"), ("o_proj",))
+_SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))
 _PRE_NORM = (
-    BranchLayout("self_attn", "input_layernorm", attention=_SEPARATE),
-    BranchLayout("mlp", "post_attention_layernorm"),
+    BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
+    BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
 )
 _BOTH_NORMS = (
-    BranchLayout("self_attn", "input_layernorm", "post_attention_layernorm", _SEPARATE),
-    BranchLayout("mlp", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    BranchLayout("self_attn", "o_proj", "input_layernorm", "post_attention_layernorm", _SEPARATE),
+    BranchLayout("mlp", "down_proj", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
 _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
-    **dict.fromkeys(
-        (
-            "LlamaDecoderLayer",
-            "MistralDecoderLayer",
-            "Qwen2DecoderLayer",
-            "Qwen3DecoderLayer",
-            "SmolLM3DecoderLayer",
-            "GemmaDecoderLayer",
-            "OlmoDecoderLayer",
-            "GraniteDecoderLayer",
-        ),
-        _PRE_NORM,
-    ),
+    "LlamaDecoderLayer": _PRE_NORM,
+    "MistralDecoderLayer": _PRE_NORM,
+    "Qwen2DecoderLayer": _PRE_NORM,
+    "Qwen3DecoderLayer": _PRE_NORM,
+    "SmolLM3DecoderLayer": _PRE_NORM,
+    "GemmaDecoderLayer": _PRE_NORM,
+    "OlmoDecoderLayer": _PRE_NORM,
+    "GraniteDecoderLayer": _PRE_NORM,
     "Gemma2DecoderLayer": _BOTH_NORMS,
     "Gemma3DecoderLayer": _BOTH_NORMS,
     "Olmo2DecoderLayer": (
-        BranchLayout("self_attn", None, "post_attention_layernorm", _SEPARATE),
-        BranchLayout("mlp", None, "post_feedforward_layernorm"),
-    ),
-    "Phi3DecoderLayer": (
-        BranchLayout("self_attn", "input_layernorm", attention=AttentionLayout((), (), ("o_proj",))),
-        BranchLayout("mlp", "post_attention_layernorm"),
-    ),
-    "PhiDecoderLayer": (  # both branches read one norm
         BranchLayout(
             "self_attn",
-            "input_layernorm",
-            attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), ("dense",)),
+            "o_proj",
+            after="post_attention_layernorm",
+            attention=AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm")),
         ),
-        BranchLayout("mlp", "input_layernorm"),
+        BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
+    ),
+    "Phi3DecoderLayer": (
+        BranchLayout("self_attn", "o_proj", "input_layernorm", attention=AttentionLayout((), ("qkv_proj",))),
+        BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
+    ),
+    "PhiDecoderLayer": (  # both branches read one norm
+        BranchLayout("self_attn", "dense", "input_layernorm", attention=_SEPARATE),
+        BranchLayout("mlp", "fc2", "input_layernorm"),
     ),
     "GPTNeoXLayer": (
-        BranchLayout("attention", "input_layernorm", attention=AttentionLayout((), (), ("dense",), "layer_past")),
-        BranchLayout("mlp", "post_attention_layernorm"),
+        BranchLayout(
+            "attention",
+            "dense",
+            "input_layernorm",
+            attention=AttentionLayout((), ("query_key_value",), "layer_past"),
+        ),
+        BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm"),
     ),
     "GPT2Block": (
-        BranchLayout("attn", "ln_1", attention=AttentionLayout((), (), ("c_proj",))),
-        BranchLayout("mlp", "ln_2"),
+        BranchLayout("attn", "c_proj", "ln_1", attention=AttentionLayout((), ("c_attn",))),
+        BranchLayout("mlp", "c_proj", "ln_2"),
     ),
 }
 

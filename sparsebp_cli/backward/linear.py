@@ -23,7 +23,9 @@ from sparsebp_cli.policy import Selection
 class Decider(Protocol):
     """Who is asked what to keep: a site of the engine."""
 
-    form: Form
+    @property
+    def form(self) -> Form:
+        """How the layer multiplies."""
 
     @property
     def reference(self) -> bool:
