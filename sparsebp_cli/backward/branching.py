@@ -35,7 +35,7 @@ class BranchBinding:
 
     Args:
         model: One whose layers have a layout.
-        exclude: Globs over the names of cores; what matches stays dense.
+        exclude: Globs over module names; a branch whose core matches stays dense.
 
     Raises:
         UsageError: A pattern matches nothing.
@@ -45,8 +45,9 @@ class BranchBinding:
     def __init__(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
         found, patterns = _find_branches(model), list(exclude)
         names = [branch.name for branch in found]
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
+        modules = [name for name, _ in model.named_modules()]
+        for pattern in patterns:  # what is no branch is dense anyway: such as lm_head, which a base recipe leaves out
+            if not any(fnmatchcase(name, pattern) for name in modules):
                 raise UsageError(f"exclude: {pattern!r} matches no branch of the model{did_you_mean(pattern, names)}")
         self.excluded = tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
         self._branches = [branch for branch in found if branch.name not in self.excluded]

@@ -60,7 +60,7 @@ class SparseRecompute(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
-            return (None,) * (3 + ctx.num_parameters)
+            return (None,) * (3 + int(ctx.num_parameters))
         (x, *kept), chooser = ctx.saved_tensors, ctx.chooser
         call = replace(ctx.call, kept=dict(zip(ctx.kept_names, kept, strict=True)))
         branch = chooser.branch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -104,7 +104,17 @@ class BackwardSection(Section):
         default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
     )
     update: Literal["deferred"] = Field("deferred", description="When parameters change: after the backward pass.")
-    checkpointing: Literal["none", "full"] = Field("none", description="Activation checkpointing of every layer.")
+    checkpointing: Literal["auto", "none", "sparse", "full"] = Field(
+        "auto",
+        description="What is kept for the backward. full: each layer's input. sparse: each branch's input, the kept rows "
+        "are computed again. none: all. auto: sparse at branches where rows are kept and that is faster, else none.",
+    )
+
+    @model_validator(mode="after")
+    def _sparse_needs_branches(self) -> Self:
+        if self.checkpointing == "sparse" and self.sites != "branches":
+            raise ValueError(f"checkpointing: sparse needs sites: branches, got {self.sites}")
+        return self
 
 
 class TrainingSection(Section):

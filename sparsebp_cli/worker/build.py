@@ -70,6 +70,7 @@ def build_training(
         sites=recipe.backward.sites,
         optimizer=optimizer,
         update=recipe.backward.update,
+        checkpointing="none" if recipe.backward.checkpointing == "full" else recipe.backward.checkpointing,
         engine=recipe.backward.engine,
         exclude=recipe.backward.exclude,
         seed=recipe.training.seed,
