@@ -24,6 +24,7 @@ def describe_environment() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "gpu": ", ".join(gpus),
         "cuda": torch.version.cuda or "",
+        "driver": _driver(),
         "packages": {name: _version(name) for name in PACKAGES},
         "plugins": {
             entry.dist.name: entry.dist.version
@@ -32,6 +33,15 @@ def describe_environment() -> dict[str, Any]:
             if entry.dist and entry.dist.name != "sparsebp"
         },
     }
+
+
+def _driver() -> str:
+    """Of the GPU, as the kernel module tells; without one, empty."""
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        return ""
+    return next((word for word in first.split() if word[0].isdigit() and "." in word), "")
 
 
 def _version(name: str) -> str:

@@ -27,7 +27,8 @@ addEventListener("load", () => {
   const count = selector => document.querySelectorAll(selector).length;
   const choose = (box, value) => { box.value = value; box.dispatchEvent(new Event("change")); };
   const found = { forest: count("#forest svg"), curves: count("#curves svg path[stroke]"),
-    names: count("#pareto text.name"), heat: count("#layers canvas"), overflow: document.documentElement.scrollWidth - innerWidth,
+    names: count("#pareto text.name"), heat: count("#layers canvas"),
+    overflow: document.documentElement.scrollWidth - innerWidth,
     dark: getComputedStyle(document.body).backgroundColor };
   const [metric, axis, shown] = document.querySelectorAll("#curves select");
   choose(metric, "train/loss"); choose(axis, "2"); choose(shown, "mean");

@@ -248,7 +248,7 @@ def test_a_policy_that_claims_to_skip_and_does_not_is_named(make_run: MakeRun) -
 
 
 def test_other_machines_packages_data_and_code_are_confounds(make_run: MakeRun) -> None:
-    other = {"gpu": "H200", "packages": {"torch": "2.12"}}
+    other = {"gpu": "H200", "driver": "595.1", "packages": {"torch": "2.12"}}
     runs = [
         make_run(provenance=Provenance(git_sha="a" * 40)),
         make_run(
@@ -262,6 +262,25 @@ def test_other_machines_packages_data_and_code_are_confounds(make_run: MakeRun) 
     assert torch.values == (("2.13", ("dense",)), ("2.12", ("topk-rows",)))
     assert "uncommitted changes of the code were present in 1 of 2 runs" in found.warnings
     assert compare_runs(runs[:1]).confounds == ()
+
+
+def test_every_kind_of_confound_is_found_between_runs_that_have_it(make_run: MakeRun) -> None:
+    machines = [
+        {"gpu": gpu, "driver": driver, "cuda": cuda, "packages": {"torch": "2.13"}}
+        for gpu, driver, cuda in (("H200", "590.1", "12.8"), ("H100", "595.1", "13.0"))
+    ]
+    facts = [{"tokens_per_step": tokens, "threads": threads} for tokens, threads in ((1024, 1), (2048, 2))]
+    runs = [
+        make_run(name, environment=machines[n], facts=facts[n], policy=[{"name": name}]) for n, name in enumerate("ab")
+    ]
+    found = {c.name: c.values for c in compare_runs(runs).confounds}
+    assert found == {
+        "GPU": (("H200", ("a",)), ("H100", ("b",))),
+        "driver": (("590.1", ("a",)), ("595.1", ("b",))),
+        "CUDA": (("12.8", ("a",)), ("13.0", ("b",))),
+        "threads": (("1", ("a",)), ("2", ("b",))),
+        "tokens a step": (("1024", ("a",)), ("2048", ("b",))),
+    }
 
 
 def test_runs_whose_steps_interleave_in_time_are_warned_about(make_run: MakeRun) -> None:
