@@ -23,6 +23,7 @@ from sparsebp_cli.cli.runs import runs
 from sparsebp_cli.cli.schema import schema
 from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.sync import sync
+from sparsebp_cli.cli.targets import targets
 from sparsebp_cli.cli.ui import ui
 from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.errors import SparseBPError
@@ -41,7 +42,7 @@ VERBS = {
     "Runs": (run, resume, cancel, logs),
     "Results": (compare, runs, show, sync, ui),
     "Recipes": (validate, schema, policies),
-    "This machine": (doctor,),
+    "This machine and others": (doctor, targets),
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.2
 EXIT_CODES = {State.FINISHED: 0, State.FAILED: 100, State.CANCELLED: 103}
 NOT_FINISHED = 101
+WAITING_FOR = {
+    State.RUNNING: "",
+    State.QUEUED: "waiting for its turn",
+    State.UNREACHABLE: "its target does not answer; trying again",
+}
 STOPPING = "stopping after this step, with a checkpoint; Ctrl-C again ends it at once"
 KILLING = "ending it at once"
 
@@ -93,7 +98,7 @@ def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
         if offset <= seen:
             progress.take(record)
     with make_display(progress) as display:
-        offset, handled = seen, 0
+        offset, handled, lost = seen, 0, False
         # After a signal, nobody waits for the last numbers to be sent: that goes on by itself.
         while not (job.status().over if interrupts.received else job.settled()):
             offset = _show_new(job, display, offset)
@@ -101,7 +106,8 @@ def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
                 job.stop() if handled == 0 else job.kill()
                 display.say(STOPPING if handled == 0 else KILLING)
                 handled += 1
-            display.refresh("sending the last numbers to MLflow" if job.status().over else "")
+            lost = _tell_connection(job, display, lost)
+            display.refresh(WAITING_FOR.get(job.status(), "sending the last numbers to MLflow"))
             interrupts.wait(POLL_SECONDS)
         _show_new(job, display, offset)
 
@@ -111,6 +117,16 @@ def _show_new(job: Job, display: Display, offset: int) -> int:
     for record, end in read(job.run.path, offset):  # noqa: B007 - where the last record ends is where to go on
         display.take(record)
     return end
+
+
+def _tell_connection(job: Job, display: Display, lost: bool) -> bool:
+    """Say once when a target stops answering, and when it answers again; return whether it is lost."""
+    is_lost = job.status() is State.UNREACHABLE
+    if is_lost and not lost:
+        display.say(f"warning: {job.warning() or 'the target does not answer'}; the run may go on there, trying again")
+    if lost and not is_lost:
+        display.say("the target answers again")
+    return is_lost
 
 
 def _conclude(job: Job, *, show_next: bool) -> int:
@@ -133,6 +149,6 @@ def _conclude(job: Job, *, show_next: bool) -> int:
 
 
 def _tell_rest(jobs: Sequence[Job]) -> None:
-    if jobs:
-        names = " ".join(job.run.run_id for job in jobs)
+    if waiting := [job for job in jobs if not History.load(job.run.path).environments]:
+        names = " ".join(job.run.run_id for job in waiting)
         print_line(f"not started: {names}; `sparsebp resume` starts them", stderr=True)

@@ -9,7 +9,7 @@ from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Detach, ManyRuns
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored import find_all
-from sparsebp_cli.cli.submitted import target_of
+from sparsebp_cli.cli.submitted import submit_all
 from sparsebp_cli.run import State
 
 
@@ -24,7 +24,7 @@ def resume(runs: ManyRuns, detach: Detach = False) -> None:
         return
     seen = [journal.stat().st_size if (journal := f.path / "journal.jsonl").exists() else 0 for f in folders]
     with Interrupts() as interrupts:
-        jobs = target_of(folders[0]).submit_all(folders)
+        jobs = submit_all(folders)
         if detach:
             for job in jobs:
                 print_line(job.run.run_id)

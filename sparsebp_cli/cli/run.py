@@ -14,47 +14,60 @@ from sparsebp_cli.cli.follow import follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Changes, Detach, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.submitted import check_plans, submit_all
+from sparsebp_cli.cli.sweep import add_baselines, check_sweep
+from sparsebp_cli.cli.targets import complete_target
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, create_run, home
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
-    from sparsebp_cli.target import Target
 
 UNTIL = "More seeds (of --seeds, else 0-9) until this margin is decided: eval/loss=0.01."
 
 
-def run(
+def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     recipes: Recipes,
     changes: Changes = None,
     seeds: Seeds = None,
     name: Annotated[str | None, typer.Option(help="Another name for the runs.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print plan and command; write nothing.")] = False,
     detach: Detach = False,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", "-t", help="Where to run: a kind or a name.", autocompletion=complete_target),
+    ] = None,
+    max_parallel: Annotated[int, typer.Option(min=1, help="Runs at once on a target; GPUs are shared out.")] = 1,
+    with_baseline: Annotated[
+        bool, typer.Option("--with-baseline", help="Run the dense recipe beside each, in turns on one device.")
+    ] = False,
     until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
     max_minutes: Annotated[
         float | None, typer.Option(min=0.0, help="With --until-ci: begin no further round after so long.")
     ] = None,
 ) -> None:
     """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
-    from sparsebp_cli.target import make_target
-
-    changes = [*(changes or []), *([f"name={name}"] if name else [])]
+    check_sweep(max_parallel, with_baseline=with_baseline)
+    changes = [*([f"target={target}"] if target else []), *(changes or [])]
+    changes += [f"name={name}"] if name else []
     if until_ci is not None:
-        if dry_run or detach:
+        if dry_run or detach or with_baseline:
             raise UsageError("--until-ci looks at results: not with --dry-run, --detach or --with-baseline")
         from sparsebp_cli.cli.until import run_until
 
+        execute = partial(_execute, max_parallel=max_parallel)
         plans_of = partial(make_plans, recipes, changes)
-        raise typer.Exit(run_until(until_ci, seeds, max_minutes, plans_of, _execute))
+        raise typer.Exit(run_until(until_ci, seeds, max_minutes, plans_of, execute))
     plans = make_plans(recipes, changes, seeds)
-    target = make_target(plans[0].recipe.target)
+    if with_baseline:
+        plans = add_baselines(plans, make_plans, recipes, changes)
+    check_plans(plans)
     if dry_run:
         for plan in plans:
-            _print_plan(plan, target)
+            _print_plan(plan)
         return
     with Interrupts() as interrupts:
-        jobs = target.submit_all([_write_plan(plan) for plan in plans])
+        jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
         if detach:
             for job in jobs:
                 print_line(job.run.run_id)
@@ -86,13 +99,11 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
     return plans
 
 
-def _execute(plans: Sequence[Plan]) -> int:
-    """Run plans one after the other; return the exit code."""
-    from sparsebp_cli.target import make_target
-
+def _execute(plans: Sequence[Plan], max_parallel: int) -> int:
+    """Run plans to their end; return the exit code."""
+    check_plans(plans)
     with Interrupts() as interrupts:
-        jobs = make_target(plans[0].recipe.target).submit_all([_write_plan(plan) for plan in plans])
-        return follow_all(jobs, interrupts)
+        return follow_all(submit_all([_write_plan(plan) for plan in plans], max_parallel), interrupts)
 
 
 def _write_plan(plan: Plan) -> RunFolder:
@@ -101,9 +112,14 @@ def _write_plan(plan: Plan) -> RunFolder:
     return folder
 
 
-def _print_plan(plan: Plan, target: Target) -> None:
+def _print_plan(plan: Plan) -> None:
     import yaml
 
-    folder = RunFolder(home() / "runs" / plan.run_id)
+    from sparsebp_cli.target import make_target
+
+    folder, target = RunFolder(home() / "runs" / plan.run_id), make_target(plan.recipe.target)
     content = plan.model_dump(mode="json", exclude={"provenance": {"git_diff"}})
-    print_line(yaml.safe_dump(content, sort_keys=False, allow_unicode=True) + f"# {shlex.join(target.command(folder))}")
+    lines = [yaml.safe_dump(content, sort_keys=False, allow_unicode=True)]
+    for file, text in target.files(folder).items():
+        lines += [f"# {file}\n", *(f"#     {line}".rstrip() + "\n" for line in text.splitlines())]
+    print_line("".join(lines) + f"# {shlex.join(target.command(folder))}")

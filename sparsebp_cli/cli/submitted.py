@@ -1,12 +1,14 @@
-"""The way from a run's folder back to the target that works on it."""
+"""The way from runs' folders to the targets that work on them, and back."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.run import RunFolder
 
 if TYPE_CHECKING:
+    from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import Job, Target
 
 
@@ -16,6 +18,40 @@ def target_of(run: RunFolder) -> Target:
     from sparsebp_cli.target import make_target
 
     return make_target(Plan.load(run.plan_file).recipe.target)
+
+
+def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]:
+    """Submit runs, each to the target of its plan; those of one target are one submission.
+
+    Args:
+        folders: With a plan in each.
+        max_parallel: How many work at once on each target.
+
+    Returns:
+        One job a run, in the order of the folders.
+    """
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.target import make_target
+
+    sections = [Plan.load(folder.plan_file).recipe.target for folder in folders]
+    jobs: dict[str, Job] = {}
+    for section in dict.fromkeys(section.model_dump_json() for section in sections):
+        chosen = [f for f, s in zip(folders, sections, strict=True) if s.model_dump_json() == section]
+        target = make_target(next(s for s in sections if s.model_dump_json() == section))
+        jobs |= {job.run.run_id: job for job in target.submit_all(chosen, max_parallel=max_parallel)}
+    return [jobs[folder.run_id] for folder in folders]
+
+
+def check_plans(plans: Sequence[Plan]) -> None:
+    """Refuse what a target cannot carry out, before anything is written or started.
+
+    Args:
+        plans: Each with its target.
+    """
+    from sparsebp_cli.target import make_target
+
+    for plan in plans:
+        make_target(plan.recipe.target).check_plan(plan)
 
 
 def reattach(run: RunFolder) -> Job:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State
 
@@ -122,9 +123,6 @@ class Target(ABC):
 
         Returns:
             The words of the command.
-
-        Raises:
-            UsageError: The plan cannot be carried out there, as far as that can be told from here.
         """
 
     def files(self, run: RunFolder) -> dict[str, str]:
@@ -137,6 +135,17 @@ class Target(ABC):
             The files; none where the command says it all.
         """
         return {}
+
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a plan that cannot be carried out there, as far as that can be told from here.
+
+        Args:
+            plan: The plan.
+
+        Raises:
+            UsageError: It cannot, for a reason that the text names.
+        """
+        return  # most plans can be carried out anywhere
 
     @abstractmethod
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:

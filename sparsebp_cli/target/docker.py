@@ -64,9 +64,10 @@ class DockerEngine(Engine):
         self._token = secrets.token_hex(6)
 
     def command(self, run: RunFolder) -> list[str]:
-        if run.plan_file.exists():
-            check_paths(Plan.load(run.plan_file), mounted_folders(self._options))
         return create_words(self._options, run.run_id, self._options.image, {})
+
+    def check_plan(self, plan: Plan) -> None:
+        check_paths(plan, mounted_folders(self._options))
 
     def find(self, run: RunFolder) -> str | None:
         name = container_name(run.run_id)

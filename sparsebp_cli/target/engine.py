@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.target.contract import Finding
 
@@ -56,6 +57,10 @@ class Engine(ABC):
     def files(self, run: RunFolder) -> dict[str, str]:
         """Return the files that the command reads; see :meth:`Target.files`."""
         return {}
+
+    def check_plan(self, plan: Plan) -> None:
+        """See :meth:`Target.check_plan`."""
+        return  # most plans can be carried out anywhere
 
     @abstractmethod
     def find(self, run: RunFolder) -> str | None:

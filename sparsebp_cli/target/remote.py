@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import final
 
 from sparsebp_cli.errors import RunBusyError
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.contract import Finding, Job, Target
 from sparsebp_cli.target.engine import Engine
@@ -76,9 +77,12 @@ class RemoteTarget(Target):
     def files(self, run: RunFolder) -> dict[str, str]:
         return self.engine.files(run)
 
+    def check_plan(self, plan: Plan) -> None:
+        self.engine.check_plan(plan)
+
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
         for run in runs:
-            self.command(run)  # refusals, before anything is started
+            self.check_plan(Plan.load(run.plan_file))
             deadline = time.monotonic() + SENDING_SECONDS
             while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)

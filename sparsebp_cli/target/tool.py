@@ -47,7 +47,8 @@ class Answer:
     @property
     def problem(self) -> str:
         """The last line of standard error, or of standard output where that is empty."""
-        lines = [line.strip() for line in (self.err or self.text).splitlines() if line.strip()]
+        said = (self.err or self.text).rpartition("stderr=")[2]  # docker quotes what its ssh said
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
         return " ".join(lines[-1:])[:LONGEST_PROBLEM] or f"exit code {self.code}"
 
 

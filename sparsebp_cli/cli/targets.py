@@ -1,0 +1,111 @@
+"""``sparsebp targets``: where plans can be run, and whether that works."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+import typer
+
+from sparsebp_cli.cli.option import Format
+from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.errors import UsageError
+
+STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+class Action(StrEnum):
+    """What is done with targets."""
+
+    CHECK = "check"
+
+
+def complete_target(incomplete: str) -> list[str]:
+    """Return kinds and names that begin with what was typed.
+
+    Args:
+        incomplete: What was typed.
+
+    Returns:
+        Names.
+    """
+    return [line["name"] for line in describe_targets() if line["name"].startswith(incomplete)]
+
+
+def targets(
+    action: Annotated[Action | None, typer.Argument(metavar="[check", help="Ask targets whether they work.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME...]", help="Kinds, or names of targets.yaml.", autocompletion=complete_target),
+    ] = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """List kinds of targets and those of targets.yaml; `check NAME` asks one. Exit code 1 when it cannot be used."""
+    if action is None:
+        _list(output)
+        return
+    if not names:
+        raise UsageError("targets check needs the name of a target; `sparsebp targets` lists them")
+    findings = {name: [finding._asdict() for finding in _check(name)] for name in names}
+    if output is Output.JSON:
+        print_json(findings)
+    else:
+        _show(findings)
+    if any(finding["level"] == "fail" for found in findings.values() for finding in found):
+        raise typer.Exit(1)
+
+
+def describe_targets() -> list[dict[str, Any]]:
+    """Return every kind that is installed and every target that has a name, as plain values."""
+    from sparsebp_cli.recipe.target import find_targets, named_targets
+
+    lines: list[dict[str, Any]] = []
+    for kind, found in find_targets().items():
+        summary = (found.options_class.__doc__ or "").partition("\n")[0] if not found.problem else found.problem
+        if kind == "local":
+            summary = "A process of its own on this machine."
+        lines.append(
+            {"name": kind, "kind": kind, "source": found.source, "broken": bool(found.problem), "text": summary}
+        )
+    for name, node in named_targets().items():
+        options = {key: value for key, value in node.plain.items() if key != "kind"}
+        text = ", ".join(f"{key}: {value}" for key, value in options.items())
+        lines.append({"name": name, "kind": str(node.plain.get("kind", "local")), "source": "targets.yaml"})
+        lines[-1] |= {"broken": False, "text": text}
+    return lines
+
+
+def _list(output: Output) -> None:
+    from rich.text import Text
+
+    from sparsebp_cli.recipe.target import targets_file
+
+    lines = describe_targets()
+    if output is Output.JSON:
+        print_json(lines)
+        return
+    table = make_table("name", "kind", "source", "what")
+    for line in lines:
+        table.add_row(
+            line["name"], line["kind"], line["source"], Text(line["text"]), style="red" if line["broken"] else None
+        )
+    console().print(table)
+    print_line(f"names are read from {targets_file()}")
+
+
+def _check(name: str) -> list[Any]:
+    from sparsebp_cli.recipe.target import make_named
+    from sparsebp_cli.target import make_target
+
+    return list(make_target(make_named(name)).check())
+
+
+def _show(findings: dict[str, list[dict[str, Any]]]) -> None:
+    from rich.text import Text
+
+    for name, found in findings.items():
+        table = make_table("", "what", "found", title=name if len(findings) > 1 else "")
+        for finding in found:
+            text = finding["text"] + (f"\n-> {finding['hint']}" if finding["hint"] else "")
+            table.add_row(Text(finding["level"], style=STYLES[finding["level"]]), finding["what"], Text(text))
+        console().print(table)
