@@ -138,7 +138,7 @@ class _Entry(_Hook):
     """Before a module's forward."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
-        if not _is_run_again():
+        if not _is_left_out():
             self._call(self._name)
 
 
@@ -150,9 +150,10 @@ class _Exit(_Hook):
         self.is_watched = is_watched
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
-        if not _is_run_again():
+        if not _is_left_out():
             self._call(self._name, output)
 
 
-def _is_run_again() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - true inside a backward pass
+def _is_left_out() -> bool:
+    # A compiled module is one node, which nobody can look into; inside a backward pass a forward is run again.
+    return torch.compiler.is_compiling() or bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001

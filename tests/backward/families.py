@@ -1,0 +1,42 @@
+"""Tiny decoders of fifteen families, with random weights: what `nodes` and the walk are held against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from .conftest import FAMILIES, VOCABULARY
+
+_COMMON: dict[str, Any] = FAMILIES["llama"]
+_HEADS = _COMMON | {"head_dim": 8}
+DECODERS: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,
+    "mistral": _COMMON | {"sliding_window": 8},
+    "qwen2": FAMILIES["qwen2"],
+    "qwen3": _HEADS,
+    "gemma": _HEADS,
+    "gemma2": _HEADS,
+    "gemma3_text": _HEADS,
+    "phi": _COMMON,
+    "phi3": _COMMON,
+    "gpt_neox": FAMILIES["gpt_neox"],
+    "gpt2": FAMILIES["gpt2"],
+    "olmo": _COMMON,
+    "olmo2": _COMMON,
+    "smollm3": _COMMON,
+    "granite": _COMMON,
+}
+
+
+def tiny_decoder(
+    family: str, *, dtype: torch.dtype = torch.float32, checkpointing: bool = False, **options: Any
+) -> PreTrainedModel:
+    """Return a decoder of two layers, the same for every call, in training mode."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(DECODERS[family] | {"vocab_size": VOCABULARY} | options))
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    return model.train()
