@@ -31,7 +31,7 @@ class Call:
         autocast: Whether autocast was on, and its dtype.
         tape: The draws of its dropouts.
         generators: The global generators at its start; None when only the tape is needed.
-        rows: Whether it can be computed again for some rows only.
+        whole: Why it cannot be computed again for some rows only; empty where it can.
         stores: Whether every linear's output is kept that a backward reads; else keys and values alone.
         kept: What linears gave, by their names in the core.
     """
@@ -41,7 +41,7 @@ class Call:
     autocast: tuple[bool, torch.dtype]
     tape: Tape = field(default_factory=Tape)
     generators: tuple[Tensor, Tensor | None] | None = None
-    rows: bool = True
+    whole: str = ""
     stores: bool = False
     kept: dict[str, Tensor] = field(default_factory=dict)
 
@@ -96,8 +96,10 @@ class Branch:
         call = Call(args, {k: v for k, v in kwargs.items() if k != _STREAM}, autocast)
         if self.attention is not None:
             call.kwargs[self.attention.cache] = None
-            call.rows = not args and not _draws_attention(self.core) and _knows(call.kwargs)
-        if not call.rows and self.core.training:
+            call.whole = (
+                "its attention has dropout" if _draws_attention(self.core) else _find_unknown(args, call.kwargs)
+            )
+        if call.whole and self.core.training:
             call.generators = capture_generators(x.device)
         return call
 
@@ -172,12 +174,17 @@ def _draws_attention(core: nn.Module) -> bool:
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids"}
 
 
-def _knows(kwargs: dict[str, Any]) -> bool:
-    """Whether rows can be taken of all arguments."""
+def _find_unknown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Say which argument cannot be cut down to some rows; empty when all can."""
+    if args:
+        return "its arguments come without names"
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
-        return False
+        return "its attention_mask is not of four dimensions"
     if positions is not None and not (isinstance(positions, tuple) and all(p.dim() == 3 for p in positions)):
-        return False
+        return "its position_embeddings are not of three dimensions"
     rest = {k: v for k, v in kwargs.items() if k not in _KNOWN}
-    return not any(isinstance(v, Tensor) for v in rest.values()) and rest.get("is_causal") is None
+    unknown = [k for k, v in rest.items() if isinstance(v, Tensor) and v.dim() > 0]  # one number is the same for all
+    if rest.get("is_causal") is not None:
+        unknown.append("is_causal")
+    return f"it takes {unknown[0]}" if unknown else ""

@@ -163,7 +163,7 @@ class BranchSite:
         site = Site(self.branch.name, grad_NO.shape[1], tuple(batch_shape), self.branch.layer)
         form: Literal["masked", "stored", "again", "whole"] = "masked"
         if call is not None:
-            form = "whole" if not call.rows else "stored" if call.stores else "again"
+            form = "whole" if call.whole else "stored" if call.stores else "again"
         return self.engine.decide(site, grad_NO, BranchWork(self.branch, form, tuple(batch_shape)))
 
 
@@ -198,8 +198,8 @@ class BoundCore(Bound):
             _check_same(x, branch.before.__dict__["forward"].shown, f"the norm before {branch.name!r} and it")
         call = branch.enter(x, rest, kwargs)
         call.stores = site.stores
-        if not call.rows:
-            site.engine.notes[branch.name] = f"{branch.name} is computed again whole: its attention has dropout"
+        if call.whole:
+            site.engine.notes[branch.name] = f"{branch.name} is computed again whole: {call.whole}"
         if branch.after is not None:
             site.waiting = (x, call)
             output = x

@@ -41,7 +41,7 @@ def keeping(branch: Branch, call: Call) -> Iterator[None]:
         call.kept[name], versions[name] = output, output._version  # noqa: SLF001 - see below
         return output
 
-    wanted = [(n, m) for n, m, _ in branch.linears if _is_kept(branch, n, stores=call.stores) and call.rows]
+    wanted = [(n, m) for n, m, _ in branch.linears if _is_kept(branch, n, stores=call.stores) and not call.whole]
     with replaced((module, partial(keep, name, module)) for name, module in wanted):
         yield
     # What was changed in place afterwards, such as clamped, is not what the linear gave.

@@ -67,7 +67,7 @@ class SparseRecompute(Function):
         grad_ND, selection = chooser.decide(grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], call)
         wanted = [p for p, needs in zip(branch.parameters(), ctx.needs_input_grad[3:], strict=True) if needs]
         with autocast_as(call, x.device), torch.enable_grad():
-            if isinstance(selection, Rows) and call.rows:
+            if isinstance(selection, Rows) and not call.whole:
                 run = _run_rows if branch.attention is None else _run_queries
                 dx, gradients = run(branch, call, x, grad_ND, selection, wanted)
             else:
