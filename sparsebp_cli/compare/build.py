@@ -90,6 +90,9 @@ class _Builder:
     def __init__(self, loaded: list[LoadedRun], members: Members, first: str, question: Question) -> None:
         self.loaded, self.members, self.first, self.question = loaded, members, first, question
         self.metric = _choose_metric(loaded, question.metric)
+        for name in question.curves:
+            if name not in names.METRICS:  # one of ours that these runs do not have is an empty curve
+                _check_logged(loaded, name, "--curves")
         self.way = better(self.metric)
         self.labels = _label(members)
         self.values = {run.run_id: self._reduce(run) for run in loaded}
@@ -264,15 +267,20 @@ def _find_baseline(members: Members, wanted: str | None) -> str:
 
 
 def _choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
-    logged = sorted({name for run in runs for name in run.history.metrics})
     if wanted is not None:
-        if wanted not in logged:
-            shown = ", ".join(name for name in logged if name.startswith(("eval/", "train/"))) or "none yet"
-            near = did_you_mean(wanted, logged)
-            raise UsageError(f"--metric must be one that these runs logged ({shown}, ...), got {wanted!r}{near}")
+        _check_logged(runs, wanted, "--metric")
         return wanted
     classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
-    return names.EVAL_ACCURACY.name if classify and names.EVAL_ACCURACY.name in logged else names.EVAL_LOSS.name
+    scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
+    return names.EVAL_ACCURACY.name if classify and scored else names.EVAL_LOSS.name
+
+
+def _check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:
+    logged = sorted({name for run in runs for name in run.history.metrics})
+    if name not in logged:
+        shown = ", ".join(name for name in logged if name.startswith(("eval/", "train/"))) or "none yet"
+        near = did_you_mean(name, logged)
+        raise UsageError(f"{option} must be one that these runs logged ({shown}, ...), got {name!r}{near}")
 
 
 def _label(members: Members) -> dict[str, str]:

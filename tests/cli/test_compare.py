@@ -1,0 +1,119 @@
+"""``sparsebp compare`` on the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run import JournalWriter, RunFolder, list_runs
+
+from .conftest import Cli, Write, write_run
+
+WIDTH = 100
+
+
+@pytest.fixture
+def study(write_recipe: Write) -> list[RunFolder]:
+    """Three seeds of dense and of topk, whose loss is larger by about 0.1."""
+    runs = []
+    for seed in range(3):
+        for name, change, extra in (("dense", "policy=dense", 0.0), ("sparse", "policy.0.keep=0.1", 0.1)):
+            run = write_run(write_recipe(name=name), change, f"training.seed={seed}")
+            with JournalWriter(run.path) as journal:
+                journal.write("attempt", from_step=3, environment={})
+                journal.write("metrics", step=4, values={"eval/loss": 3.0 + extra + 0.001 * seed * (extra + 1)})
+                journal.write("end", status="finished", step=4, text="")
+            runs.append(run)
+    return runs
+
+
+def test_everything_fits_100_columns(call: Cli, study: list[RunFolder]) -> None:
+    done = call("compare", "dense", "sparse", "--margin", "eval/loss=0.2", "--reach", "3.05")
+    assert done.returncode == 0, done.stderr
+    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+    for text in ("Not worse by more than 0.2?", "Time to eval/loss 3.05", "+0.100", "yes"):
+        assert text in done.stdout
+
+
+def test_a_condition_chooses_and_without_words_or_condition_nothing_is_compared(
+    call: Cli, study: list[RunFolder]
+) -> None:
+    done = call("compare", "--where", "policy=dense and seed<2", "-o", "json")
+    assert [run["seed"] for run in json.loads(done.stdout)["runs"]] == [0, 1]
+    refused = call("compare")
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        "error: name the runs to compare, or choose them by --where; `sparsebp runs` lists them\n",
+    )
+    assert call("compare", "--where", "keep>0.5").returncode == 102
+
+
+def test_runs_of_another_machine_are_read_from_their_folder(call: Cli, study: list[RunFolder], tmp_path: Path) -> None:
+    here = call("compare", "dense", "sparse", "-o", "json").stdout
+    shutil.move(study[0].path.parent, tmp_path / "copied")
+    assert list_runs() == []
+    assert call("compare", "dense", "sparse", "--from", "copied", "-o", "json").stdout == here
+    everything = json.loads(call("compare", "--from", "copied", "-o", "json").stdout)
+    assert len(everything["runs"]) == 6
+    wrong = call("compare", "dense", "--from", "nowhere")
+    assert wrong.stderr == "error: --from must be a folder of runs or an MLflow store's address, got 'nowhere'\n"
+    gone = call("compare", "dense", "--from", f"sqlite:///{tmp_path}/none.db")
+    assert (gone.returncode, gone.stderr.count("\n")) == (100, 1)
+
+
+def test_a_gate_ends_with_1_and_says_why(call: Cli, study: list[RunFolder]) -> None:
+    shut = call("compare", "dense", "sparse", "--fail-if", "eval/loss.delta.high > 0.02")
+    assert shut.returncode == 1
+    assert "sparse: eval/loss is worse by 0.1" in shut.stdout
+    assert shut.stderr.startswith("failed: sparse: eval/loss.delta.high is 0.1")
+    assert call("compare", "dense", "sparse", "--fail-if", "eval/loss.delta.high > 0.2").returncode == 0
+    wrong = call("compare", "dense", "sparse", "--fail-if", "eval/loss.delta.hih > 0.2")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+
+
+def test_views_pictures_and_the_report_are_written(call: Cli, study: list[RunFolder], tmp_path: Path) -> None:
+    files = ("--png", "a.png", "--svg", "a.svg", "--html", "a.html")
+    done = call("compare", "dense", "sparse", *files)
+    assert done.stderr == "picture: a.png\npicture: a.svg\nreport: a.html\n"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "sparsebp compare dense sparse --png a.png --svg a.svg --html a.html" in (tmp_path / "a.html").read_text()
+    for view in (["--curves", "eval/loss", "--x", "wall_time"], ["--pareto"], ["--layers"], ["--memory"]):
+        done = call("compare", "dense", "sparse", *view, "--svg", "view.svg")
+        assert done.returncode == 0, done.stderr
+        assert "In words" not in done.stdout
+        assert "baseline." not in done.stdout
+        assert (tmp_path / "view.svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--pareto", "--layers"], "choose one of --curves, --pareto, --layers, --memory, got 2"),
+        (["--x", "tokens"], "--x goes with --curves METRIC"),
+        (["--memory", "-o", "csv"], "-o csv holds everything: leave out --memory"),
+        (["--reduce", "last"], "--reduce must be final, best, or mean:K"),
+        (["--margin", "eval/loss"], "--margin must be a number above 0"),
+        (["--margin", "eval/loss=1", "--metric", "train/loss"], "--margin is of eval/loss, but --metric is train/loss"),
+        (["--curves", "eval/los"], "--curves must be one that these runs logged"),
+        (["--where", "keep<"], "--where: expected a value"),
+    ],
+)
+def test_wrong_options_are_answered_in_one_line(
+    call: Cli, study: list[RunFolder], options: list[str], says: str
+) -> None:
+    done = call("compare", "dense", "sparse", *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_csv_has_the_curve_that_was_asked_for(call: Cli, study: list[RunFolder]) -> None:
+    done = call("compare", "dense", "-o", "csv", "--curves", "train/loss")
+    figures = {row["figure"] for row in csv.DictReader(io.StringIO(done.stdout))}
+    assert {"curve.eval/loss.4", "curve.train/loss.3", "quality.final.mean"} <= figures
