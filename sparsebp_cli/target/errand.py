@@ -126,10 +126,12 @@ class Errand:
         self._save(sight=UNREACHABLE, warning=problem)
 
     def _conclude(self, sight: Sight) -> None:
-        handle = self._launch.handle
-        if not sight.gone:
-            self._engine.fetch(self.run, handle)
-        text = sight.text
+        handle, text, refused = self._launch.handle, sight.text, ""
+        try:
+            if not sight.gone:
+                self._engine.fetch(self.run, handle)
+        except RunFailedError as error:  # it stays there, to be looked at
+            text = refused = f"{error}; it is still there, as {handle}"
         if "kill" in self._asked and not self.run.cancel_file.exists():
             text = "killed by the user; the steps since the last checkpoint are repeated on resume"
         try:
@@ -139,12 +141,13 @@ class Errand:
                 after_attempt=self._launch.after_attempt,
                 log_offset=self._launch.log_offset,
                 text=text,
+                failed=bool(refused),
             )
         except RunBusyError:  # on a shared disk, for a moment after its place saw it end
             return
-        if not sight.gone:
+        if not sight.gone and not refused:
             self._engine.release(self.run, handle)
-        self._save(sight=OVER, exit_code=sight.exit_code, warning=self._untracked)
+        self._save(sight=OVER, exit_code=sight.exit_code, warning=refused or self._untracked)
         if self._follower is not None:
             self._follower.stop()
         self._lock.release()

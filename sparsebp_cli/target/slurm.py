@@ -113,9 +113,9 @@ class SlurmEngine(Engine):
         return [f"{job}_{number}" if len(runs) > 1 else job for number in range(len(runs))]
 
     def look(self, run: RunFolder, handle: str) -> Sight:
-        lines = f"squeue --noheader --states=all --jobs={handle} --format=%T 2>&1; echo; cat {self._q(run)}/slurm-exit"
-        answer = self._sh(f"{lines} 2>/dev/null || true")
-        states, _, ended = answer.text.partition("\n\n")
+        ask = f"squeue --noheader --states=all --jobs={handle} --format=%T 2>&1"
+        answer = self._sh(f"{ask}; printf '\\n==\\n'; cat {self._q(run)}/slurm-exit 2>/dev/null || true")
+        states, _, ended = answer.text.partition("==")
         state = states.strip().splitlines()[-1] if states.strip() else ""
         if state in WAITING:
             return Sight(Phase.WAITING)

@@ -8,6 +8,7 @@ cable was pulled.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -87,6 +88,7 @@ class Tool:
             out, err = process.communicate(given, timeout=self.timeout_seconds)
         except subprocess.TimeoutExpired:
             _end(process)
+            process.communicate()
             raise UnreachableError(f"{self.place} took longer than {self.timeout_seconds:g} s to answer") from None
         return self._judge(Answer(process.returncode, out, err.decode(errors="replace")))
 
@@ -197,19 +199,20 @@ def _watched(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], None]]:
     def watch() -> None:
         while not done.wait(1.0):
             if time.monotonic() - moved[0] > SILENCE_SECONDS:
-                process.kill()
+                _end(process)
                 return
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield lambda: moved.__setitem__(0, time.monotonic())
     except BaseException:
-        process.kill()
+        _end(process)
         raise
     finally:
         done.set()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+    """Kill a program and those that it started, which would keep its pipes open."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
