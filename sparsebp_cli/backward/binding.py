@@ -39,6 +39,10 @@ class Binding(Protocol):
 class Work(Protocol):
     """The dense work of one site in one backward, and what a policy leaves of it."""
 
+    @property
+    def pads(self) -> bool:
+        """Whether every example multiplies as many rows as the one that keeps most."""
+
     def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
         """Return both as FLOPs.
 

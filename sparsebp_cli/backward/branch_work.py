@@ -33,6 +33,11 @@ class BranchWork:
     form: Literal["masked", "stored", "again", "whole"]
     batch_shape: tuple[int, ...]
 
+    @property
+    def pads(self) -> bool:
+        """Whether every example multiplies as many queries as the one that keeps most."""
+        return self.branch.attention is not None and self.form in ("stored", "again")
+
     def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
         """Return the dense work, and what is left of it.
 
@@ -72,12 +77,14 @@ class BranchWork:
             )
 
     def _products(self) -> tuple[float, float]:
-        """Queries times keys and probabilities times values: 4 B T T D forward, 10 B T T D backward, as counted."""
+        """Queries times keys and probabilities times values: 4 B T T D forward, 8 B T T D backward, and 10 where a
+        fused kernel multiplies the first again, as counted."""
         if self.branch.attention is None or len(self.batch_shape) != 2:
             return 0.0, 0.0
         (num_examples, num_positions), width = self.batch_shape, _attention_width(self.branch)
         square = float(num_examples * num_positions * num_positions * width)
-        return 4.0 * square, 10.0 * square
+        eager = self.branch.core.config._attn_implementation == "eager"  # type: ignore[union-attr]  # noqa: SLF001 - as cores do
+        return 4.0 * square, (8.0 if eager else 10.0) * square
 
 
 @dataclass(frozen=True)

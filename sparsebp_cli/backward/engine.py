@@ -13,7 +13,7 @@ from sparsebp_cli.backward.binding import Binding, Work
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.report import Claim, Report, Route
-from sparsebp_cli.backward.rounding import round_up
+from sparsebp_cli.backward.rounding import pad_up, round_up
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
@@ -143,8 +143,12 @@ class Engine:
             step = Step(self._step.index, self._step.micro_batch, call, self._seed, self._draw)
             grad_NO, selection = self._decision.take(policy, grad_NO, site, step)
         kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
-        allowed = work.claim(kind, round_up(budget, selection, grad_NO)).claimed_flops if grad_NO.numel() > 0 else 0.0
-        self._counter.add(site, grad_NO, work.claim(kind, budget), allowed, selection)
+        claim, most = work.claim(kind, budget), budget
+        if self._draw and grad_NO.numel() > 0:  # training does not wait for what only a probe reads
+            padded = pad_up(selection, len(grad_NO), site.num_examples) if work.pads else 0.0
+            most = max(padded, round_up(budget, selection, grad_NO))
+        allowed = claim.claimed_flops if most == budget else work.claim(kind, most).claimed_flops
+        self._counter.add(site, grad_NO, claim, allowed, selection)
         return grad_NO, selection
 
     @contextmanager

@@ -91,6 +91,8 @@ class NodeBinding:
 class NoWork:
     """What is cut at a node is zero, and multiplied all the same: no policy claims to save anything."""
 
+    pads = False
+
     def claim(self, selection: type[Selection] | None, budget: float) -> Claim:  # noqa: ARG002 - nothing depends on it
         """Return that nothing is known and nothing claimed."""
         return Claim(0.0, 0.0)

@@ -72,8 +72,8 @@ class SiteReport:
         kept_share: Kept entries over all entries; None when no gradient arrived.
         dense_flops: Of the dense backward of this site.
         claimed_flops: What the policy claims to leave of ``dense_flops``.
-        allowed_flops: The same with counts rounded up to whole rows, columns or blocks: what is executed beyond that
-            was not claimed.
+        allowed_flops: The same, in a probe with counts rounded up to whole rows, columns or blocks and examples padded
+            to the longest: what is executed beyond that was not claimed.
     """
 
     name: str

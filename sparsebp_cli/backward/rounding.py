@@ -39,3 +39,20 @@ def round_up(budget: float, selection: Selection | None, grad_NO: Tensor) -> flo
         case _:
             return budget
     return max(budget, min(kept, most))
+
+
+def pad_up(selection: Selection | None, num_rows: int, num_examples: int) -> float:
+    """Return the share of rows that is multiplied where every example has as many as the one that keeps most.
+
+    Args:
+        selection: What was kept.
+        num_rows: N.
+        num_examples: B; each has as many rows.
+
+    Returns:
+        A share in [0, 1]; 0 for a selection of anything else than rows. Waits for the device.
+    """
+    if not isinstance(selection, Rows) or selection.index_K.numel() == 0:
+        return 0.0
+    example_K = selection.index_K.div(num_rows // num_examples, rounding_mode="floor")
+    return int(example_K.bincount().max()) * num_examples / num_rows

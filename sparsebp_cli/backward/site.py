@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, NoReturn, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -148,6 +148,7 @@ class LinearWork:
     """
 
     flops: float
+    pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
         """Return the dense work, and what the kernel of this kind of selection is meant to leave."""
