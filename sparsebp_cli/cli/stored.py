@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
-from sparsebp_cli.errors import RunNotFoundError
+from sparsebp_cli.errors import PolicyError, RunNotFoundError
+from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import RunFolder, find_run
 
 
@@ -35,12 +37,25 @@ def read_recipe(run: RunFolder) -> dict[str, Any]:
 
 
 def describe_policies(recipe: dict[str, Any]) -> str:
-    """Return policies and their options in one line: ``topk along=rows keep=0.1``."""
+    """Return policies in one line, with the options that are not as they come: ``topk keep=0.1 along=columns``."""
     entries = []
     for entry in recipe["policy"]:
-        options = [f"{key}={value}" for key, value in entry.items() if key != "name" and value is not None]
+        usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
+        options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
         entries.append(" ".join([entry["name"], *options]))
     return ", ".join(entries)
+
+
+@cache
+def _find_defaults(name: str) -> dict[str, Any]:
+    """Return the defaults of a policy's options, as plan.json writes them; none of a policy that is not here."""
+    try:
+        policy_class = find_policy(name).policy_class
+    except PolicyError:
+        return {}
+    assert policy_class is not None
+    options = policy_class.model_json_schema().get("properties", {})
+    return {key: option["default"] for key, option in options.items() if "default" in option}
 
 
 def find_one(word: str) -> RunFolder:

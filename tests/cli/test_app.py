@@ -163,7 +163,7 @@ def test_output_into_a_closed_pipe_is_no_traceback(two_runs: None, tmp_path: Pat
 def test_runs_lists_the_newest_first_within_100_columns(call: Cli, two_runs: None) -> None:
     done = call("runs")
     assert next(word for word in done.stdout.split() if word in {"topk-rows", "dense"}) == "dense"
-    assert "topk keep=0.1 along=rows" in done.stdout
+    assert "topk keep=0.1" in done.stdout
     assert "3/3" in done.stdout
     assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
     assert "1 older runs are not shown" in call("runs", "--limit", "1").stdout
@@ -191,6 +191,6 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
     bad.write_text(bad.read_text() + "extra: 1\n")
     done = call("validate", good, bad, "--seeds", "0-4")
     assert done.returncode == 2
-    policy = "policy topk keep=0.1 along=rows"
+    policy = "policy topk keep=0.1"
     assert done.stdout == f"ok {good}: good: model none, data none, {policy}, 30 steps, 5 runs\n"
     assert done.stderr.startswith(f"error: {bad}:8:1: extra: ")
