@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from sparsebp_cli.compare.comparison import Confound, Group
 from sparsebp_cli.compare.load import LoadedRun, ran_together
+from sparsebp_cli.run import metric
 
 TOLERANCE = 1.05  # executed over claimed FLOPs; counts are exact, claims leave out small layers
 
@@ -73,13 +75,13 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
     return tuple(found)
 
 
-def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], metric: str) -> tuple[str, ...]:
+def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: str) -> tuple[str, ...]:
     """Return what a reader must know before believing the numbers, one line each.
 
     Args:
         runs: All that were given.
         groups: The groups with their figures.
-        metric: Name of the quality metric.
+        quality: Name of the quality metric.
 
     Returns:
         Lines.
@@ -96,7 +98,9 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], metric: st
             f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run_id} and "
             f"{second.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
         )
-    lines += [line for group in groups for line in (_claim_warning(group), _recipe_warning(group)) if line]
+    for group in groups:
+        told = _claim_warning(group, [run for run in counted if run.group == group.group]), _recipe_warning(group)
+        lines += [line for line in told if line]
     seeds = {group.seeds for group in groups if group.seeds}
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
@@ -110,7 +114,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], metric: st
         )
     if unseeded := [run for run in counted if run.seed is None]:
         lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} did not log a seed: in no pair")
-    lines += [f"{group.label}: no run has {metric} after its last step" for group in groups if _blind(group)]
+    lines += [f"{group.label}: no run has {quality} after its last step" for group in groups if _blind(group)]
     return tuple(lines)
 
 
@@ -131,9 +135,11 @@ def _listed(seeds: Sequence[int]) -> str:
     return ", ".join(str(seed) for seed in seeds) or "none"
 
 
-def _claim_warning(group: Group) -> str:
-    """A policy that claims to skip and does not is named."""
+def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
+    """A policy that claims to skip and does not is named; runs that prove it know better than a tolerance does."""
     cost = group.cost
+    if any(run.values(metric.EXCESS_SHARE.name) for run in runs):
+        return _broken_claim(group, [run for run in runs if max(run.values(metric.EXCESS_SHARE.name), default=0) > 0])
     if cost.claimed_flops is None or cost.executed_flops is None or not cost.dense_flops:
         return ""
     claimed, executed = cost.claimed_flops / cost.dense_flops, cost.executed_flops / cost.dense_flops
@@ -141,3 +147,18 @@ def _claim_warning(group: Group) -> str:
         return ""
     what = "skips nothing" if executed > 0.99 else f"executes {executed:.0%}"
     return f"{group.label}: claims to leave {claimed:.0%} of the backward FLOPs, but {what} (counted)"
+
+
+def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
+    if not runs:
+        return ""
+    claimed, executed = (
+        median([value for run in runs for value in run.values(which.name)])
+        for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
+    )
+    chosen = any(run.recipe.get("backward", {}).get("engine") == "reference" for run in runs)
+    why = "; backward.engine is reference, which multiplies everything" if chosen else ""
+    return (
+        f"{group.label}: claims to leave {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "
+        f"executed (counted{why})"
+    )

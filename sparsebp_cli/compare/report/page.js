@@ -129,7 +129,7 @@ function curves(host) {
   const [axis, along] = select("against", [[0, "steps"], [1, "tokens"], [2, "training time"]], redraw);
   const [lines, mode] = select("shown as", [["runs", "each run"], ["mean", "mean and range of seeds"]], redraw);
   bar.append(pick, axis, lines);
-  const keys = make("div", { class: "bar" });
+  const keys = make("div", { class: "bar keys" });
   legend(keys, hidden, redraw);
   host.append(bar, keys, figure);
   function paint() {
@@ -293,4 +293,8 @@ repaint();
 if ($("layers")) layers($("layers"));
 let last = document.body.clientWidth;
 addEventListener("resize", () => { if (document.body.clientWidth !== last) { last = document.body.clientWidth; repaint(); } });
-addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(d => { d.open = true; }));
+addEventListener("beforeprint", () => {
+  document.querySelectorAll("details").forEach(d => { d.open = true; });
+  repaint(); // paper has another width
+});
+addEventListener("afterprint", repaint);
