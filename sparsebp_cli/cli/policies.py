@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
+
+import typer
 
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
-
-if TYPE_CHECKING:
-    from sparsebp_cli.policy import FoundPolicy
+from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector
 
 
-def policies(output: Format = Output.TABLE) -> None:
-    """List the installed policies; a broken plugin is shown with its problem."""
-    from sparsebp_cli.policy import find_policies
+def policies(
+    name: Annotated[str | None, typer.Argument(help="One policy: its options.", show_default=False)] = None,
+    output: Format = Output.TABLE,
+) -> None:
+    """List the installed policies, or the options of one; a broken plugin is shown with its problem."""
+    from sparsebp_cli.policy.discovery import find_policies, find_policy
 
-    described = [describe_policy(found) for found in find_policies().values()]
+    found = [find_policy(name)] if name is not None else list(find_policies().values())
+    described = [describe_policy(policy) for policy in found]
     if output is Output.JSON:
-        print_json(described)
-        return
+        print_json(described if name is None else described[0])
+    elif name is None:
+        _print_all(described)
+    else:
+        _print_one(described[0])
+
+
+def _print_all(described: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = make_table("name", "kind", "options", "exact", "unbiased", "source")
     for line in described:
-        options = "\n".join(f"{option['name']}: {option['allowed']}" for option in line["options"]) or "none"
-        claims = ["by options" if line[c] is None else "yes" if line[c] else "no" for c in ("exact", "unbiased")]
-        cells = [line["name"], line["kind"], options, *claims, line["source"]]
+        own = [option["name"] for option in line["options"] if not option["common"]]
+        cells = [line["name"], line["kind"], ", ".join(own) or "none", *_word_claims(line), line["source"]]
         if line["problem"]:
             cells[2:5] = ["", "", ""]
         table.add_row(*(Text(cell) for cell in cells), style="red" if line["problem"] else None)
@@ -34,6 +43,24 @@ def policies(output: Format = Output.TABLE) -> None:
     for line in described:
         if line["problem"]:
             print_line(f"{line['name']} of {line['source']} is broken: {line['problem']}")
+    print_line("one policy's options: sparsebp policies NAME")
+
+
+def _print_one(line: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    exact, unbiased = _word_claims(line)
+    print_line(f"{line['name']} ({line['kind']}, {line['source']}): {line['summary']}")
+    print_line(f"exact: {exact}; unbiased: {unbiased}")
+    table = make_table("option", "allowed", "default", "meaning")
+    for option in sorted(line["options"], key=lambda option: bool(option["common"])):
+        default = "required" if option["required"] else str(option["default"])
+        table.add_row(*(Text(cell) for cell in (option["name"], option["range"], default, option["description"])))
+    console().print(table)
+
+
+def _word_claims(line: dict[str, Any]) -> list[str]:
+    return ["by options" if line[claim] is None else "yes" if line[claim] else "no" for claim in ("exact", "unbiased")]
 
 
 def describe_policy(found: FoundPolicy) -> dict[str, Any]:
@@ -51,12 +78,15 @@ def describe_policy(found: FoundPolicy) -> dict[str, Any]:
         return line
     schema = found.policy_class.model_json_schema()
     required = set(schema.get("required", ()))
+    common = {key for kind in (GradientSelector, EdgeRouter) for key in kind.model_fields}
     line["summary"] = (found.policy_class.__doc__ or "").strip().partition("\n")[0]
     line["options"] = [
         {
             "name": name,
             "allowed": _describe_range(option) + ("" if name in required else f" = {option.get('default')}"),
+            "range": _describe_range(option),
             "required": name in required,
+            "common": name in common,  # every policy of the kind has it
             "default": option.get("default"),
             "description": option.get("description", ""),
         }

@@ -27,7 +27,13 @@ def test_policies_show_options_claims_and_broken_plugins(cli: Cli, tmp_path: Pat
     (info / "entry_points.txt").write_text("[sparsebp.policies]\nlost = no_such_module:Lost\n")
     path = f"{tmp_path}{os.pathsep}{TESTS / 'cli'}{os.pathsep}{TESTS / 'target'}"
     shown = cli("policies", PYTHONPATH=path).stdout
-    assert "keep: number in (0," in shown  # how it is broken into lines depends on what else is installed
+    assert "keep, along" in shown
+    one = cli("policies", "topk", PYTHONPATH=path).stdout
+    assert one.startswith("topk (GradientSelector, sparsebp")
+    assert "number in (0, 1]" in one
+    assert max(len(line.rstrip()) for line in one.splitlines()) <= WIDTH
+    unknown = cli("policies", "topq", PYTHONPATH=path)
+    assert (unknown.returncode, "did you mean topk?" in unknown.stderr) == (2, True)
     assert "by options" in shown
     assert "broken-plugin 1.0" in shown
     assert "lost of broken-plugin 1.0 is broken: ModuleNotFoundError: No module named 'no_such_module'\n" in shown
