@@ -122,12 +122,14 @@ class Proof:
 
     @property
     def excess_share(self) -> float | None:
-        """What was executed beyond the claim with its counts rounded up, of the sites' dense backward FLOPs."""
+        """What was executed beyond the claim with its counts rounded up, of the sites' dense backward FLOPs: over all,
+        or at the sites where it was more, if that is larger. 0 for a claim that was kept."""
         dense = self.report.dense_flops
         if not dense:
             return None
         executed, before = self.policy.backward_flops.total(), self._before().total()
-        return _excess(executed, before, dense, sum(site.allowed_flops for site in self.report.sites)) / dense
+        over_all = _excess(executed, before, dense, sum(site.allowed_flops for site in self.report.sites))
+        return max(over_all, sum(self._excess_by_site().values())) / dense
 
     @property
     def rows_share(self) -> float | None:
@@ -141,17 +143,10 @@ class Proof:
         Returns:
             The claim that was not kept; None when all was.
         """
-        executed, before = self.policy.backward_flops, self._before()
-        excess = {
-            site.name: _excess(
-                _inside(site.name, executed), _inside(site.name, before), site.dense_flops, site.allowed_flops
-            )
-            for site in self.report.sites
-            if site.dense_flops and _inside(site.name, before)
-        }
-        sites = tuple(sorted((name for name in excess if excess[name] > 0), key=lambda name: -excess[name]))
-        if not sites and not self.excess_share:
+        excess = self._excess_by_site()
+        if not self.excess_share:
             return None
+        sites = tuple(sorted((name for name in excess if excess[name] > 0), key=lambda name: -excess[name]))
         assert self.claimed_share is not None
         assert self.executed_share is not None
         return Overclaim(self.claimed_share, self.executed_share, sites)
@@ -177,6 +172,16 @@ class Proof:
                 kept_share(sites.get(name, [])),
             ]
             for name in names
+        }
+
+    def _excess_by_site(self) -> dict[str, float]:
+        executed, before = self.policy.backward_flops, self._before()
+        return {
+            site.name: _excess(
+                _inside(site.name, executed), _inside(site.name, before), site.dense_flops, site.allowed_flops
+            )
+            for site in self.report.sites
+            if site.dense_flops and _inside(site.name, before)
         }
 
     def _before(self) -> Counter[str]:
