@@ -20,7 +20,7 @@ from sparsebp_cli.backward.graph import Graph, Place
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.backward.visitor import Gradients, Visitor, visiting
-from sparsebp_cli.backward.walk import refuse_hooks, walked
+from sparsebp_cli.backward.walk import find_hook, is_checkpointed, refuse_hooks, walked
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
@@ -74,18 +74,29 @@ class NodeBinding:
         graph = Graph(loss, {p: name for name, p in self._model.named_parameters()}, attribution)
         if engine.reference:
             refuse_hooks(self._model)
+        walks = engine.reference or self._walks_around_checkpoints(graph)
         excluded = frozenset(self.excluded)
         if self._routing is None:
             visitor: Visitor = Cut(engine, self._layers, excluded)
         else:
             visitor = self._routing.start(loss, graph, engine, self._model, excluded)
-        if engine.reference:
+        if walks:
             yield walked(loss, graph, visitor)
         else:
             with visiting(graph, visitor):
                 yield loss
         if self._routing is not None:
             self._routing.finish(engine, self._model)
+
+    def _walks_around_checkpoints(self, graph: Graph) -> bool:
+        if self._routing is None or not is_checkpointed(graph) or find_hook(self._model) is not None:
+            return False
+        assert self._engine is not None
+        self._engine.notes["walk"] = (
+            "the backward is walked in Python: PyTorch's engine would run checkpointed layers again that no gradient "
+            "reaches"
+        )
+        return True
 
 
 class NoWork:

@@ -9,10 +9,13 @@ is refused: see :func:`refuse_hooks`.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
@@ -91,10 +94,42 @@ def walk(root: Node, output_nr: int, grad: Tensor, graph: Graph, visitor: Visito
                     heapq.heappush(ready, _order(graph, child))
 
 
+def is_checkpointed(graph: Graph) -> bool:
+    """Return whether what nodes saved is computed again when they ask for it.
+
+    PyTorch's engine has a node ask before it looks whether a gradient arrived.
+
+    Args:
+        graph: That is to be passed.
+
+    Returns:
+        Whether any node lies in a checkpointed part.
+    """
+    hooks = (getattr(saved, "unpack_hook", None) for node in graph.places for saved in _saved(node))
+    return any(getattr(hook, "__module__", None) == torch.utils.checkpoint.__name__ for hook in hooks)
+
+
+def find_hook(model: nn.Module) -> str | None:
+    """Return what has a hook that a walk would leave out.
+
+    Hooks on tensors inside the forward cannot be seen.
+
+    Args:
+        model: That is to be differentiated.
+
+    Returns:
+        The name of the first module or parameter with a hook of its backward; None: there is none.
+    """
+    parts: dict[str, Any] = {**dict(model.named_modules()), **dict(model.named_parameters())}
+    for name, part in parts.items():
+        # There is no other way to ask. Parameters have no hooks before their backward.
+        if part._backward_hooks or getattr(part, "_backward_pre_hooks", None):  # noqa: SLF001
+            return name
+    return None
+
+
 def refuse_hooks(model: nn.Module) -> None:
     """Refuse a model on which a walk would silently leave something out.
-
-    Hooks on tensors inside the forward cannot be seen, and do not run.
 
     Args:
         model: That is to be differentiated.
@@ -103,12 +138,9 @@ def refuse_hooks(model: nn.Module) -> None:
         UnsupportedError: A hook of its backward is registered, or gradients are reduced over processes.
     """
     refuse_several_processes(model, "engine='reference' at sites='nodes'")
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001 - there is no other way to ask
-            raise UnsupportedError(f"engine='reference' at sites='nodes' runs no backward hooks; {name!r} has one")
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks:  # noqa: SLF001
-            raise UnsupportedError(f"engine='reference' at sites='nodes' runs no tensor hooks; {name!r} has one")
+    hooked = find_hook(model)
+    if hooked is not None:
+        raise UnsupportedError(f"engine='reference' at sites='nodes' runs no backward hooks; {hooked!r} has one")
 
 
 class _Walk(Function):
@@ -176,13 +208,18 @@ def _release(node: Node) -> None:
     if isinstance(node, BackwardCFunction):
         cast("Any", node).maybe_clear_saved_tensors()
         return
+    for saved in _saved(node):
+        # What a hook packs takes the tensor's place. Nothing may have been saved; and hooks may be there already
+        # (checkpointing), which let go themselves.
+        with suppress(RuntimeError):
+            saved.register_hooks(lambda _: None, lambda _: None)
+
+
+def _saved(node: Node) -> Iterator[Any]:
+    """Yield a handle on each tensor that a node of the engine's own kinds saved."""
     for name in _names_of_saved(type(node)):
         saved = getattr(node, name)
-        for each in saved if isinstance(saved, tuple | list) else (saved,):
-            try:
-                each.register_hooks(lambda _: None, lambda _: None)  # what a hook packs takes the tensor's place
-            except RuntimeError:  # nothing was saved, or hooks are there (checkpointing): those let go themselves
-                continue
+        yield from (each for each in (saved if isinstance(saved, tuple | list) else (saved,)) if each is not None)
 
 
 @cache
