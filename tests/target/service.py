@@ -10,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -150,3 +150,10 @@ def running(name: str) -> Iterator[None]:
     with shared(name):
         if leave(name):
             stop(name)
+
+
+def copy_image(source: Sequence[str], target: Sequence[str]) -> None:
+    """Bring the base image from one engine to another."""
+    with subprocess.Popen([*source, "save", BASE], stdout=subprocess.PIPE) as save:
+        subprocess.run([*target, "load", "--quiet"], stdin=save.stdout, check=True, capture_output=True)
+    assert save.returncode == 0

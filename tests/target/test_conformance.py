@@ -47,9 +47,7 @@ def test_podman_keeps_the_contract(docker_engine: str, tmp_path: Path, monkeypat
     )
     monkeypatch.setenv("CONTAINERS_CONF", str(configuration))
     if not service.is_answering("podman", "image", "exists", service.BASE):
-        save = subprocess.Popen(["docker", "--host", docker_engine, "save", service.BASE], stdout=subprocess.PIPE)
-        subprocess.run(["podman", "load", "--quiet"], stdin=save.stdout, check=True, capture_output=True)
-        assert save.wait() == 0
+        service.copy_image(["docker", "--host", docker_engine], ["podman"])
     mounts = {"python": sys.executable, "mounts": service.MOUNTS, "network": "host"}
     check_target("docker", command="podman", image=service.BASE, pull="never", **mounts)
     listed = subprocess.run(["podman", "ps", "--all", "--quiet"], check=True, capture_output=True, text=True)
