@@ -15,11 +15,12 @@ from sparsebp_cli.compare.comparison import Control
 from sparsebp_cli.compare.figure import median_time
 from sparsebp_cli.compare.load import LoadedRun
 from sparsebp_cli.compare.statistics import Difference
+from sparsebp_cli.policy import find_policies
 from sparsebp_cli.run import metric
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
 SCHEDULE = ("training.max_steps", "training.warmup_steps")
-BUDGET = ("keep", "along")  # options that say how much is kept, and of what
+RANDOM = "random"  # a policy of this name, or of one that goes on with a dash, draws: a control of its kind
 FASTER = 0.95  # under this share of dense's step time, dense deserves more steps
 SAME_TIME = 0.1  # two groups that differ by less than this share took the same time
 
@@ -64,8 +65,7 @@ def _find(
     controls = [control("dense", dense, lambda: _run(runs, "policy=dense", "dense"))]
     if not _is_random(newest):
         random = _first(others, lambda some: _is_random_at_budget(some[-1], newest))
-        policy = f"policy={json.dumps([_random(entry) for entry in newest.policies])}"
-        controls.append(control("random", random, lambda: _run(runs, policy, "random")))
+        controls.append(control("random", random, lambda: _run_random(runs)))
     if dense and (steps := _equal_steps(counted[group], counted[dense])):
         equal = _first(others, lambda some: _takes_the_time(some, members[dense], counted[group]))
         change = f"training.max_steps={steps}"
@@ -83,16 +83,38 @@ def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
 
 
 def _is_random(run: LoadedRun) -> bool:
-    return all(entry["name"] == "random" for entry in run.policies)
+    return all(_draws(entry["name"]) for entry in run.policies)
+
+
+def _draws(name: str) -> bool:
+    return name == RANDOM or name.startswith(f"{RANDOM}-")
 
 
 def _is_random_at_budget(random: LoadedRun, run: LoadedRun) -> bool:
-    budgets = [[{key: entry.get(key) for key in BUDGET} for entry in some.policies] for some in (random, run)]
-    return _is_random(random) and budgets[0] == budgets[1] and _same_but(random, run, ("policy.",))
+    """The same recipe, and every option that both policies have is the same: they differ in the choice alone."""
+    if not _is_random(random) or len(random.policies) != len(run.policies) or not _same_but(random, run, ("policy.",)):
+        return False
+    pairs = list(zip(random.policies, run.policies, strict=True))
+    shared = [(a, b, (a.keys() & b.keys()) - {"name"}) for a, b in pairs]
+    return all(("keep" in a) == ("keep" in b) and all(a[k] == b[k] for k in keys) for a, b, keys in shared)
 
 
-def _random(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {"name": "random"} | {key: entry[key] for key in BUDGET if entry.get(key) is not None}
+def _run_random(runs: Sequence[LoadedRun]) -> str:
+    """The command for the control; empty where no policy that draws answers the same question."""
+    entries = [_random(entry) for entry in runs[-1].policies]
+    return "" if None in entries else _run(runs, f"policy={json.dumps(entries)}", "random")
+
+
+def _random(entry: Mapping[str, Any]) -> dict[str, Any] | None:
+    installed = find_policies()
+    mine = installed.get(entry["name"])
+    same = (p for p in installed.values() if mine and _draws(p.name) and p.kind == mine.kind and p.policy_class)
+    found = next(same, None)
+    if found is None or found.policy_class is None:
+        return None
+    return {"name": found.name} | {
+        key: value for key, value in entry.items() if key in found.policy_class.model_fields and value is not None
+    }
 
 
 def _equal_steps(runs: Sequence[LoadedRun], dense: Sequence[LoadedRun]) -> int | None:

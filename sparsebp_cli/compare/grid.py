@@ -175,7 +175,7 @@ def _controls(comparison: Comparison) -> Grid:
         (c.label, words[c.kind], c.found or "missing", show.of_difference(c.difference) if c.found else show.NONE)
         for c in comparison.controls
     )
-    missing = [control for control in comparison.controls if not control.found]
+    missing = [control for control in comparison.controls if control.command]
     note = f"To the control: {comparison.metric} of the group minus that of the control, paired by seed."
     if missing:
         note += " What is missing is made by: " + "; ".join(dict.fromkeys(c.command for c in missing))

@@ -96,6 +96,24 @@ def test_random_at_another_budget_or_with_another_recipe_is_no_control(
     assert random.found == ""
 
 
+def test_a_router_is_held_against_one_that_draws(make_run: MakeRun) -> None:
+    router: dict[str, Any] = {"policy": [{"name": "max-child", "leaves": "always"}], "exact": False}
+    drawn: dict[str, Any] = {"policy": [{"name": "random-child", "leaves": "always"}], "exact": False}
+    missing = next(c for c in compare_runs([make_run(), make_run("r", **router)]).controls if c.kind == "random")
+    assert """policy=[{"name": "random-child", "leaves": "always"}]""" in missing.command
+    found = compare_runs([make_run(), make_run("r", **router), make_run("d", **drawn)]).controls
+    assert next(c for c in found if c.kind == "random").found == "d"
+    assert [c.kind for c in found if c.label == "d"] == ["dense"]
+
+
+def test_of_a_policy_that_is_not_installed_the_control_is_missing_without_a_command(make_run: MakeRun) -> None:
+    gone: dict[str, Any] = {"policy": [{"name": "no-such-plugin", "keep": 0.1}], "exact": False}
+    found = compare_runs([make_run(), make_run("g", **gone)])
+    random = next(c for c in found.controls if c.kind == "random")
+    assert (random.found, random.command) == ("", "")
+    assert "not compared with random at the same budget" in found.groups[1].verdict
+
+
 def test_a_policy_that_is_not_faster_needs_no_dense_at_equal_time(make_run: MakeRun) -> None:
     found = compare_runs([make_run(seconds=0.2), make_run("slow", **TOPK, seconds=0.21)])
     assert [c.kind for c in found.controls] == ["dense", "random"]

@@ -122,7 +122,8 @@ def _notes(comparison: Comparison) -> str:
 
 def _missing(control: Control) -> str:
     said = f"{control.label} is not compared with {CONTROLS[control.kind]}"
-    return f"<li>{escape(said)}; to make that run: <code>{escape(control.command)}</code></li>"
+    how = f"; to make that run: <code>{escape(control.command)}</code>" if control.command else ""
+    return f"<li>{escape(said)}{how}</li>"
 
 
 def _drawings(comparison: Comparison) -> str:
