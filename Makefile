@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: quickstart picture setup test chaos browser check style fix docs bench image clean help
+.PHONY: quickstart picture results setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -17,6 +17,11 @@ picture: .venv/runtime  ## record the two newest runs as the README's picture an
 	$(BIN)/sparsebp compare @2 -o md --png docs/picture/quickstart.svg > docs/picture/quickstart.part
 	mv docs/picture/quickstart.part docs/picture/quickstart.md
 	$(BIN)/python docs/generate.py
+
+results: .venv/runtime  ## the study of docs/results: every part with three seeds, then the report (about half an hour)
+	$(BIN)/sparsebp run recipes/study/*.yaml --seeds 0-2
+	mkdir -p docs/results
+	$(BIN)/sparsebp compare --where experiment=study --baseline dense --margin eval/loss=0.02 --html docs/results/study.html > docs/results/study.txt
 
 setup: .venv/develop  ## install for development
 
