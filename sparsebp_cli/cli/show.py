@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from sparsebp_cli.cli.option import OneRun
+from sparsebp_cli.cli.proof import proof_table, read_rows
 from sparsebp_cli.cli.screen import console, print_json, print_line
 from sparsebp_cli.cli.stored import find_one, read_plan
 from sparsebp_cli.cli.summary import summarise
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
 
 
@@ -27,9 +30,16 @@ def show(
     output: Annotated[
         Form, typer.Option("-o", "--output", help="For people; JSON: everything; YAML: the recipe alone, for diff.")
     ] = Form.TABLE,
+    layers: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only draw kept share and fidelity by layer and step (.png, .svg, .pdf)."),
+    ] = None,
 ) -> None:
-    """Show one run: recipe, numbers, notes, machine, files."""
+    """Show one run: recipe, numbers, proof, notes, machine, files."""
     folder = find_one(run)
+    if layers is not None:
+        print_line(str(_draw_layers(folder, layers)))
+        return
     plan, history = read_plan(folder), History.load(folder.path)
     if output is Form.YAML:
         print_line(_to_yaml(plan["recipe"]))
@@ -69,10 +79,22 @@ def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[
         "facts": history.facts,
         "environments": history.environments,
         "metrics": metrics,
+        "layers": history.layers,
+        "proofs": {step: read_rows(proof) for step, proof in history.proofs.items()},
         "notes": [{"attempt": attempt, "level": level, "text": text} for attempt, level, text in history.notes],
         "ends": history.ends,
         "files": {path.name: str(path) for path in sorted(folder.path.iterdir()) if not path.name.endswith(".lock")},
     }
+
+
+def _draw_layers(folder: RunFolder, path: Path) -> Path:
+    from sparsebp_cli.compare import View, compare_runs, picture
+
+    if not History.load(folder.path).layers:
+        raise UsageError(
+            f"run {folder.run_id} has no figures of layers: measure.probe_every or fidelity_every has them"
+        )
+    return picture(compare_runs([folder]), path, View("layers"))
 
 
 def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
@@ -82,6 +104,10 @@ def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
             print_line(f"{end['status']}: {end['text']}")
     for _, level, text in history.notes:
         print_line(f"{level}: {text}")
+    if history.proofs:
+        step = max(history.proofs)
+        console().print()
+        console().print(proof_table(history.proofs[step], step))
     sections: dict[str, Any] = {"facts": history.facts, "machine": (history.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):

@@ -79,9 +79,35 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
     if executed is not None and dense:
         both = f"{show_count(executed, 'FLOP')} executed, dense {show_count(dense, 'FLOP')}"
         yield "backward", f"{both} ({show_share(executed / dense)})"
-    if (cosine := history.last(metric.COSINE.name)) is not None:
-        error = history.last(metric.RELATIVE_ERROR.name)
-        yield "fidelity", f"cosine {cosine:.4f}" + (f", relative error {error:.4f}" if error is not None else "")
+    if text := _proof(history):
+        yield "proof", text
+    if text := _fidelity(history):
+        yield "fidelity", text
+
+
+def _proof(history: History) -> str:
+    """Held against the claim at every probe: one that was not kept is told whenever it was."""
+    claimed, executed = history.last(metric.CLAIMED_SHARE.name), history.last(metric.EXECUTED_SHARE.name)
+    parts = []
+    if claimed is not None and executed is not None:
+        broken = max(history.series(metric.EXCESS_SHARE.name).values(), default=0.0) > 0
+        parts.append(f"{show_share(executed)} of the backward at the sites executed, {show_share(claimed)} claimed")
+        parts += ["the claim was not kept"] if broken else []
+    moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
+    if moved is not None and share is not None:
+        parts.append(f"a step moved {moved:.0f} parameters, {show_share(share)} of all entries")
+    return "; ".join(parts)
+
+
+def _fidelity(history: History) -> str:
+    told = ((metric.COSINE, "cosine"), (metric.RELATIVE_ERROR, "relative error"), (metric.SIGN_AGREEMENT, "same sign"))
+    parts = [f"{word} {value:.4f}" for which, word in told if (value := history.last(which.name)) is not None]
+    bias, chance, variance = (
+        history.last(which.name) for which in (metric.BIAS, metric.BIAS_STANDARD_ERROR, metric.VARIANCE)
+    )
+    if bias is not None and chance is not None and variance is not None:
+        parts.append(f"bias {bias:.4f} ({chance:.4f} by chance), variance {variance:.4f}")
+    return ", ".join(parts)
 
 
 def _step_time(history: History) -> str:

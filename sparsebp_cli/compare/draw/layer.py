@@ -40,7 +40,9 @@ def draw_layers(figure: Figure, comparison: Comparison) -> None:
                 -1.0 if key == "cosine" and min((c for r in cells for c in r if c is not None), default=0) < 0 else 0.0
             )
             drawn: Any = axes.imshow(numbers, aspect="auto", cmap="cividis", vmin=low, vmax=1.0, interpolation="none")
-            axes.set(title=f"{group.label}: {title}", xlabel="optimizer step")
+            axes.set(
+                title=f"{group.label}: {title}", xlabel="optimizer step", facecolor="#e6e6e6"
+            )  # where nothing is known
             steps = group.layers.steps
             every = max(1, len(steps) // 8)
             axes.set_xticks(range(0, len(steps), every), [str(step) for step in steps[::every]])

@@ -1,0 +1,110 @@
+"""What a run's backward executed and stored, module by module: the journal's proof as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from sparsebp_cli.cli.quantity import show_count, show_share
+from sparsebp_cli.cli.screen import make_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Row = dict[str, float | None]
+
+
+@dataclass
+class Modules:
+    """Modules of one name but for their layer's number.
+
+    Args:
+        name: With a star for the layers' name and number.
+        rows: One a module.
+    """
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+
+    def sum(self, column: str) -> float:
+        """Return a column's sum."""
+        return sum(row.get(column) or 0.0 for row in self.rows)
+
+    def mean(self, column: str) -> float | None:
+        """Return a column's mean over the modules that have it; None when none has."""
+        known = [value for row in self.rows if (value := row.get(column)) is not None]
+        return sum(known) / len(known) if known else None
+
+    def share(self, column: str, of: str) -> float | None:
+        """Return one column's sum over another's; None when that is zero."""
+        whole = self.sum(of)
+        return self.sum(column) / whole if whole else None
+
+
+def read_rows(proof: Mapping[str, Any]) -> dict[str, Row]:
+    """Return a journal's proof by module.
+
+    Args:
+        proof: ``columns`` and ``modules``.
+
+    Returns:
+        Column to value, by module.
+    """
+    return {name: dict(zip(proof["columns"], row, strict=False)) for name, row in proof["modules"].items()}
+
+
+def gather(proof: Mapping[str, Any]) -> Iterator[Modules]:
+    """Put the modules of all layers together.
+
+    Args:
+        proof: ``columns`` and ``modules``.
+
+    Yields:
+        Modules: Those that computed or stored anything, those of largest dense backward first.
+    """
+    found: dict[str, Modules] = {}
+    for name, row in read_rows(proof).items():
+        star = re.sub(r"(^|.*?\.)\d+(?=\.|$)", "*", name, count=1) or "(model and loss)"
+        found.setdefault(star, Modules(star)).rows.append(row)
+    work = ("dense_backward_flops", "backward_flops", "recomputed_flops", "dense_saved_bytes", "saved_bytes")
+    busy = [modules for modules in found.values() if any(modules.sum(column) for column in work)]
+    yield from sorted(busy, key=lambda modules: [-modules.sum(column) for column in work])
+
+
+def proof_table(proof: Mapping[str, Any], step: int) -> Table:
+    """Return a table for the terminal.
+
+    Args:
+        proof: ``columns`` and ``modules``.
+        step: When it was counted.
+
+    Returns:
+        A table of rich; the shares are of the dense pass on the same batch.
+    """
+    gathered = list(gather(proof))
+    columns = {
+        "FLOP": [_count(modules.sum("backward_flops")) for modules in gathered],
+        "of dense": [_share(modules.share("backward_flops", "dense_backward_flops")) for modules in gathered],
+        "again": [_count(modules.sum("recomputed_flops")) for modules in gathered],
+        "rows": [_share(modules.share("rows", "dense_rows")) for modules in gathered],
+        "saved B": [_count(modules.sum("saved_bytes")) for modules in gathered],
+        "of dense ": [_share(modules.share("saved_bytes", "dense_saved_bytes")) for modules in gathered],
+        "kept": [_share(modules.mean("kept_share")) for modules in gathered],
+        "moved": [_share(modules.mean("moved_share")) for modules in gathered],
+    }
+    shown = {heading: cells for heading, cells in columns.items() if any(cells)}
+    title = f"proof: one backward pass, counted at step {step}; of dense, on the same batch"
+    table = make_table("modules", *shown, numbers=list(shown), title=title)
+    for modules, *cells in zip(gathered, *shown.values(), strict=True):
+        table.add_row(modules.name, *cells)
+    return table
+
+
+def _count(value: float) -> str:
+    return show_count(value) if value else ""
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else show_share(value)

@@ -1,0 +1,136 @@
+"""What `show` tells of a run's proof and fidelity, and the picture of its layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.cli.proof import gather
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import JournalWriter, RunFolder, create_run
+
+from .conftest import Cli
+
+COLUMNS = [
+    "forward_flops",
+    "recomputed_flops",
+    "backward_flops",
+    "dense_backward_flops",
+    "saved_bytes",
+    "dense_saved_bytes",
+    "rows",
+    "dense_rows",
+    "claimed_share",
+    "kept_share",
+    "moved_share",
+]
+PROOF = {
+    "columns": COLUMNS,
+    "modules": {
+        "model.layers.0.mlp": [1e6, 0, 5e5, 2e6, 800, 1000, 16, 64, 0.25, 0.25, 1.0],
+        "model.layers.1.mlp": [1e6, 0, 1.5e6, 2e6, 1000, 1000, 48, 64, 0.25, 0.75, 0.5],
+        "lm_head": [4e6, 0, 8e6, 8e6, 0, 0, 64, 64, None, None, 1.0],
+        "": [0, 0, 0, 0, 4000, 4000, None, None, None, None, None],
+        "model.norm": [0, 0, 0, 0, 0, 0, None, None, None, None, 1.0],
+    },
+}
+LAYERS = {
+    "model.layers.0": {"kept_share": 0.25, "cosine": 0.5, "relative_error": 0.9, "sign_agreement": 0.8},
+    "model.layers.1": {"kept_share": 0.75, "cosine": None, "relative_error": None, "sign_agreement": None},
+}
+METRICS = {
+    "proof/claimed_share": 0.25,
+    "proof/executed_share": 0.5,
+    "proof/excess_share": 0.25,
+    "proof/moved_tensors": 12,
+    "proof/moved_share": 0.75,
+    "fidelity/cosine": 0.5,
+    "fidelity/relative_error": 0.9,
+    "fidelity/sign_agreement": 0.8,
+    "fidelity/bias": 0.3,
+    "fidelity/bias_standard_error": 0.25,
+    "fidelity/variance": 0.125,
+}
+
+
+@pytest.fixture
+def make_run(home_folder: Path) -> Callable[..., RunFolder]:
+    def make(*, measured: bool = True) -> RunFolder:
+        recipe = {"version": 1, "name": "sparse", "model": {"name": "m"}, "dataset": {"name": "d"}}
+        plan = Plan(recipe=Recipe.model_validate(recipe))
+        run = create_run(plan.run_id)
+        plan.save(run.path)
+        with JournalWriter(run.path, durable=False) as journal:
+            journal.write("attempt", from_step=0, environment={})
+            journal.write("metrics", step=0, values={"eval/loss": 6.0})
+            for step in (50, 100) if measured else ():
+                journal.write("layers", step=step, values=LAYERS)
+                journal.write("metrics", step=step, values=METRICS | {"eval/loss": 3.0})
+                if step == 50:
+                    journal.write("proof", step=step, values=PROOF)
+            journal.write("end", status="finished", step=100, text="")
+        return run
+
+    return make
+
+
+def test_modules_of_all_layers_are_put_together() -> None:
+    found = {modules.name: modules for modules in gather(PROOF)}
+    assert list(found) == ["lm_head", "*.mlp", "(model and loss)"]  # what did nothing is left out
+    mlp = found["*.mlp"]
+    assert len(mlp.rows) == 2
+    assert mlp.share("backward_flops", "dense_backward_flops") == 0.5
+    assert mlp.share("rows", "dense_rows") == 0.5
+    assert mlp.share("saved_bytes", "dense_saved_bytes") == 0.9
+    assert mlp.mean("kept_share") == 0.5
+    assert mlp.mean("moved_share") == 0.75
+    assert found["lm_head"].mean("kept_share") is None
+    assert found["lm_head"].share("saved_bytes", "dense_saved_bytes") is None
+
+
+def test_people_are_shown_the_proof(make_run, call: Cli) -> None:
+    done = call("show", make_run().run_id)
+    assert done.returncode == 0
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    words = " ".join(done.stdout.split())
+    assert "proof: one backward pass, counted at step 50" in words
+    assert "*.mlp 2.00 M 50 % 50 % 1.80 k 90 % 50 % 75 %" in words
+    assert "again" not in words  # nothing was computed again
+    assert "50 % of the backward at the sites executed, 25 % claimed; the claim was not kept; a step moved 12" in words
+    assert "same sign 0.8000, bias 0.3000 (0.2500 by chance), variance 0.1250" in words
+
+
+def test_programs_are_given_every_module_and_layer(make_run, call: Cli) -> None:
+    shown = json.loads(call("show", make_run().run_id, "-o", "json").stdout)
+    assert shown["proofs"]["50"]["model.layers.1.mlp"]["rows"] == 48
+    assert shown["layers"]["100"] == LAYERS
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_layers_are_drawn(make_run, call: Cli, ending: str, tmp_path: Path) -> None:
+    file = tmp_path / f"layers.{ending}"
+    done = call("show", make_run().run_id, "--layers", file)
+    assert (done.returncode, done.stdout.strip()) == (0, str(file))
+    drawn = file.read_bytes()
+    assert drawn.startswith(b"\x89PNG") if ending == "png" else b"<svg" in drawn
+
+
+@pytest.mark.parametrize(
+    ("measured", "name", "text"),
+    [
+        (True, "layers.jpg", "a picture's name must end in .png, .svg, .pdf, got 'layers.jpg'"),
+        (False, "layers.png", "has no figures of layers"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_one_line(
+    make_run, call: Cli, measured: bool, name: str, text: str, tmp_path: Path
+) -> None:
+    done = call("show", make_run(measured=measured).run_id, "--layers", tmp_path / name)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / name).exists()
