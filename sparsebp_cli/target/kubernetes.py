@@ -1,0 +1,245 @@
+"""The target ``kubernetes``: a Job for each run, through ``kubectl``.
+
+The run's folder is delivered into the pod and fetched out of it by ``kubectl exec``, so the cluster needs no storage
+of its own; with a claim, a pod that takes a lost one's place goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.journal import FILE as JOURNAL
+from sparsebp_cli.target.archive import append_lines, pack, receive, size_of, take_in
+from sparsebp_cli.target.container import MOUNT, check_paths, container_name, run_folder
+from sparsebp_cli.target.contract import Finding
+from sparsebp_cli.target.engine import Engine, Phase, Sight
+from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
+from sparsebp_cli.target.remote import RemoteTarget
+from sparsebp_cli.target.tool import Answer, Tool
+
+ANSWERS = re.compile(
+    r"error from server|command terminated with exit code|^tail:|^The Job .* is invalid", re.IGNORECASE | re.MULTILINE
+)
+NOT_FOUND = re.compile(r"\(NotFound\)")
+SIGNALS = {9: "KILL", 15: "TERM"}
+READER_SECONDS = 120.0
+
+
+@final
+class KubernetesEngine(Engine):
+    """A cluster."""
+
+    fastest_seconds = 0.5
+    slowest_seconds = 10.0
+
+    def __init__(self, options: KubernetesOptions) -> None:
+        """Take the options; nothing is run yet.
+
+        Args:
+            options: Of the target.
+        """
+        self._options = options
+        self._words = ["kubectl"]
+        self._words += ["--context", options.context] if options.context else []
+        self._words += ["--namespace", options.namespace] if options.namespace else []
+        self._place = options.context or "the cluster"
+        self._tool = Tool(self._place, _is_answer)
+
+    def command(self, run: RunFolder) -> list[str]:
+        return [*self._words, "create", "--filename", "job.json"]
+
+    def files(self, run: RunFolder) -> dict[str, str]:
+        return {"job.json": to_text(make_job(self._options, run.run_id))}
+
+    def check_plan(self, plan: Plan) -> None:
+        check_paths(plan, [parts["target"] for mount in self._options.mounts if (parts := MOUNT.match(mount))])
+
+    def find(self, run: RunFolder) -> str | None:
+        job = self._get("job", container_name(run.run_id))
+        return None if job is None else f"{job['metadata']['name']} {job['metadata']['uid']}"
+
+    def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
+        (run,) = runs
+        manifest = to_text(make_job(self._options, run.run_id)).encode()
+        words = [*self._words, "create", "--filename", "-", "--output", "jsonpath={.metadata.uid}"]
+        answer = self._tool.run(words, given=manifest)
+        if "(AlreadyExists)" in answer.err:
+            raise RunBusyError(f"run {run.run_id} is on {self._place} already, started by another dispatcher")
+        if answer.code != 0:
+            raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
+        return [f"{container_name(run.run_id)} {answer.text}"]
+
+    def look(self, run: RunFolder, handle: str) -> Sight:
+        name, _, uid = handle.partition(" ")
+        job = self._get("job", name)
+        if job is None or job["metadata"]["uid"] != uid:
+            return Sight(Phase.OVER, text=f"its job is gone from {self._place}", gone=True)
+        pod = self._newest_pod(run)
+        if pod is not None and pod["status"].get("phase") == "Running":
+            return self._look_inside(run, pod["metadata"]["name"])
+        failed = [c for c in job["status"].get("conditions", []) if c["type"] == "Failed" and c["status"] == "True"]
+        if pod is not None and (failed or pod["status"].get("phase") == "Succeeded"):
+            return _see_end(pod, has_claim=self._options.claim is not None)
+        if failed:
+            return Sight(Phase.OVER, text=f"Kubernetes: {failed[0].get('message', 'the job failed')}", gone=True)
+        return Sight(Phase.WAITING)
+
+    def pull(self, run: RunFolder, handle: str) -> None:
+        pod = self._running_pod(run)
+        for file in (run.path / JOURNAL, run.log_file):
+            words = ["tail", "-c", f"+{size_of(file) + 1}", f"{run_folder(run.run_id)}/{file.name}"]
+            answer = self._exec(pod, *words) if pod else None
+            if answer is not None and answer.code == 0:
+                append_lines(file, answer.out)
+
+    def signal(self, run: RunFolder, handle: str, number: int) -> None:
+        pod = self._running_pod(run)
+        state = self._exec(pod, "cat", f"{run_folder(run.run_id)}/.state").text if pod else ""
+        if pod and state == "working":
+            self._exec(pod, "sh", "-c", f"kill -{SIGNALS[number]} $(cat {run_folder(run.run_id)}/.pid)")
+        elif not state.startswith("over"):
+            self._delete("job", handle.partition(" ")[0])
+
+    def fetch(self, run: RunFolder, handle: str) -> None:
+        pod, reader = self._running_pod(run), ""
+        if pod is None:
+            pod = reader = self._start_reader(run)
+        else:
+            self.pull(run, handle)
+        words = ["exec", pod, "--", "tar", "-C", run_folder(run.run_id) + "/..", "-cf", "-", run.run_id]
+        with self._tool.read([*self._words, *words]) as stream:
+            part = receive(stream, run)
+        take_in(part, run.run_id, run)
+        if reader:
+            self._delete("pod", reader)
+
+    def release(self, run: RunFolder, handle: str) -> None:
+        pod = self._running_pod(run)
+        if pod is not None:
+            folder = run_folder(run.run_id)
+            self._exec(pod, "sh", "-c", f"cd {folder} && rm -rf plan.json checkpoints model .go && touch .fetched")
+        self._delete("job", handle.partition(" ")[0])
+
+    def check(self) -> Iterator[Finding]:
+        options = self._options
+        try:
+            version = json.loads(self._run("get", "--raw", "/version").text)
+            yield Finding("ok", "reachable", f"Kubernetes {version['gitVersion']} at {self._place}")
+            allowed = self._run("auth", "can-i", "create", "jobs")
+            yield Finding("ok" if allowed.text == "yes" else "fail", "rights", f"create jobs: {allowed.text or 'no'}")
+            nodes = json.loads(self._run("get", "nodes", "--output", "json").text or '{"items": []}')["items"]
+            gpus = sum(int(node["status"]["allocatable"].get(options.gpu_resource, 0)) for node in nodes)
+            enough = not options.gpus or gpus >= options.gpus
+            yield Finding("ok" if enough else "warn", "GPUs", f"{gpus} of {options.gpu_resource} on {len(nodes)} nodes")
+            if options.claim:
+                claim = self._get("pvc", options.claim)
+                phase = claim["status"].get("phase", "?") if claim else "there is none"
+                yield Finding("ok" if claim else "fail", "claim", f"{options.claim}: {phase}")
+        except (UnreachableError, RunFailedError, ValueError, KeyError) as error:
+            yield Finding("fail", "reachable", f"{self._place}: {error}")
+
+    def _run(self, *words: str, given: bytes = b"") -> Answer:
+        return self._tool.run([*self._words, *words], given=given)
+
+    def _exec(self, pod: str, *words: str) -> Answer:
+        return self._run("exec", pod, "--", *words)
+
+    def _get(self, kind: str, name: str) -> dict[str, Any] | None:
+        answer = self._run("get", kind, name, "--output", "json")
+        if answer.code == 0:
+            found: dict[str, Any] = json.loads(answer.text)
+            return found
+        if NOT_FOUND.search(answer.err):
+            return None
+        raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+
+    def _newest_pod(self, run: RunFolder) -> dict[str, Any] | None:
+        answer = self._run("get", "pods", "--selector", f"sparsebp.run={run.run_id}", "--output", "json")
+        if answer.code != 0:
+            raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+        pods = json.loads(answer.text)["items"]
+        return max(pods, key=lambda pod: pod["metadata"]["creationTimestamp"]) if pods else None
+
+    def _running_pod(self, run: RunFolder) -> str | None:
+        pod = self._newest_pod(run)
+        return str(pod["metadata"]["name"]) if pod and pod["status"].get("phase") == "Running" else None
+
+    def _look_inside(self, run: RunFolder, pod: str) -> Sight:
+        state, _, code = self._exec(pod, "cat", f"{run_folder(run.run_id)}/.state").text.partition(" ")
+        if state == "over":
+            number = int(code)
+            return Sight(Phase.OVER, 128 - number if number > 128 and number not in {130, 143} else number)
+        if state == "working":
+            return Sight(Phase.WORKING)
+        if state == "waiting":
+            self._deliver(run, pod)
+        return Sight(Phase.WAITING)
+
+    def _deliver(self, run: RunFolder, pod: str) -> None:
+        folder = run_folder(run.run_id)
+        lines = f"tar -C {folder}/.. -xf - && mkdir -p {folder}/../../home && touch {folder}/.go"
+        words = [*self._words, "exec", "--stdin", pod, "--", "sh", "-c", lines]
+        user, group = (int(number) for number in self._options.user.split(":"))
+        answer = self._tool.write(
+            words, lambda stream: pack(stream, run, run.run_id, user, group, more=("worker.log",))
+        )
+        if answer.code != 0:
+            raise UnreachableError(f"{self._place}: the run's folder could not be delivered: {answer.problem}")
+
+    def _start_reader(self, run: RunFolder) -> str:
+        manifest = make_reader(self._options, run.run_id)
+        name = str(manifest["metadata"]["name"])
+        answer = self._run("create", "--filename", "-", given=to_text(manifest).encode())
+        if answer.code != 0 and "(AlreadyExists)" not in answer.err:
+            raise UnreachableError(f"{self._place}: the results cannot be read: {answer.problem}")
+        deadline = time.monotonic() + READER_SECONDS
+        while (pod := self._get("pod", name)) is None or pod["status"].get("phase") != "Running":
+            if time.monotonic() > deadline:
+                raise UnreachableError(f"{self._place}: the pod that reads the results does not start")
+            time.sleep(1.0)
+        return name
+
+    def _delete(self, kind: str, name: str) -> None:
+        answer = self._run("delete", kind, name, "--wait=false", "--ignore-not-found")
+        if answer.code != 0:
+            raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
+
+
+@final
+class KubernetesTarget(RemoteTarget):
+    """A Job of Kubernetes."""
+
+    options_class = KubernetesOptions
+
+    def __init__(self, options: KubernetesOptions | None = None) -> None:
+        """Choose where.
+
+        Args:
+            options: The recipe's; None: the defaults.
+        """
+        self.engine = KubernetesEngine(options or KubernetesOptions())
+
+
+def _see_end(pod: dict[str, Any], *, has_claim: bool) -> Sight:
+    """Read how a pod ended that cannot be asked any more."""
+    statuses = pod["status"].get("containerStatuses") or [{}]
+    ended = statuses[0].get("state", {}).get("terminated", {})
+    code = ended.get("exitCode")
+    reason = ended.get("reason") or pod["status"].get("reason") or ""
+    if reason == "OOMKilled":
+        return Sight(Phase.OVER, -9, "killed for want of memory: see target.memory", gone=not has_claim)
+    if code is not None and code > 128 and code not in {130, 143}:
+        code = 128 - code
+    text = f"Kubernetes: {reason}" if code is None else ""
+    return Sight(Phase.OVER, code, text, gone=not has_claim)
+
+
+def _is_answer(_code: int, errors: str) -> bool:
+    return bool(ANSWERS.search(errors))

@@ -1,0 +1,151 @@
+"""What a run in Kubernetes may ask for, and the manifest that follows from it. Pure: nothing is run."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from sparsebp_cli.recipe.schema import CountFromZero, Name, PositiveInt
+from sparsebp_cli.target.container import (
+    DATA,
+    MOUNT,
+    ContainerOptions,
+    DockerOptions,
+    Mount,
+    container_name,
+    run_folder,
+)
+
+Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+GRACE_SECONDS = 120  # for a checkpoint, when a pod has to go
+
+
+class KubernetesOptions(ContainerOptions):
+    """A Job of Kubernetes, through kubectl."""
+
+    context: Annotated[str, Field(pattern=r"^[\w.:/@-]+$")] | None = Field(
+        None, description="Context of kubectl's configuration; null: the current one."
+    )
+    namespace: DnsName | None = Field(None, description="Namespace; null: the context's.")
+    pull: Literal["missing", "always", "never"] = Field("missing", description="When a node pulls the image.")
+    claim: DnsName | None = Field(
+        None,
+        description="PersistentVolumeClaim for runs, so that a pod can go on where another one was lost; null: none.",
+    )
+    gpus: PositiveInt | None = Field(None, description="GPUs of a run; null: none.")
+    gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[\w.-]+$")] = Field(
+        "nvidia.com/gpu", description="What a GPU is called in the cluster."
+    )
+    cpus: Quantity | None = Field(
+        None, description="CPUs of a run, requested and limited; null: the namespace's default."
+    )
+    memory: Quantity | None = Field(None, description="Memory, such as 16Gi, requested and limited; null: the default.")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that a node must have.")
+    priority_class: DnsName | None = Field(None, description="PriorityClass of the pods.")
+    backoff_limit: CountFromZero = Field(
+        2, description="Pods that may take the place of a lost one, with a growing pause."
+    )
+    hold_min: PositiveInt = Field(60, description="Minutes that a pod stays after its end, to be fetched.")
+    mounts: list[Mount] = Field(default_factory=list, description="Folders of the node: SOURCE:TARGET[:ro|rw].")
+    host_network: bool = Field(False, description="Whether pods use the node's network.")
+    user: Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$")] = Field(
+        "10001:10001", description="Numbers of user and group inside; never root."
+    )
+
+    @field_validator("mounts")
+    @classmethod
+    def _safe_mounts(cls, mounts: list[str]) -> list[str]:
+        DockerOptions(mounts=mounts)
+        return mounts
+
+
+def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
+    """Return the manifest of a run.
+
+    Args:
+        options: Of the target.
+        run_id: The run's.
+
+    Returns:
+        A ``batch/v1`` Job.
+    """
+    labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.run": run_id}
+    hold = str(60 * options.hold_min)
+    words = [options.python, "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": container_name(run_id), "labels": labels},
+        "spec": {
+            "backoffLimit": options.backoff_limit,
+            "template": {"metadata": {"labels": labels}, "spec": _make_pod(options, words)},
+        },
+    }
+
+
+def make_reader(options: KubernetesOptions, run_id: str) -> dict[str, Any]:
+    """Return the manifest of a pod that only makes a run's folder on the claim readable."""
+    pod = _make_pod(options, ["sleep", "600"], reader=True)
+    labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.reader": run_id}
+    name = f"{container_name(run_id)}-reader"
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": pod}
+
+
+def to_text(manifest: dict[str, Any]) -> str:
+    """Return a manifest as kubectl reads it."""
+    return json.dumps(manifest, indent=2) + "\n"
+
+
+def _make_pod(options: KubernetesOptions, words: list[str], *, reader: bool = False) -> dict[str, Any]:
+    user, group = (int(number) for number in options.user.split(":"))
+    fixed = {"HOME": f"{DATA}/home", "SPARSEBP_HOME": DATA, "PYTHONUNBUFFERED": "", "USER": "sparsebp"}
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 0 if reader else GRACE_SECONDS,
+        "automountServiceAccountToken": False,
+        "securityContext": {"runAsNonRoot": True, "runAsUser": user, "runAsGroup": group, "fsGroup": group},
+        "containers": [
+            {
+                "name": "worker",
+                "image": options.image,
+                "imagePullPolicy": {"missing": "IfNotPresent", "always": "Always", "never": "Never"}[options.pull],
+                "command": words,
+                "env": [{"name": name, "value": value} for name, value in {**fixed, **options.env}.items()],
+                "resources": {} if reader else _make_resources(options),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                "volumeMounts": [{"name": "data", "mountPath": DATA}],
+            }
+        ],
+        "volumes": [_make_data(options)],
+    }
+    for number, mount in enumerate(options.mounts):
+        parts = MOUNT.match(mount)
+        assert parts is not None
+        name = f"mount-{number}"
+        pod["volumes"].append({"name": name, "hostPath": {"path": parts["source"]}})
+        inside = {"name": name, "mountPath": parts["target"], "readOnly": parts["mode"] != "rw"}
+        pod["containers"][0]["volumeMounts"].append(inside)
+    if options.node_selector:
+        pod["nodeSelector"] = dict(options.node_selector)
+    if options.priority_class:
+        pod["priorityClassName"] = options.priority_class
+    if options.host_network:
+        pod["hostNetwork"] = True
+    return pod
+
+
+def _make_data(options: KubernetesOptions) -> dict[str, Any]:
+    if options.claim:
+        return {"name": "data", "persistentVolumeClaim": {"claimName": options.claim}}
+    return {"name": "data", "emptyDir": {}}
+
+
+def _make_resources(options: KubernetesOptions) -> dict[str, Any]:
+    wanted = {"cpu": options.cpus, "memory": options.memory}
+    amounts = {name: value for name, value in wanted.items() if value}
+    if options.gpus:
+        amounts[options.gpu_resource] = str(options.gpus)
+    return {"limits": amounts, "requests": amounts} if amounts else {}
