@@ -10,6 +10,7 @@ from sparsebp_cli.compare.comparison import Confound, Group
 from sparsebp_cli.compare.load import LoadedRun, ran_together
 from sparsebp_cli.run import metric
 
+MOST_NOTES = 5
 TOLERANCE = 1.05  # executed over claimed FLOPs; counts are exact, claims leave out small layers
 
 
@@ -115,7 +116,20 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     if unseeded := [run for run in counted if run.seed is None]:
         lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} did not log a seed: in no pair")
     lines += [f"{group.label}: no run has {quality} after its last step" for group in groups if _blind(group)]
-    return tuple(lines)
+    return (*lines, *_notes(counted, groups))
+
+
+def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
+    """What runs warned of themselves, each text once."""
+    labels = {group.group: group.label for group in groups}
+    said: dict[str, dict[str, None]] = {}
+    for run in runs:
+        for _, level, text in run.history.notes:
+            if level != "info":
+                said.setdefault(text, {})[labels[run.group]] = None
+    lines = [f"{', '.join(where)}: {text}" for text, where in said.items()]
+    more = len(lines) - MOST_NOTES
+    return lines if more <= 0 else [*lines[:MOST_NOTES], f"{more} more warnings are in the journals of the runs"]
 
 
 def _recipe_warning(group: Group) -> str:

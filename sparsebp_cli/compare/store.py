@@ -162,6 +162,7 @@ def _history(client: MlflowClient, run: Run) -> History:
     if kept is not None:
         history.facts, history.environments = kept["facts"], kept["environments"]
         history.ends = kept["ends"]
+        history.notes = [(attempt, level, text) for attempt, level, text in kept["notes"]]
         history.warm = [(attempt, step) for attempt, step in kept["warm"]]
         history.layers = {int(step): values for step, values in kept["layers"].items()}
         history.examples = {int(step): values for step, values in kept["examples"].items()}

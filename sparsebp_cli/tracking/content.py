@@ -150,6 +150,7 @@ def _describe_history(history: History) -> str:
     kept = {
         "facts": history.facts,
         "environments": history.environments,
+        "notes": history.notes,
         "ends": history.ends,
         "warm": history.warm,
         "layers": history.layers,

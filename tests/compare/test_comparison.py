@@ -283,6 +283,21 @@ def test_every_kind_of_confound_is_found_between_runs_that_have_it(make_run: Mak
     }
 
 
+def test_what_runs_warned_of_themselves_is_said_once(make_run: MakeRun) -> None:
+    runs = [make_run(seed=0), make_run(seed=1), make_run("b", **TOPK)]
+    for run, texts in zip(runs, (["slow kernel"], ["slow kernel"], [f"text {n}" for n in range(9)]), strict=True):
+        with JournalWriter(run.path) as journal:
+            for text in texts:
+                journal.write("note", level="warning", text=text)
+            journal.write("note", level="info", text="all is well")
+    warnings = compare_runs(runs).warnings
+    assert warnings[-6:] == (
+        "dense: slow kernel",
+        *(f"b: text {n}" for n in range(4)),
+        "5 more warnings are in the journals of the runs",
+    )
+
+
 def test_runs_whose_steps_interleave_in_time_are_warned_about(make_run: MakeRun) -> None:
     first, second = make_run(start=1e9), make_run("b", **TOPK, start=1e9 + 3)
     assert any("ran at the same time" in line for line in compare_runs([first, second]).warnings)

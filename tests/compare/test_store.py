@@ -67,6 +67,7 @@ def study(make_run: MakeRun) -> list[RunFolder]:
     for run in runs:
         with JournalWriter(run.path) as journal:
             journal.write("layers", step=10, values={"a": {"kept_share": 0.5, "cosine": 0.9}})
+            journal.write("note", level="warning", text="the kernel is slow")
             journal.write("examples", step=20, values={"loss": [1.0, 2.0, 3.0 + len(run.run_id)], "targets": [9, 9, 9]})
     runs.append(make_run("topk", 3, end="failed", text="out of memory", steps=5, **TOPK))
     runs.append(make_run("topk", 4, metrics={"eval/loss": float("inf")}, **TOPK))
