@@ -24,6 +24,11 @@ suite holds each claim against what is executed."""
 
 NUMBERS = (0.25, 0.5, 1.0)  # at which a share is asked
 
+ROUTERS = (
+    "Asked at `sites: nodes`. Never exact unless everything goes on, and never unbiased: what goes on cannot be "
+    "weighted for what does not. No FLOPs are claimed beforehand; what ran is counted.\n"
+)
+
 
 def built_in() -> dict[str, FoundPolicy]:
     """Return the policies of the distribution ``sparsebp``; what else is installed here is not in any page."""
@@ -58,7 +63,7 @@ def _policy(name: str, found: FoundPolicy, policy_class: type[Policy]) -> list[s
         f"*{found.kind}.* {unwrap(policy_class.__doc__)}\n",
         unwrap(_module(policy_class).__doc__) + "\n",
         options,
-        _claims(policy_class),
+        _claims(policy_class) if issubclass(policy_class, GradientSelector) else ROUTERS,
     ]
 
 
