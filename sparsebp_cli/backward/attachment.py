@@ -28,7 +28,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     optimizer: torch.optim.Optimizer | None = None,
     update: str = "deferred",
     segments: int | None = None,
-    checkpointing: str = "auto",
+    checkpointing: str = "none",
     engine: str = "fast",
     exclude: Iterable[str] = (),
     seed: int = 0,
@@ -44,9 +44,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
         update: When parameters change: ``deferred``, by the optimizer after the backward.
         segments: Not built; None.
-        checkpointing: What branches keep for their backward where rows are selected: ``none``, all that autograd does;
-            ``sparse``, their input alone, and the kept rows are computed again; ``auto``, sparse up to the share of
-            rows at which that is faster.
+        checkpointing: What branches keep for their backward where rows are selected: ``none``, what their linears
+            gave; ``sparse``, their input, and the kept rows are multiplied again.
         engine: ``fast`` multiplies only what was selected; ``reference`` masks the gradient and multiplies all;
             at nodes it is a walk over the graph in Python.
         exclude: Globs over module names; what matches stays dense.
@@ -63,8 +62,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     for key, value, built in (("update", update, "deferred"), ("segments", segments, None)):
         if value != built:
             raise UnsupportedError(f"{key}={value!r} is not built; built: {built!r}")
-    if checkpointing not in _RECOMPUTE_UP_TO:
-        raise UsageError(f"checkpointing must be one of {', '.join(_RECOMPUTE_UP_TO)}, got {checkpointing!r}")
+    if checkpointing not in ("none", "sparse"):
+        raise UsageError(f"checkpointing must be none or sparse, got {checkpointing!r}")
     if checkpointing == "sparse" and sites != "branches":
         raise UnsupportedError(f"checkpointing='sparse' needs sites='branches', got {sites!r}")
     if engine not in ("fast", "reference"):
@@ -85,7 +84,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         decision,
         optimizer=optimizer,
         reference=engine == "reference",
-        recompute_up_to=_RECOMPUTE_UP_TO[checkpointing],
+        stores=checkpointing == "none",
         seed=seed,
     )
 
@@ -95,8 +94,6 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
     "branches": BranchBinding,
     "nodes": NodeBinding,
 }
-# The share of rows at which storing all is as fast as computing the kept ones again: docs/log.md, 2026-11-21.
-_RECOMPUTE_UP_TO = {"none": 0.0, "auto": 0.25, "sparse": 1.0}
 
 
 def _refuse_attached(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.dropout import DropoutRecorder, Tape, capture_generators
 from sparsebp_cli.backward.layout import AttentionLayout
 from sparsebp_cli.backward.site import find_linears
+from sparsebp_cli.errors import UnsupportedError
 
 _STREAM = "hidden_states"  # what transformers calls the argument that a core computes from
 
@@ -32,7 +33,7 @@ class Call:
         tape: The draws of its dropouts.
         generators: The global generators at its start; None when only the tape is needed.
         whole: Why it cannot be computed again for some rows only; empty where it can.
-        stores: Whether every linear's output is kept that a backward reads; else keys and values alone.
+        stores: Whether every linear's output is kept that a backward reads; else keys and values alone, if narrow.
         kept: What linears gave, by their names in the core.
     """
 
@@ -72,8 +73,18 @@ class Branch:
         self.name, self.core, self.before, self.after = name, core, before, after
         self.last, self.attention, self.layer = last, attention, layer
         self.linears = find_linears(core).covered
+        self.keeps_keys = attention is not None and self._keys_are_narrow(attention)
         self.parts = [part for part in (before, core, after) if part is not None]
         self.dropouts = DropoutRecorder(*self.parts)
+
+    def _keys_are_narrow(self, attention: AttentionLayout) -> bool:
+        """Whether keys and values together are no wider than the residual stream, which is kept anyway."""
+        widths = [
+            form.by_output(cast("Tensor", module.weight)).shape
+            for name, module, form in self.linears
+            if name.removesuffix(".base_layer") in attention.key_value
+        ]
+        return sum(width[0] for width in widths) <= max((width[1] for width in widths), default=0)
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the trained parameters of all parts, each once."""
@@ -90,14 +101,23 @@ class Branch:
 
         Returns:
             The call, its generators noted where they will be needed.
+
+        Raises:
+            UnsupportedError: The attention is given keys and values that it does not compute.
         """
         device = x.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         call = Call(args, {k: v for k, v in kwargs.items() if k != _STREAM}, autocast)
         if self.attention is not None:
+            if _is_filled(call.kwargs.get(self.attention.cache), self.core):
+                raise UnsupportedError(
+                    f"{self.name!r} is given keys and values of earlier positions; branches compute without them"
+                )
             call.kwargs[self.attention.cache] = None
             call.whole = (
-                "its attention has dropout" if _draws_attention(self.core) else _find_unknown(args, call.kwargs)
+                "its attention has dropout"
+                if _draws_attention(self.core)
+                else _find_unknown(self.core, args, call.kwargs)
             )
         if call.whole and self.core.training:
             call.generators = capture_generators(x.device)
@@ -163,6 +183,10 @@ def _put_back(module: nn.Module, covered: Any) -> None:
         module.forward = covered
 
 
+def _is_filled(cache: Any, core: nn.Module) -> bool:
+    return cache is not None and cache.get_seq_length(getattr(core, "layer_idx", 0)) > 0
+
+
 def _draws_attention(core: nn.Module) -> bool:
     """Whether the attention's probabilities are dropped out: their mask cannot be drawn again for some queries."""
     if not core.training:
@@ -174,13 +198,20 @@ def _draws_attention(core: nn.Module) -> bool:
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids"}
 
 
-def _find_unknown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def attention_name(core: nn.Module) -> str | None:
+    """Return transformers' name of the function that an attention calls; None where there is none."""
+    return getattr(getattr(core, "config", None), "_attn_implementation", None)
+
+
+def _find_unknown(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Say which argument cannot be cut down to some rows; empty when all can."""
     if args:
         return "its arguments come without names"
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
     if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
         return "its attention_mask is not of four dimensions"
+    if mask is None and attention_name(core) not in ("eager", "sdpa"):
+        return f"which keys {attention_name(core)} looks at without a mask is not known"
     if positions is not None and not (isinstance(positions, tuple) and all(p.dim() == 3 for p in positions)):
         return "its position_embeddings are not of three dimensions"
     rest = {k: v for k, v in kwargs.items() if k not in _KNOWN}

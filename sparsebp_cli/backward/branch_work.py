@@ -57,7 +57,7 @@ class BranchWork:
             if linear.by_rows or not runs:
                 claimed += (linear.backward + again) * share
             else:  # all positions get gradients through keys and values
-                claimed += linear.backward + again + linear.backward * share * linear.fused
+                claimed += linear.backward + again + (linear.backward + again) * share * linear.fused
         forward, backward = self._products()
         dense += backward
         claimed += (forward + backward) * share if runs else backward

@@ -140,12 +140,6 @@ class BranchSite:
         return "rows" if not self.engine.reference and policy is not None and policy.selection is Rows else "masked"
 
     @property
-    def stores(self) -> bool:
-        """Whether linears keep their outputs, instead of multiplying the kept rows again."""
-        policy = self._policy
-        return policy is None or not self.engine.recomputes(policy.budget)
-
-    @property
     def _policy(self) -> GradientSelector | None:
         return self.engine.policy_at(Site(self.branch.name, 0, (), self.branch.layer))
 
@@ -197,7 +191,7 @@ class BoundCore(Bound):
         if branch.before is not None:
             _check_same(x, branch.before.__dict__["forward"].shown, f"the norm before {branch.name!r} and it")
         call = branch.enter(x, rest, kwargs)
-        call.stores = site.stores
+        call.stores = site.engine.stores
         if call.whole:
             site.engine.notes[branch.name] = f"{branch.name} is computed again whole: {call.whole}"
         if branch.after is not None:

@@ -34,7 +34,7 @@ class Engine:
         decision: Who decides; None for dense.
         optimizer: Its steps advance the step number; None: every backward does.
         reference: Mask, then multiply densely.
-        recompute_up_to: Share of rows up to which a branch keeps its input alone and computes the kept rows again.
+        stores: Whether branches keep their linears' outputs; else their inputs, and the kept rows are multiplied again.
         seed: Of random decisions.
     """
 
@@ -45,12 +45,12 @@ class Engine:
         *,
         optimizer: torch.optim.Optimizer | None,
         reference: bool,
-        recompute_up_to: float = 0.0,
+        stores: bool = True,
         seed: int,
     ) -> None:
         self.enabled, self.reference, self.notes = True, reference, dict[str, str]()
         self._binding, self._decision, self._seed = binding, decision, seed
-        self._recompute_up_to = recompute_up_to
+        self.stores = stores
         self._index = self._micro_batch = self._draw = 0
         self._step: Step | None = None  # the backward under way
         self._counter = Counter.of(binding.names)
@@ -88,14 +88,6 @@ class Engine:
     def next_step(self) -> Step:
         """The step of the backward under way, or of the next one."""
         return Step(self._index, self._micro_batch, seed=self._seed, draw=self._draw)
-
-    def recomputes(self, budget: float) -> bool:
-        """Return whether branches of which this share of rows is kept compute them again, instead of storing all.
-
-        Args:
-            budget: Share of rows, in (0, 1].
-        """
-        return budget <= self._recompute_up_to
 
     def check_inside(self) -> None:
         """Refuse a backward that did not go through this engine. Called by the sites.

@@ -1,7 +1,8 @@
 """What a branch keeps of its linears' outputs, so that they are not multiplied again in its backward.
 
-Keys and values are kept always, since all positions need them. Where storing is faster than computing again, every
-linear's output is kept. The last linear's output is never needed: nothing is computed of it but a sum.
+Every linear's output is kept, but for the last one's, which is never needed: nothing is computed of it but a sum. Where
+memory matters more, keys and values alone are kept, since all positions need them, and only where they are no wider than
+the residual stream.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ def is_again(branch: Branch, name: str, *, stores: bool) -> bool:
 
 
 def _is_kept(branch: Branch, name: str, *, stores: bool) -> bool:
-    if branch.attention is not None and name in branch.attention.key_value:
-        return True
+    # An adapter's linear is a child of what it adapts; the base layer's output is kept, the adapter is computed again.
+    if branch.attention is not None and name.removesuffix(".base_layer") in branch.attention.key_value:
+        return stores or branch.keeps_keys
     return stores and not (name == branch.last and branch.after is None)
 
 
@@ -104,7 +106,7 @@ class _KeptForm(Form):
         if self.index_K is None:
             return self.kept
         rows = self.kept.reshape(-1, self.kept.shape[-1]).index_select(0, self.index_K)
-        return rows.view(*x.shape[:-1], -1)
+        return rows.view(*x.shape[:-1], rows.shape[-1])  # there may be no rows
 
     def by_output(self, weight: Tensor) -> Tensor:
         return self.form.by_output(weight)

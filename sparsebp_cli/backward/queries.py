@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch import Branch, Call, replaced
+from sparsebp_cli.backward.branch import Branch, Call, attention_name, replaced
 from sparsebp_cli.backward.kept import known
 
 
@@ -83,8 +83,7 @@ def is_causal(branch: Branch, call: Call) -> bool:
     """Whether, without a mask, a query looks at no later key: sdpa is causal by the module's attribute."""
     if call.kwargs.get("attention_mask") is not None:
         return False
-    implementation = branch.core.config._attn_implementation  # type: ignore[union-attr]  # noqa: SLF001 - the cores read it
-    return implementation == "sdpa" and bool(getattr(branch.core, "is_causal", True))
+    return attention_name(branch.core) == "sdpa" and bool(getattr(branch.core, "is_causal", True))
 
 
 def _take(branch: Branch, call: Call, queries: Queries) -> dict[str, Any]:

@@ -66,8 +66,12 @@ class SparseRecompute(Function):
         branch = chooser.branch
         grad_ND, selection = chooser.decide(grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], call)
         wanted = [p for p, needs in zip(branch.parameters(), ctx.needs_input_grad[3:], strict=True) if needs]
+        dx: Tensor
+        gradients: tuple[Tensor | None, ...]
         with autocast_as(call, x.device), torch.enable_grad():
-            if isinstance(selection, Rows) and not call.whole:
+            if isinstance(selection, Rows) and selection.index_K.numel() == 0:
+                dx, gradients = torch.zeros_like(x), tuple(torch.zeros_like(p) for p in wanted)
+            elif isinstance(selection, Rows) and not call.whole:
                 run = _run_rows if branch.attention is None else _run_queries
                 dx, gradients = run(branch, call, x, grad_ND, selection, wanted)
             else:
@@ -119,7 +123,7 @@ def _run_queries(
         early = not x.is_cuda and is_causal(branch, call) and position_BP.numel() > 0
         num_keys = int(position_BP.max()) + 1 if early else num_positions
         queries = Queries(index_BP, position_BP, num_keys)
-        normed_BPD = normed.flatten(0, 1).index_select(0, index_BP.flatten()).view(*index_BP.shape, -1)
+        normed_BPD = normed.flatten(0, 1).index_select(0, index_BP.flatten()).view(*index_BP.shape, normed.shape[-1])
         with branch.dropouts.replaying(call.tape, index_BP.flatten()):
             outputs.append(branch.finish(run_queries(branch, call, normed_BPD, queries, keys, values)))
         gradients.append(grad_BPO)
@@ -136,7 +140,6 @@ def _split(branch: Branch, call: Call, index_BK: Tensor, grad_BKO: Tensor) -> It
 def _differentiate(
     outputs: Sequence[Tensor], x: Tensor, parameters: list[Tensor], gradients: Sequence[Tensor]
 ) -> _Result:
-    # An empty selection computes nothing, and gives zeros as dense arithmetic on zeros does.
     cast = [grad.to(output.dtype) for grad, output in zip(gradients, outputs, strict=True)]
     dx, *rest = torch.autograd.grad(outputs, [x, *parameters], cast, allow_unused=True)
     return torch.zeros_like(x) if dx is None else dx, tuple(rest)
@@ -157,4 +160,4 @@ def _by_example(rows: Rows, grad_ND: Tensor, num_examples: int, num_positions: i
     first_B = torch.arange(num_examples, device=index_K.device) * num_positions
     index_BK = first_B.repeat_interleave(most).index_copy(0, place_K, index_K)
     grad_BKO = grad_KO.new_zeros(num_examples * most, grad_KO.shape[1]).index_copy_(0, place_K, grad_KO)
-    return index_BK.view(num_examples, most), grad_BKO.view(num_examples, most, -1)
+    return index_BK.view(num_examples, most), grad_BKO.view(num_examples, most, grad_KO.shape[1])

@@ -104,10 +104,10 @@ class BackwardSection(Section):
         default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
     )
     update: Literal["deferred"] = Field("deferred", description="When parameters change: after the backward pass.")
-    checkpointing: Literal["auto", "none", "sparse", "full"] = Field(
-        "auto",
-        description="What is kept for the backward. full: each layer's input. sparse: each branch's input, the kept rows "
-        "are computed again. none: all. auto: sparse at branches where rows are kept and that is faster, else none.",
+    checkpointing: Literal["none", "sparse", "full"] = Field(
+        "none",
+        description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer is "
+        "computed again. sparse: each branch's input, and the kept rows are.",
     )
 
     @model_validator(mode="after")
