@@ -1,8 +1,8 @@
 """What a branch keeps of its linears' outputs, so that they are not multiplied again in its backward.
 
-Every linear's output is kept, but for the last one's, which is never needed: nothing is computed of it but a sum. Where
-memory matters more, keys and values alone are kept, since all positions need them, and only where they are no wider than
-the residual stream.
+Every linear's output is kept, but for the last one's, which is never needed: nothing is computed of it but a sum.
+Where memory matters more, keys and values alone are kept, since all positions need them, and only where they are no
+wider than the residual stream.
 """
 
 from __future__ import annotations
@@ -71,15 +71,21 @@ def known(branch: Branch, call: Call, index_K: Tensor | None) -> list[tuple[nn.M
     return modules
 
 
-def is_again(branch: Branch, name: str, *, stores: bool) -> bool:
+def is_again(branch: Branch, name: str, *, stores: bool, whole: bool) -> bool:
     """Whether a linear multiplies again when the branch does.
 
     Args:
         branch: The branch.
         name: The linear's, in its core.
         stores: Whether all outputs are kept that a backward reads.
+        whole: Whether all rows are computed again, and nothing is kept.
+
+    Returns:
+        The answer.
     """
-    return not (_is_kept(branch, name, stores=stores) or (name == branch.last and branch.after is None))
+    if name == branch.last and branch.after is None:
+        return False
+    return whole or not _is_kept(branch, name, stores=stores)
 
 
 def _is_kept(branch: Branch, name: str, *, stores: bool) -> bool:
@@ -90,7 +96,10 @@ def _is_kept(branch: Branch, name: str, *, stores: bool) -> bool:
 
 
 def _give(module: nn.Module, form: Form, kept: Tensor | None, index_K: Tensor | None, x: Tensor) -> Tensor:
-    return run_linear(module, x, _Dense(_KeptForm(form, kept, index_K)))
+    known_form = _KeptForm(form, kept, index_K)
+    if not (x.requires_grad or any(p.requires_grad for p in module.parameters(recurse=False))):
+        return known_form.forward(x, cast("Tensor", module.weight), None)
+    return run_linear(module, x, _Dense(known_form))
 
 
 @final

@@ -106,8 +106,8 @@ class BackwardSection(Section):
     update: Literal["deferred"] = Field("deferred", description="When parameters change: after the backward pass.")
     checkpointing: Literal["none", "sparse", "full"] = Field(
         "none",
-        description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer is "
-        "computed again. sparse: each branch's input, and the kept rows are.",
+        description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer "
+        "is computed again. sparse: each branch's input, and the kept rows are.",
     )
 
     @model_validator(mode="after")
