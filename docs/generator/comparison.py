@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from sparsebp_cli.compare import Comparison, comparison, load, margin, statistics
+from sparsebp_cli.compare import Comparison, comparison, loaded, margin, measured, statistics
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -29,7 +29,9 @@ def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
 
 def _describe(name: str, definition: dict[str, Any]) -> None:
     """What a field means stands in the class's docstring alone."""
-    found = next(getattr(module, name) for module in (comparison, margin, statistics, load) if hasattr(module, name))
+    found = next(
+        getattr(module, name) for module in (comparison, measured, margin, statistics, loaded) if hasattr(module, name)
+    )
     text = inspect.getdoc(found) or ""
     definition["description"] = text.partition("\n\n")[0].replace("\n", " ")
     arguments = text.partition("Args:\n")[2]

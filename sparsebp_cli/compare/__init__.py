@@ -1,15 +1,16 @@
 """Several runs side by side: what they differ in, how good, how fast, how large, and what may be concluded."""
 
-from sparsebp_cli.compare.build import Question, compare_runs
+from sparsebp_cli.compare.build import compare_runs
+from sparsebp_cli.compare.choose import Candidate, choose, local_candidates
 from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
 from sparsebp_cli.compare.gate import check
-from sparsebp_cli.compare.load import LoadedRun
+from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.picture import picture
+from sparsebp_cli.compare.question import Question
 from sparsebp_cli.compare.reducer import Reducer
 from sparsebp_cli.compare.render import FORMATS, render
 from sparsebp_cli.compare.report import REPORT_CURVES, write_report
-from sparsebp_cli.compare.select import Candidate, choose, local_candidates
 from sparsebp_cli.compare.store import load_all, store_candidates
 from sparsebp_cli.compare.table import table
 from sparsebp_cli.compare.view import View

@@ -5,48 +5,35 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
-from sparsebp_cli.compare.comparison import Change, Comparison, Control, Group, Quality, RunLine
+from sparsebp_cli.compare.comparison import Change, Comparison, Control, Group, RunLine
 from sparsebp_cli.compare.confound import find_confounds, find_warnings
-from sparsebp_cli.compare.control import Members, find_controls
+from sparsebp_cli.compare.control import find_controls
 from sparsebp_cli.compare.example import compare_examples
 from sparsebp_cli.compare.figure import at_time, by_seed, measure_cost, measure_reach, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
-from sparsebp_cli.compare.load import SEED, LoadedRun, load
+from sparsebp_cli.compare.load import load
+from sparsebp_cli.compare.loaded import SEED, LoadedRun
 from sparsebp_cli.compare.margin import NotWorse, decide_all
-from sparsebp_cli.compare.reducer import Reducer
+from sparsebp_cli.compare.measured import Quality
+from sparsebp_cli.compare.question import (
+    Members,
+    Question,
+    check_logged,
+    choose_metric,
+    find_baseline,
+    label_groups,
+)
 from sparsebp_cli.compare.statistics import Difference, holm, paired_difference, spread
 from sparsebp_cli.compare.verdict import better, give_verdict
-from sparsebp_cli.errors import UsageError, did_you_mean
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
 MOST_POINTS = 400  # of one curve: more than a screen has room for
 NOT_A_CHANGE = ("name", "tracking.")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked of the runs.
-
-    Args:
-        baseline: Name, group hash or run id of the baseline; None takes the first group whose policies are all exact,
-            else the first group.
-        metric: The quality metric; None takes ``eval/accuracy`` for classification, else ``eval/loss``.
-        margin: In the metric's unit, how much worse still counts as not worse; None makes no such statement.
-        reducer: How a run's evaluations become one number.
-        target: A value of the metric whose first reaching is looked for; None: none.
-        curves: Further metrics whose curves are wanted.
-    """
-
-    baseline: str | None = None
-    metric: str | None = None
-    margin: float | None = None
-    reducer: Reducer = field(default_factory=Reducer)
-    target: float | None = None
-    curves: tuple[str, ...] = ()
 
 
 def compare_runs(
@@ -79,7 +66,7 @@ def compare_runs(
     members: dict[str, list[LoadedRun]] = {}
     for run in loaded:
         members.setdefault(run.group, []).append(run)
-    first = _find_baseline(members, question.baseline)
+    first = find_baseline(members, question.baseline)
     members = {first: members[first]} | members
     return _Builder(loaded, members, first, question).build()
 
@@ -89,12 +76,12 @@ class _Builder:
 
     def __init__(self, loaded: list[LoadedRun], members: Members, first: str, question: Question) -> None:
         self.loaded, self.members, self.first, self.question = loaded, members, first, question
-        self.metric = _choose_metric(loaded, question.metric)
+        self.metric = choose_metric(loaded, question.metric)
         for name in question.curves:
             if name not in names.METRICS:  # one of ours that these runs do not have is an empty curve
-                _check_logged(loaded, name, "--curves")
+                check_logged(loaded, name, "--curves")
         self.way = better(self.metric)
-        self.labels = _label(members)
+        self.labels = label_groups(members)
         self.values = {run.run_id: self._reduce(run) for run in loaded}
         self.reasons = {run.run_id: self._why_not(run) for run in loaded}
         self.counted = {g: [run for run in some if not self.reasons[run.run_id]] for g, some in members.items()}
@@ -250,44 +237,6 @@ def _holm(differences: Sequence[Difference | None]) -> list[Difference | None]:
         return list(differences)
     corrected = holm(p_values)
     return [None if d is None else replace(d, p_holm=p) for d, p in zip(differences, corrected, strict=True)]
-
-
-def _find_baseline(members: Members, wanted: str | None) -> str:
-    if wanted is None:
-        return next((group for group, some in members.items() if any(run.exact for run in some)), next(iter(members)))
-    for group, some in members.items():
-        if wanted in {group, *(run.run_id for run in some), *(run.name for run in some)}:
-            return group
-    matching = [g for g, some in members.items() if any(x.startswith(wanted) for x in (g, *(r.run_id for r in some)))]
-    if len(matching) == 1 and wanted:
-        return matching[0]
-    known = [*dict.fromkeys(run.name for some in members.values() for run in some)]
-    near = did_you_mean(wanted, known)
-    raise UsageError(f"--baseline must name one of the runs compared ({', '.join(known)}), got {wanted!r}{near}")
-
-
-def _choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
-    if wanted is not None:
-        _check_logged(runs, wanted, "--metric")
-        return wanted
-    classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
-    scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
-    return names.EVAL_ACCURACY.name if classify and scored else names.EVAL_LOSS.name
-
-
-def _check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:
-    logged = sorted({name for run in runs for name in run.history.metrics})
-    if name not in logged:
-        shown = ", ".join(name for name in logged if name.startswith(("eval/", "train/"))) or "none yet"
-        near = did_you_mean(name, logged)
-        raise UsageError(f"{option} must be one that these runs logged ({shown}, ...), got {name!r}{near}")
-
-
-def _label(members: Members) -> dict[str, str]:
-    """The run's name; where two groups share it, with the first digits of the group's hash."""
-    plain = {group: some[0].name for group, some in members.items()}
-    uses = Counter(plain.values())
-    return {group: name if uses[name] == 1 else f"{name}#{group[:4]}" for group, name in plain.items()}
 
 
 def _equal_time(counted: Members) -> float | None:

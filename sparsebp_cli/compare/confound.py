@@ -7,7 +7,8 @@ from statistics import median
 from typing import Any
 
 from sparsebp_cli.compare.comparison import Confound, Group
-from sparsebp_cli.compare.load import LoadedRun, ran_together
+from sparsebp_cli.compare.load import ran_together
+from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.run import metric
 
 MOST_NOTES = 5

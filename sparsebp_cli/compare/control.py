@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from sparsebp_cli.compare.comparison import Control
 from sparsebp_cli.compare.figure import median_time
-from sparsebp_cli.compare.load import LoadedRun
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.question import Members
 from sparsebp_cli.compare.statistics import Difference
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.run import metric
@@ -24,7 +25,6 @@ RANDOM = "random"  # a policy of this name, or of one that goes on with a dash, 
 FASTER = 0.95  # under this share of dense's step time, dense deserves more steps
 SAME_TIME = 0.1  # two groups that differ by less than this share took the same time
 
-Members = Mapping[str, Sequence[LoadedRun]]
 Kind = Literal["dense", "random", "equal_time"]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from sparsebp_cli.compare.comparison import ExampleDifference
-from sparsebp_cli.compare.load import LoadedRun
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.measured import ExampleDifference
 from sparsebp_cli.compare.statistics import summarise
 
 

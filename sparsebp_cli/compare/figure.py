@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from sparsebp_cli.compare.comparison import Cost, Reach, Speed
-from sparsebp_cli.compare.load import LoadedRun, Point
+from sparsebp_cli.compare.loaded import LoadedRun, Point
+from sparsebp_cli.compare.measured import Cost, Reach, Speed
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.metric import Metric

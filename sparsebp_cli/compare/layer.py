@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from sparsebp_cli.compare.comparison import Layers
-from sparsebp_cli.compare.load import LoadedRun
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.measured import Layers
 
 FIGURES = ("kept_share", "cosine", "relative_error", "sign_agreement")
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from sparsebp_cli.compare.comparison import Comparison
-from sparsebp_cli.compare.grid import grids
+from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.errors import UsageError, did_you_mean
 

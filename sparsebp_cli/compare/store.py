@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.compare.load import SEED, LoadedRun
-from sparsebp_cli.compare.select import Candidate
+from sparsebp_cli.compare.choose import Candidate
+from sparsebp_cli.compare.loaded import SEED, LoadedRun
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, State

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsebp_cli.compare.comparison import Comparison
-from sparsebp_cli.compare.grid import Grid, grids
+from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.view import View, view_grids
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from sparsebp_cli.compare.comparison import Control, ExampleDifference, Quality, Speed
+from sparsebp_cli.compare.comparison import Control
 from sparsebp_cli.compare.margin import NotWorse
+from sparsebp_cli.compare.measured import ExampleDifference, Quality, Speed
 from sparsebp_cli.compare.number import of_change, show_interval
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 from sparsebp_cli.run.metric import METRICS

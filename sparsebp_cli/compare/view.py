@@ -10,10 +10,12 @@ from statistics import fmean
 from typing import Literal
 
 from sparsebp_cli.compare import number as show
-from sparsebp_cli.compare.comparison import Comparison, Group, Layers, RunLine
+from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
 from sparsebp_cli.compare.draw.curve import Along, place
-from sparsebp_cli.compare.grid import Grid, memory_grid
+from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.number import BYTES, SECONDS
+from sparsebp_cli.compare.overview_grid import memory_grid
 from sparsebp_cli.compare.statistics import spread
 
 MOST_ROWS = 12

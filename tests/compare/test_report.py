@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from sparsebp_cli.compare import REPORT_CURVES, Comparison, Question, compare_runs, write_report
-from sparsebp_cli.compare.grid import grids
+from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report import render_report
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe import load_recipe

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebp_cli.compare.comparison import Quality, Speed
+from sparsebp_cli.compare.measured import Quality, Speed
 from sparsebp_cli.compare.statistics import Difference, Quartiles, holm, t_interval
 from sparsebp_cli.compare.verdict import better, give_verdict
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.draw.style import grid_lines, line_style
-from sparsebp_cli.compare.load import Point
+from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.run.metric import METRICS
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.grid import Grid
-from sparsebp_cli.compare.load import flatten
+from sparsebp_cli.compare.loaded import flatten
 from sparsebp_cli.compare.number import SECONDS
 from sparsebp_cli.tracking import mask
 

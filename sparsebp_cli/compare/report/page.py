@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.compare.comparison import Comparison, Control
-from sparsebp_cli.compare.grid import Grid, grids
+from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
 from sparsebp_cli.compare.view import find_trades
 from sparsebp_cli.errors import UsageError

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsebp_cli.compare import choose, local_candidates
+from sparsebp_cli.compare.choose import Candidate
 from sparsebp_cli.compare.expression import parse
-from sparsebp_cli.compare.select import Candidate
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.run import History, RunFolder
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.compare.expression import Condition, names, parse
-from sparsebp_cli.compare.load import LoadedRun, flatten, load_folder
+from sparsebp_cli.compare.load import load_folder
+from sparsebp_cli.compare.loaded import LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.folder import SHORTEST_PREFIX

@@ -1,0 +1,146 @@
+"""What was measured of a group: quality, speed, cost, layers. Plain frozen data, part of a comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sparsebp_cli.compare.margin import NotWorse
+from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
+
+
+@dataclass(frozen=True)
+class ExampleDifference:
+    """Two runs of one seed on the same held-out examples, paired example by example.
+
+    It says how sure the difference between these two trained models is, and nothing about other seeds.
+
+    Args:
+        seed: Of both runs.
+        difference: Mean loss of the group's model minus that of the baseline's, over examples that weigh alike.
+        worse_share: Share of the examples on which the group's model has the larger loss.
+    """
+
+    seed: int
+    difference: Difference
+    worse_share: float
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How soon a target was reached, by the first evaluation at or past it.
+
+    Args:
+        reached: Runs that reached it.
+        of: Runs that count.
+        steps: Until then, over those that reached it.
+        seconds: Of training until then.
+        ratio: Of these seconds to the baseline's, over seeds on which both reached it; None for the baseline.
+    """
+
+    reached: int
+    of: int
+    steps: Spread | None = None
+    seconds: Spread | None = None
+    ratio: Difference | None = None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good the trained models are.
+
+    Args:
+        final: The metric as the reducer takes it, over the runs that count.
+        difference: To the baseline; None for the baseline itself.
+        not_worse: Whether it is not worse by more than the margin; None without a margin or a direction.
+        at_equal_time: The metric at the last evaluation inside the training time that every group has had.
+        examples: Example by example, one entry a shared seed whose runs kept the losses.
+        reach: How soon the target was reached; None without one.
+    """
+
+    final: Spread | None = None
+    difference: Difference | None = None
+    not_worse: NotWorse | None = None
+    at_equal_time: Spread | None = None
+    examples: tuple[ExampleDifference, ...] = ()
+    reach: Reach | None = None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast steps are. Seconds, over all steps after warm-up of all runs that count.
+
+    Args:
+        step: A whole optimizer step.
+        forward: Its forward passes.
+        backward: Its backward passes.
+        optimizer: Clipping and the update.
+        tokens_per_second: Throughput.
+        training_seconds: Of all steps of a run, those of warm-up as long as the median of the others.
+        step_ratio: A run's median step as a multiple of the baseline's, paired by seed; None for the baseline.
+        backward_ratio: The same of the backward passes alone.
+        ceiling: The largest speed-up of forward and backward that the policy could give.
+        realised_share: Share of the saving in time that was realised, from dense and policy timed in turn.
+    """
+
+    step: Quartiles | None = None
+    forward: Quartiles | None = None
+    backward: Quartiles | None = None
+    optimizer: Quartiles | None = None
+    tokens_per_second: Quartiles | None = None
+    training_seconds: Spread | None = None
+    step_ratio: Difference | None = None
+    backward_ratio: Difference | None = None
+    ceiling: float | None = None
+    realised_share: Quartiles | None = None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step takes beside time, and what became of the gradient.
+
+    Args:
+        peak_bytes: Largest over all runs that count.
+        peak_of: Where it was read: ``device`` (the allocator of CUDA) or ``process``.
+        peak_ratio: A run's peak as a multiple of the baseline's, paired by seed; None for the baseline.
+        weight_bytes: Of it, weights.
+        gradient_bytes: Gradients.
+        optimizer_bytes: Optimizer state.
+        saved_bytes: Saved for the backward pass.
+        executed_flops: Of one backward pass, counted.
+        dense_flops: Of one dense backward pass.
+        claimed_flops: What the policy claims to leave; None without a ceiling.
+        kept_share: Of the gradient's entries, at the policy's sites.
+        cosine: Between the gradient and the dense one.
+        relative_error: Norm of their difference over the norm of the dense one.
+    """
+
+    peak_bytes: float | None = None
+    peak_of: Literal["device", "process", ""] = ""
+    peak_ratio: Difference | None = None
+    weight_bytes: float | None = None
+    gradient_bytes: float | None = None
+    optimizer_bytes: float | None = None
+    saved_bytes: float | None = None
+    executed_flops: float | None = None
+    dense_flops: float | None = None
+    claimed_flops: float | None = None
+    kept_share: float | None = None
+    cosine: float | None = None
+    relative_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Figures by layer and step, means over the runs that have them.
+
+    Args:
+        steps: At which they were taken.
+        names: Of the layers or sites, in the model's order.
+        figures: ``kept_share``, ``cosine``, ``relative_error``, ``sign_agreement`` to a row a layer, a cell a step;
+            None where nothing was measured. A figure that no run has is absent.
+    """
+
+    steps: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    figures: dict[str, tuple[tuple[float | None, ...], ...]] = field(default_factory=dict)

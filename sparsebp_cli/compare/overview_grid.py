@@ -1,0 +1,134 @@
+"""Every table of a comparison as plain text cells: one source for the terminal, for Markdown and for the report."""
+
+from __future__ import annotations
+
+import json
+
+from sparsebp_cli.compare import number as show
+from sparsebp_cli.compare.comparison import Comparison
+from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.number import BYTES, FLOPS, SECONDS
+from sparsebp_cli.compare.quality_grid import quality_grids
+
+MOST_CHANGED_GROUPS = 4  # side by side in one table of recipe differences
+
+
+def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
+    """Return every table, in the order in which they are read; empty ones are left out.
+
+    Args:
+        comparison: What was compared.
+        everything: Also what a terminal has no room for: examples of groups that have enough seeds.
+
+    Returns:
+        Recipe differences, other differences, quality, controls, speed, cost, runs that do not count.
+    """
+    tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
+    tables += [_speed(comparison), memory_grid(comparison), _work(comparison), _left_out(comparison)]
+    return [table for table in tables if table.rows]
+
+
+def _changes(comparison: Comparison) -> list[Grid]:
+    base, *others = comparison.groups
+    tables = []
+    for start in range(0, len(others), MOST_CHANGED_GROUPS):
+        shown = others[start : start + MOST_CHANGED_GROUPS]
+        keys = dict.fromkeys(change.key for group in shown for change in group.changes)
+        rows = []
+        for key in keys:
+            found = {g.label: c for g in shown for c in g.changes if c.key == key}
+            dense = _word(next(iter(found.values())).baseline)
+            rows.append((key, dense, *(_word(found[g.label].value) if g.label in found else dense for g in shown)))
+        columns = ("recipe", base.label, *(group.label for group in shown))
+        tables.append(Grid("Recipe differences", columns, tuple(rows), aside=len(columns)))
+    return tables
+
+
+def _confounds(comparison: Comparison) -> Grid:
+    rows = tuple((c.name, value, ", ".join(labels)) for c in comparison.confounds for value, labels in c.values)
+    note = "Any of these can explain a difference as well as the recipe can."
+    return Grid("Other differences", ("what", "value", "groups"), rows, note, aside=3)
+
+
+def _speed(comparison: Comparison) -> Grid:
+    rows = []
+    for group in comparison.groups:
+        s = group.speed
+        rows.append(
+            (
+                group.label,
+                show.of_quartiles(s.step, SECONDS),
+                show.of_phases([q.median if q else None for q in (s.forward, s.backward, s.optimizer)], s.step),
+                "" if group.baseline else show.of_change(s.step_ratio),
+                show.of_factor(s.ceiling),
+                show.of_share(s.realised_share.median if s.realised_share else None),
+            )
+        )
+    columns = ("group", "step", "fwd + bwd + opt", "to baseline", "ceiling", "realised")
+    note = (
+        "Step: median [quartiles], without warm-up, evaluation and checkpoints; beside it the medians of forward, "
+        "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% t "
+        "interval on the logarithm]. Ceiling (as a factor) and realised share: of forward and backward, from dense "
+        "and policy timed in turn inside each run."
+    )
+    return Grid("Speed", columns, tuple(rows), note)
+
+
+def memory_grid(comparison: Comparison) -> Grid:
+    """Return the table of memory.
+
+    Args:
+        comparison: What was compared.
+
+    Returns:
+        The table; without rows when nothing was measured.
+    """
+    rows = []
+    for group in comparison.groups:
+        c = group.cost
+        peak = f"{show.scaled(c.peak_bytes, BYTES)}{f' ({c.peak_of})' if c.peak_of else ''}"
+        parts = (c.weight_bytes, c.gradient_bytes, c.optimizer_bytes, c.saved_bytes)
+        if c.peak_bytes is not None or any(part is not None for part in parts):
+            change = "" if group.baseline else show.of_change(c.peak_ratio)
+            rows.append((group.label, peak, change, *(show.scaled(part, BYTES) for part in parts)))
+    columns = ("group", "peak", "to baseline", "weights", "gradients", "optimizer", "saved")
+    note = (
+        "Peak: the largest of all runs. Saved: what autograd holds between forward and backward, parameters left out."
+    )
+    return Grid("Memory", columns, tuple(rows), note)
+
+
+def _work(comparison: Comparison) -> Grid:
+    rows = []
+    for group in comparison.groups:
+        c = group.cost
+        if c.executed_flops is None and c.kept_share is None:
+            continue
+        share = c.executed_flops / c.dense_flops if c.executed_flops is not None and c.dense_flops else None
+        claimed = c.claimed_flops / c.dense_flops if c.claimed_flops is not None and c.dense_flops else None
+        rows.append(
+            (
+                group.label,
+                show.scaled(c.executed_flops, FLOPS),
+                show.of_share(share),
+                show.of_share(claimed),
+                show.of_share(c.kept_share),
+                show.of_plain(c.cosine),
+                show.of_plain(c.relative_error),
+            )
+        )
+    columns = ("group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error")
+    return Grid("Backward work and fidelity of the gradient", columns, tuple(rows))
+
+
+def _left_out(comparison: Comparison) -> Grid:
+    rows = tuple(
+        (run.run_id, run.label, "" if run.seed is None else str(run.seed), str(run.steps), run.reason)
+        for run in comparison.runs
+        if not run.counts
+    )
+    return Grid("Runs that are in no mean", ("run", "group", "seed", "steps", "why"), rows, aside=5)
+
+
+def _word(value: object) -> str:
+    return show.NONE if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,74 @@
+"""What is asked of runs, and what of it the runs themselves answer: baseline, metric, names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.reducer import Reducer
+from sparsebp_cli.errors import UsageError, did_you_mean
+from sparsebp_cli.run import metric as names
+
+Members = Mapping[str, Sequence[LoadedRun]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of the runs.
+
+    Args:
+        baseline: Name, group hash or run id of the baseline; None takes the first group whose policies are all exact,
+            else the first group.
+        metric: The quality metric; None takes ``eval/accuracy`` for classification, else ``eval/loss``.
+        margin: In the metric's unit, how much worse still counts as not worse; None makes no such statement.
+        reducer: How a run's evaluations become one number.
+        target: A value of the metric whose first reaching is looked for; None: none.
+        curves: Further metrics whose curves are wanted.
+    """
+
+    baseline: str | None = None
+    metric: str | None = None
+    margin: float | None = None
+    reducer: Reducer = field(default_factory=Reducer)
+    target: float | None = None
+    curves: tuple[str, ...] = ()
+
+
+def find_baseline(members: Members, wanted: str | None) -> str:
+    if wanted is None:
+        return next((group for group, some in members.items() if any(run.exact for run in some)), next(iter(members)))
+    for group, some in members.items():
+        if wanted in {group, *(run.run_id for run in some), *(run.name for run in some)}:
+            return group
+    matching = [g for g, some in members.items() if any(x.startswith(wanted) for x in (g, *(r.run_id for r in some)))]
+    if len(matching) == 1 and wanted:
+        return matching[0]
+    known = [*dict.fromkeys(run.name for some in members.values() for run in some)]
+    near = did_you_mean(wanted, known)
+    raise UsageError(f"--baseline must name one of the runs compared ({', '.join(known)}), got {wanted!r}{near}")
+
+
+def choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
+    if wanted is not None:
+        check_logged(runs, wanted, "--metric")
+        return wanted
+    classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
+    scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
+    return names.EVAL_ACCURACY.name if classify and scored else names.EVAL_LOSS.name
+
+
+def check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:
+    logged = sorted({name for run in runs for name in run.history.metrics})
+    if name not in logged:
+        shown = ", ".join(name for name in logged if name.startswith(("eval/", "train/"))) or "none yet"
+        near = did_you_mean(name, logged)
+        raise UsageError(f"{option} must be one that these runs logged ({shown}, ...), got {name!r}{near}")
+
+
+def label_groups(members: Members) -> dict[str, str]:
+    """The run's name; where two groups share it, with the first digits of the group's hash."""
+    plain = {group: some[0].name for group, some in members.items()}
+    uses = Counter(plain.values())
+    return {group: name if uses[name] == 1 else f"{name}#{group[:4]}" for group, name in plain.items()}
