@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from sparsebp_cli.backward.binding import Binding, Work
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
+from sparsebp_cli.backward.process import current_rank
 from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import pad_up, round_up
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -87,7 +89,7 @@ class Engine:
     @property
     def next_step(self) -> Step:
         """The step of the backward under way, or of the next one."""
-        return Step(self._index, self._micro_batch, seed=self._seed, draw=self._draw)
+        return Step(self._index, self._micro_batch, seed=self._seed, draw=self._draw, rank=current_rank())
 
     def check_inside(self) -> None:
         """Refuse a backward that did not go through this engine. Called by the sites.
@@ -132,7 +134,7 @@ class Engine:
         call = self._counter.next_call(site.name)
         policy, selection = self.policy_at(site), None
         if policy is not None and self._decision is not None and grad_NO.numel() > 0:
-            step = Step(self._step.index, self._step.micro_batch, call, self._seed, self._draw)
+            step = replace(self._step, call=call)
             grad_NO, selection = self._decision.take(policy, grad_NO, site, step)
         kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
         claim, most = work.claim(kind, budget), budget
@@ -157,13 +159,14 @@ class Engine:
             self.enabled = before
 
     @contextmanager
-    def probing(self, draw: int = 1) -> Iterator[None]:
+    def probing(self, draw: int = 1, *, feedback: bool = True) -> Iterator[None]:
         """Apply the policy without a trace: step, report and kept share are afterwards as they were before.
 
         Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` speak of the probe alone.
 
         Args:
             draw: Of random policies; other than 0, so that training's decisions are not used up or repeated.
+            feedback: Whether error feedback adds what training has cut.
 
         Yields:
             None: As long as the probe lasts.
@@ -171,6 +174,8 @@ class Engine:
         before = self._counter, self._index, self._micro_batch, self._draw
         cut = {} if self._decision is None else dict(self._decision.cut)
         self._counter, self._draw = Counter.of(self._binding.names), draw
+        if self._decision is not None and not feedback:
+            self._decision.cut = {}
         try:
             yield
         finally:

@@ -47,6 +47,8 @@ class Measurement:
     _proof: Proof | None = None  # of the step under way
     _movement: Movement | None = None
     _told: dict[str, list[float | None]] | None = None  # the proof that the journal has last
+    _judged: bool = False
+    _judged_idle: bool = False
 
     def __post_init__(self) -> None:
         self._layers = LayerNumbers(self.model)
@@ -140,14 +142,22 @@ class Measurement:
         }
 
     def _judge(self, step: int, proof: Proof) -> None:
-        """Say once in a run that a claim to skip was not kept."""
-        overclaim = proof.find_overclaim()
-        if overclaim is None or "overclaim" in History.load(self.journal.path.parent).facts:
+        """Say once in a run that a claim to skip was not kept, and once in an attempt that nothing was decided."""
+        sites = proof.report.sites
+        if sites and not self._judged_idle and len(proof.report.never_called) == len(sites):
+            text = f"no gradient reached any of the {len(sites)} sites: the policy decided nothing"
+            self.journal.write("note", level="warning", text=text)
+            self._judged_idle = True
+        overclaim = None if self._judged else proof.find_overclaim()
+        if overclaim is None:
+            return
+        self._judged = True
+        if "overclaim" in History.load(self.journal.path.parent).facts:  # an attempt before this one said so
             return
         by_choice = self.recipe.backward.engine == "reference"
         fact = vars(overclaim) | {"step": step, "num_sites": len(overclaim.sites), "sites": overclaim.sites[:3]}
         self.journal.write("facts", values={"overclaim": fact | {"by_choice": by_choice}})
-        text = _tell(overclaim, step, len(proof.report.sites))
+        text = _tell(overclaim, step, len(sites))
         why = "; backward.engine is reference, which multiplies everything" if by_choice else ""
         self.journal.write("note", level="info" if by_choice else "warning", text=text + why)
 

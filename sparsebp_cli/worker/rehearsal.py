@@ -63,12 +63,13 @@ class Rehearsal:
         del self._buffers
 
     @contextmanager
-    def on(self, way: Way, draw: int = 1) -> Iterator[Callable[[Tensor], None]]:
+    def on(self, way: Way, draw: int = 1, *, feedback: bool = True) -> Iterator[Callable[[Tensor], None]]:
         """Prepare one pass.
 
         Args:
             way: ``dense`` or ``policy``.
             draw: Of random policies, from 1; training's own is 0.
+            feedback: Whether error feedback adds what training has cut.
 
         Yields:
             Callable[[Tensor], None]: What runs the backward. Gradients are dropped when the block ends.
@@ -78,7 +79,7 @@ class Rehearsal:
             with self.engine.disabled():
                 yield self._backward
         else:
-            with self.engine.probing(draw):
+            with self.engine.probing(draw, feedback=feedback):
                 yield lambda loss: self.engine.backward(loss, self._backward)
         self._rewind()
 

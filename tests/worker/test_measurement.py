@@ -43,11 +43,29 @@ def _finished(run: RunFolder) -> History:
     ids=["topk", "random", "topk-feedback", "random-feedback"],
 )
 def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config, policy) -> None:
+    _compare_with_and_without(tiny_recipe, prepared, config, policy, {})
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "backward"),
+    [
+        (DROPPING_LLAMA, {"name": "topk", "keep": 0.25}, {"sites": "branches", "checkpointing": "sparse"}),
+        (GPT2, {"name": "random", "keep": 0.25, "error_feedback": True}, {"sites": "branches"}),
+        (DROPPING_LLAMA, {"name": "topk", "keep": 0.25, "error_feedback": True}, {"sites": "nodes"}),
+        (GPT2, {"name": "max-child", "leaves": "always", "ties": "random", "lookahead": True}, {"sites": "nodes"}),
+        (GPT2, {"name": "topk", "keep": 0.5}, {"checkpointing": "full"}),
+        (DROPPING_LLAMA, {"name": "random", "keep": 0.5}, {"engine": "reference"}),
+    ],
+    ids=["branches-sparse", "branches-feedback", "nodes", "max-child", "checkpointing", "reference"],
+)
+def test_measuring_changes_nothing_at_any_site(tiny_recipe, prepared, config, policy, backward) -> None:
+    _compare_with_and_without(tiny_recipe, prepared, config, policy, backward)
+
+
+def _compare_with_and_without(tiny_recipe, prepared, config, policy, backward) -> None:
     """Two micro-batches a step: the counters of the policy's state are those of training alone."""
-    model, training = {"config": config}, {"max_steps": 6, "gradient_accumulation_steps": 2}
-    sections = {"model": model, "policy": [policy], "training": training}
-    if config is GPT2:  # replaces the llama's options, which the fixture would merge
-        sections["model"] = tiny_recipe().model.model_dump() | model
+    training = {"max_steps": 6, "gradient_accumulation_steps": 2}
+    sections = {"model": {"config": config}, "policy": [policy], "training": training, "backward": backward}
     often, never = (prepared(tiny_recipe(**sections, measure=measure)) for measure in (OFTEN, NEVER))
     measured, plain = _finished(often), _finished(never)
     files = [run.path / "model" / "model.safetensors" for run in (often, never)]
@@ -56,7 +74,7 @@ def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config
     for name in plain.metrics:
         if not METRICS[name].timing:
             assert measured.series(name) == plain.series(name), name
-    assert set(measured.series("fidelity/cosine")) == set(measured.series("speed/ceiling")) == set(range(1, 7))
+    assert set(measured.series("fidelity/cosine")) == set(measured.series("speed/speedup")) == set(range(1, 7))
     assert measured.layers.keys() == measured.metrics["fidelity/cosine"].keys()
 
 
@@ -181,6 +199,17 @@ def test_the_reference_engine_is_no_lie(measured) -> None:
     assert [level for level, _ in levels] == ["info"]
     assert levels[0][1].endswith("backward.engine is reference, which multiplies everything")
     assert history.facts["overclaim"]["by_choice"] is True
+
+
+def test_a_policy_that_is_asked_nowhere_is_named(measured) -> None:
+    """Only the adapters are trained, and they are left out; no gradient needs to go through anything else."""
+    _, history = measured(
+        {"name": "topk", "keep": 0.3},
+        model={"lora": {"r": 4, "target_modules": ["q_proj"]}},
+        backward={"exclude": ["*q_proj*", "*layers.1.*", "*o_proj", "*mlp*", "*lm_head"]},
+    )
+    warnings = [text for _, level, text in history.notes if level == "warning"]
+    assert warnings == ["no gradient reached any of the 2 sites: the policy decided nothing"]
 
 
 @pytest.mark.parametrize(
