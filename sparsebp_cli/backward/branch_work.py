@@ -27,11 +27,13 @@ class BranchWork:
         form: ``masked``: as autograd does it; ``stored`` or ``again``: the kept rows alone, with the linears' outputs
             kept or multiplied again; ``whole``: all is computed again.
         batch_shape: The output's shape without features.
+        input_needs_grad: Whether the core's input does: not, where nothing before it is trained.
     """
 
     branch: Branch
     form: Literal["masked", "stored", "again", "whole"]
     batch_shape: tuple[int, ...]
+    input_needs_grad: bool = True
 
     @property
     def pads(self) -> bool:
@@ -70,11 +72,15 @@ class BranchWork:
             flops = 2.0 * num_rows * weight.numel()
             yield _Linear(
                 forward=flops,
-                backward=flops + flops * weight.requires_grad,
-                again=self.form == "whole" or is_again(self.branch, name, stores=self.form == "stored"),
+                backward=flops * (self.input_needs_grad or not self._reads_input(name)) + flops * weight.requires_grad,
+                again=is_again(self.branch, name, stores=self.form == "stored", whole=self.form == "whole"),
                 by_rows=attention is None or name.partition(".")[0] not in attention.key_value,
                 fused=attention is not None and attention.fused and self.form != "whole",
             )
+
+    def _reads_input(self, name: str) -> bool:
+        """Whether a linear reads the core's input, and not what a trained linear made of it."""
+        return name.partition(".")[0] != self.branch.last and ".lora_B." not in name
 
     def _products(self) -> tuple[float, float]:
         """Queries times keys and probabilities times values: 4 B T T D forward, 8 B T T D backward, and 10 where a

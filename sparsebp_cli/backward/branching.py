@@ -130,6 +130,7 @@ class BranchSite:
     def __init__(self, branch: Branch, engine: Engine) -> None:
         self.branch, self.engine = branch, engine
         self.waiting: tuple[Tensor, Call] | None = None  # for the norm after the core
+        self.input_needs_grad = True  # the core's, in the forward that was last
 
     @property
     def form(self) -> Literal["plain", "masked", "rows"]:
@@ -158,7 +159,9 @@ class BranchSite:
         form: Literal["masked", "stored", "again", "whole"] = "masked"
         if call is not None:
             form = "whole" if call.whole else "stored" if call.stores else "again"
-        return self.engine.decide(site, grad_NO, BranchWork(self.branch, form, tuple(batch_shape)))
+        return self.engine.decide(
+            site, grad_NO, BranchWork(self.branch, form, tuple(batch_shape), self.input_needs_grad)
+        )
 
 
 class BoundBefore(Bound):
@@ -185,10 +188,12 @@ class BoundCore(Bound):
         site, branch, form = self.site, self.site.branch, self.site.form
         if form == "plain":
             return call_module(branch.core, *args, **kwargs)
+        x, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
+        site.input_needs_grad = x.requires_grad
         if form == "masked":
             return _run_masked(site, args, kwargs)
-        x, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
         if branch.before is not None:
+            site.input_needs_grad |= any(p.requires_grad for p in branch.before.parameters())
             _check_same(x, branch.before.__dict__["forward"].shown, f"the norm before {branch.name!r} and it")
         call = branch.enter(x, rest, kwargs)
         call.stores = site.engine.stores

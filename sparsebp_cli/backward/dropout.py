@@ -43,7 +43,7 @@ class DropoutRecorder:
     """The dropouts of one branch: idle, or recording, or replaying a tape.
 
     Args:
-        root: Modules of the branch.
+        *root: Modules of the branch.
     """
 
     def __init__(self, *root: nn.Module) -> None:

@@ -62,11 +62,12 @@ class SparseRecompute(Function):
         if grad is None:
             return (None,) * (3 + int(ctx.num_parameters))
         (x, *kept), chooser = ctx.saved_tensors, ctx.chooser
+        x = x.detach().requires_grad_(ctx.needs_input_grad[0])
         call = replace(ctx.call, kept=dict(zip(ctx.kept_names, kept, strict=True)))
         branch = chooser.branch
         grad_ND, selection = chooser.decide(grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], call)
         wanted = [p for p, needs in zip(branch.parameters(), ctx.needs_input_grad[3:], strict=True) if needs]
-        dx: Tensor
+        dx: Tensor | None
         gradients: tuple[Tensor | None, ...]
         with autocast_as(call, x.device), torch.enable_grad():
             if isinstance(selection, Rows) and selection.index_K.numel() == 0:
@@ -83,11 +84,10 @@ class SparseRecompute(Function):
         return result
 
 
-_Result = tuple[Tensor, tuple[Tensor | None, ...]]
+_Result = tuple[Tensor | None, tuple[Tensor | None, ...]]
 
 
 def _run_whole(branch: Branch, call: Call, x: Tensor, grad: Tensor, parameters: list[Tensor]) -> _Result:
-    x = x.detach().requires_grad_()
     with ExitStack() as stack:
         if call.generators is not None:  # something draws that the tape does not know
             stack.enter_context(generators_at(call.generators, x.device))
@@ -99,12 +99,13 @@ def _run_whole(branch: Branch, call: Call, x: Tensor, grad: Tensor, parameters: 
 
 
 def _run_rows(branch: Branch, call: Call, x: Tensor, grad_ND: Tensor, rows: Rows, parameters: list[Tensor]) -> _Result:
-    x_ND = x.reshape(-1, x.shape[-1])
-    x_KD = x_ND.index_select(0, rows.index_K).requires_grad_()
+    x_ND = x.detach().reshape(-1, x.shape[-1])
+    x_KD = x_ND.index_select(0, rows.index_K).requires_grad_(x.requires_grad)
     with branch.dropouts.replaying(call.tape, rows.index_K), replaced(known(branch, call, rows.index_K)):
         output_KO = branch.run(x_KD[None], call)[0]
     dx_KD, gradients = _differentiate([output_KO], x_KD, parameters, [rows.gather(grad_ND)])
-    return torch.zeros_like(x_ND).index_copy_(0, rows.index_K, dx_KD).view(x.shape), gradients
+    dx = None if dx_KD is None else torch.zeros_like(x_ND).index_copy_(0, rows.index_K, dx_KD).view(x.shape)
+    return dx, gradients
 
 
 def _run_queries(
@@ -113,7 +114,6 @@ def _run_queries(
     num_examples, num_positions = x.shape[:2]
     index_BK, grad_BKO = _by_example(rows, grad_ND, num_examples, num_positions)
     first_B1 = torch.arange(num_examples, device=x.device)[:, None] * num_positions
-    x = x.detach().requires_grad_()
     normed = x if branch.before is None else call_module(branch.before, x)
     with branch.dropouts.replaying(call.tape, None):
         keys, values = compute_keys_values(branch, call, normed)
@@ -141,6 +141,8 @@ def _differentiate(
     outputs: Sequence[Tensor], x: Tensor, parameters: list[Tensor], gradients: Sequence[Tensor]
 ) -> _Result:
     cast = [grad.to(output.dtype) for grad, output in zip(gradients, outputs, strict=True)]
+    if not x.requires_grad:
+        return None, torch.autograd.grad(outputs, parameters, cast, allow_unused=True)
     dx, *rest = torch.autograd.grad(outputs, [x, *parameters], cast, allow_unused=True)
     return torch.zeros_like(x) if dx is None else dx, tuple(rest)
 
