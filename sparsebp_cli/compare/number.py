@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
@@ -40,7 +39,7 @@ def of_spread(value: Spread | None, digits: int = 4) -> str:
         return f"{value.mean:.{digits}g} ({value.n})"
     if value.sd <= 0.0:
         return f"{value.mean:.{digits}g} ± 0 ({value.n})"
-    places = min(8, max(0, 1 - math.floor(math.log10(value.sd))))
+    places = _places(value.sd)
     return f"{value.mean:.{places}f} ± {value.sd:.{places}f} ({value.n})"
 
 
@@ -64,8 +63,12 @@ def show_interval(value: Difference) -> str:
 
 def _digits(low: float, high: float) -> int:
     """Places after the point that leave two digits of half the interval: more would be noise."""
-    half = (high - low) / 2 or max(abs(low), abs(high))
-    return min(8, max(0, 1 - math.floor(math.log10(half)))) if half > 0.0 else 0
+    return _places((high - low) / 2 or max(abs(low), abs(high)))
+
+
+def _places(value: float) -> int:
+    """Places after the point that leave two digits of a number, as it is rounded: 0.0999... is 0.10."""
+    return min(8, max(0, 1 - int(f"{value:.1e}".partition("e")[2]))) if value > 0.0 else 0
 
 
 def of_quartiles(value: Quartiles | None, units: Units) -> str:

@@ -1,0 +1,127 @@
+"""One side of a comparison at a time, as tables and as pictures."""
+
+from __future__ import annotations
+
+import io
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sparsebp_cli.compare import Comparison, Question, View, compare_runs, picture, render, table
+from sparsebp_cli.compare.view import find_trades, view_grids
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import JournalWriter, RunFolder
+
+MakeRun = Callable[..., RunFolder]
+TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
+VIEWS = [View("curves", "train/loss", "tokens"), View("curves"), View("pareto"), View("layers"), View("memory")]
+
+
+@pytest.fixture
+def comparison(make_run: MakeRun) -> Comparison:
+    """Dense, a policy that is faster and worse, and one that is slower and worse; the first has layers."""
+    facts = {"tokens_per_step": 1024}
+    slow: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.5}], "exact": False}
+    runs = []
+    for name, loss, seconds, options in (("dense", 3.0, 0.2, {}), ("fast", 3.3, 0.1, TOPK), ("slow", 3.4, 0.3, slow)):
+        runs += [make_run(name, s, loss=loss + s / 10, seconds=seconds, facts=facts, **options) for s in range(3)]
+    for run in runs[3:6]:
+        with JournalWriter(run.path) as journal:
+            for step in (5, 10):
+                values = {
+                    f"model.layers.{n}.{part}": {"kept_share": 0.1 * n, "cosine": None}
+                    for n in range(9)
+                    for part in "abcdefg"
+                }
+                journal.write("layers", step=step, values=values | {"head": {"cosine": -0.5}})
+    return compare_runs(runs, Question(curves=("train/loss",)))
+
+
+def cells(comparison: Comparison, view: View) -> list[tuple[str, ...]]:
+    return [row for grid in view_grids(comparison, view) for row in grid.rows]
+
+
+def test_a_curve_has_a_row_a_step_with_mean_and_spread_of_each_group(comparison: Comparison) -> None:
+    assert cells(comparison, View("curves")) == [
+        ("0", "6 ± 0 (3)", "6 ± 0 (3)", "6 ± 0 (3)"),
+        ("10", "4.10 ± 0.10 (3)", "4.40 ± 0.10 (3)", "4.50 ± 0.10 (3)"),
+        ("20", "3.10 ± 0.10 (3)", "3.40 ± 0.10 (3)", "3.50 ± 0.10 (3)"),
+    ]
+
+
+def test_a_curve_against_time_says_nothing_of_a_run_that_was_over_before(comparison: Comparison) -> None:
+    rows = cells(comparison, View("curves", along="wall_time"))
+    assert len(rows) == 11
+    assert rows[0] == ("0 s", "6 ± 0 (3)", "6 ± 0 (3)", "6 ± 0 (3)")
+    assert rows[-1][1:] == ("-", "-", "3.50 ± 0.10 (3)")
+    half = next(row for row in rows if float(row[0].split()[0]) > 3.0)
+    assert half[1:] == ("4.10 ± 0.10 (3)", "-", "4.50 ± 0.10 (3)")
+
+
+def test_a_long_curve_is_thinned_to_what_a_screen_shows(comparison: Comparison) -> None:
+    rows = cells(comparison, View("curves", "train/loss"))
+    assert (len(rows), rows[0][0], rows[-1][0]) == (12, "1", "20")
+
+
+def test_a_curve_against_tokens_counts_them(comparison: Comparison) -> None:
+    rows = cells(comparison, View("curves", along="tokens"))
+    assert [row[0] for row in rows] == ["0", "10,240", "20,480"]
+
+
+def test_who_beats_whom_is_told_by_quality_time_and_memory(comparison: Comparison) -> None:
+    assert [trade.beaten_by for trade in find_trades(comparison)] == [(), (), ("dense", "fast")]
+    assert [trade.beaten_by for trade in find_trades(comparison, "peak_bytes")] == [(), ("dense",), ("dense", "fast")]
+    assert [row[-1] for row in cells(comparison, View("pareto"))] == ["on the front", "on the front", "dense, fast"]
+
+
+def test_a_group_without_quality_neither_beats_nor_is_beaten(make_run: MakeRun) -> None:
+    found = compare_runs([make_run(), make_run("b", end="failed", **TOPK)])
+    assert [(trade.quality, trade.beaten_by) for trade in find_trades(found)] == [(3.0, ()), (None, ())]
+
+
+def test_more_layers_than_a_screen_holds_are_put_together_by_block(comparison: Comparison) -> None:
+    rows = cells(comparison, View("layers"))
+    assert [row[0] for row in rows] == [*(f"model.layers.{n}.*" for n in range(9)), "head"]
+    assert rows[0] == ("model.layers.0.*", "0", "  ", "-", "··")
+    assert rows[1][1:3] == ("0.1", "░░")
+    assert rows[-1] == ("head", "-", "··", "-0.5", "  ")
+
+
+def test_runs_without_layers_are_said_to_have_none(make_run: MakeRun) -> None:
+    assert view_grids(compare_runs([make_run()]), View("layers"))[0].note == "None of these runs recorded its layers."
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.kind}-{view.along}")
+def test_every_view_fits_100_columns_and_can_be_written_and_drawn(
+    comparison: Comparison, tmp_path: Path, view: View
+) -> None:
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    for part in table(comparison, view):
+        console.print(part)
+    text = str(console.file.getvalue())  # type: ignore[attr-defined]
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert "dense: baseline" not in text
+    assert "…" not in text
+    assert "| --- |" in render(comparison, "md", view)
+    svg = picture(comparison, tmp_path / "a.svg", view).read_text()
+    assert ET.fromstring(svg).tag.endswith("svg")
+    assert "fast" in svg
+    assert svg == picture(comparison, tmp_path / "b.svg", view).read_text()
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view.kind}-{view.along}")
+def test_a_view_of_runs_without_numbers_is_still_a_table_and_a_picture(
+    make_run: MakeRun, tmp_path: Path, view: View
+) -> None:
+    empty = compare_runs([make_run(end="failed", steps=0), make_run("b", end="failed", steps=0)])
+    assert view_grids(empty, view)
+    assert picture(empty, tmp_path / "a.png", view).stat().st_size > 1000
+
+
+def test_a_curve_that_no_run_logged_is_refused(make_run: MakeRun) -> None:
+    with pytest.raises(UsageError, match=r"^--curves must be one that these runs logged .*did you mean train/loss\?$"):
+        compare_runs([make_run()], Question(curves=("train/los",)))
