@@ -141,7 +141,7 @@ def test_the_claims_of_branches_are_kept(family: str, attention: str, keep: floa
     policy = sbp.make_policy("topk", keep=keep)
     proof = _prove(model, policy, shape=(3, 13), sites="branches", checkpointing=checkpointing)
     assert proof.find_overclaim() is None
-    if keep <= 0.25:
+    if keep <= (0.25 if checkpointing == "none" else 0.1):
         assert proof.executed_share is not None
         assert proof.executed_share < 0.9
 
