@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.cancel import cancel
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.crash import Crash
@@ -42,7 +43,7 @@ VERBS = {
     "Runs": (run, resume, cancel, logs),
     "Results": (compare, runs, show, sync, ui),
     "Recipes": (validate, schema, policies),
-    "This machine and others": (doctor, targets),
+    "This machine and others": (doctor, bench, targets),
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:

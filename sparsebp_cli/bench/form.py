@@ -1,0 +1,203 @@
+"""The forms of a policy: what its own options let it select, and the ways in which the engine carries that out.
+
+No policy is named here. An option whose values change what kind of thing is selected makes a form of each value, and
+so does every way of executing one kind of selection.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from sparsebp_cli.errors import PolicyError, UsageError
+from sparsebp_cli.policy import Elements, GradientSelector, Policy, Rows, Selection, make_policy
+from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
+from sparsebp_cli.policy.router import EdgeRouter
+
+SITES = ("linears", "branches", "nodes")
+KEEPS = (0.5, 0.25, 0.1)
+FEW_KEEPS = (0.05, 0.02, 0.01, 0.005)  # single entries pay where very few are left, if anywhere
+
+Execution = Literal["fast", "csr", "masked", "stored", "recomputed"]
+
+
+class Form(BaseModel):
+    """One form of a policy at one kind of site.
+
+    Args:
+        site: Where it is asked: ``linears``, ``branches`` or ``nodes``.
+        label: What tells it from the others there: values of options, and how it is executed where there is a choice.
+        options: The policy's options, without ``keep``.
+        execution: How the engine carries it out. ``fast``: in the one way that it has; ``csr`` or ``masked``: single
+            entries multiplied as a sparse matrix or as a dense one with zeros; ``stored`` or ``recomputed``: branches
+            keep what the backward of their kept rows reads, or compute it again.
+        keeps: Shares that are measured, each in (0, 1); one None for a policy without the option.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    site: Literal["linears", "branches", "nodes"]
+    label: str
+    options: dict[str, Any]
+    execution: Execution
+    keeps: tuple[Annotated[float, Field(gt=0.0, lt=1.0)] | None, ...] = Field(min_length=1)
+
+    def make(self, name: str, keep: float | None) -> Policy:
+        """Return the policy in this form.
+
+        Args:
+            name: Of the policy.
+            keep: One of ``keeps``.
+
+        Returns:
+            The policy.
+        """
+        return make_policy(name, **self.options, **({} if keep is None else {"keep": keep}))
+
+
+def find_forms(
+    name: str,
+    *,
+    sites: Sequence[str] | None = None,
+    keeps: Sequence[float] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[Form, ...]:
+    """Find the forms of a policy that could be faster than dense somewhere.
+
+    Args:
+        name: A name that ``sparsebp policies`` lists.
+        sites: Kinds of sites; None: every kind at which the policy has a fast form.
+        keeps: Shares to measure, each in (0, 1); None: a half, a quarter and a tenth, and fewer of single entries.
+        options: Options that every form has; forms that refuse them are left out.
+
+    Returns:
+        At least one, in the order of the sites and of the policy's own options.
+
+    Raises:
+        PolicyError: The policy is unknown or broken, or an option wrong.
+        UsageError: A site where the policy is not asked, or where none of its forms is any faster.
+    """
+    found, options = find_policy(name), dict(options or {})
+    assert found.policy_class is not None
+    if "keep" in options:
+        raise UsageError("keep is what is varied: give the shares with --keep")
+    if found.kind == EdgeRouter.__name__:
+        return _router_forms(found, sites, keeps, options)
+    if not issubclass(found.policy_class, GradientSelector):
+        raise UsageError(f"{name!r} is a {found.kind}, which has no forms to measure")
+    sites = sites or SITES[:2]
+    has_keep = "keep" in found.policy_class.model_fields
+    if keeps and not has_keep:
+        raise UsageError(f"{name!r} has no option keep: leave --keep out")
+    forms = []
+    variants = list(_variants(found, options, keeps or KEEPS if has_keep else (None,)))
+    for site in sites:
+        for values, selection in variants:
+            for execution in _executions(selection, site):
+                wanted: Sequence[float | None] = keeps or KEEPS if has_keep else (None,)
+                if selection is Elements and keeps is None and has_keep and site == "linears":
+                    wanted = (*KEEPS, *FEW_KEEPS)
+                valid = tuple(k for k in wanted if _make(found, options | values, k) is not None)
+                if valid:
+                    words = [str(value) for value in values.values()]
+                    words += [execution] if execution in ("csr", "masked", "stored", "recomputed") else []
+                    label = " ".join(words) or name
+                    forms.append(
+                        Form(site=site, label=label, options=options | values, execution=execution, keeps=valid)
+                    )
+    if not forms:
+        raise UsageError(f"{name!r} has no form at {', '.join(sites)} that multiplies less than dense")
+    return tuple(forms)
+
+
+def _router_forms(
+    found: FoundPolicy, sites: Sequence[str] | None, keeps: Sequence[float] | None, options: dict[str, Any]
+) -> tuple[Form, ...]:
+    """A router with its defaults, and with each other value of each option of its own."""
+    if sites not in (None, ["nodes"], ("nodes",)):
+        raise UsageError(f"{found.name!r} routes at graph nodes: sites must be nodes, got {', '.join(sites or ())}")
+    if keeps:
+        raise UsageError(f"{found.name!r} has no option keep: leave --keep out")
+    assert found.policy_class is not None
+    variants: list[dict[str, Any]] = [{}]
+    for field, values in _choices(found, options).items():
+        if field not in EdgeRouter.model_fields:
+            default = found.policy_class.model_fields[field].default
+            variants += [{field: value} for value in values if value != default]
+    forms = [
+        Form(
+            site="nodes",
+            label=" ".join(f"{key} {value}" for key, value in values.items()) or found.name,
+            options=options | values,
+            execution="fast",
+            keeps=(None,),
+        )
+        for values in variants
+        if _make(found, options | values, None) is not None
+    ]
+    if not forms:
+        make_policy(found.name, **options)  # tells what is wrong
+    return tuple(forms)
+
+
+def _variants(
+    found: FoundPolicy, options: dict[str, Any], keeps: Sequence[float | None]
+) -> Iterator[tuple[dict[str, Any], type[Selection] | None]]:
+    """Yield values of the options that change what is selected, each with what is selected."""
+    choices = {
+        field: values
+        for field, values in _choices(found, options).items()
+        if _is_required(found, field) or len(_selections(found, options, field, values, keeps)) > 1
+    }
+    num_yielded = 0
+    for values in itertools.product(*choices.values()):
+        variant = dict(zip(choices, values, strict=True))
+        made = [policy for keep in keeps if (policy := _make(found, options | variant, keep)) is not None]
+        if made:
+            num_yielded += 1
+            yield variant, made[0].selection
+    if not num_yielded:  # no form is possible: say why, in the words that a recipe would get
+        make_policy(found.name, **options, **({} if keeps[0] is None else {"keep": keeps[0]}))
+        raise PolicyError(f"policy {found.name!r}: no form goes with the options {options}")
+
+
+def _selections(
+    found: FoundPolicy, options: dict[str, Any], field: str, values: Sequence[Any], keeps: Sequence[float | None]
+) -> set[type[Selection] | None]:
+    made = (_make(found, options | {field: value}, keep) for value in values for keep in keeps)
+    return {policy.selection for policy in made if policy is not None}
+
+
+def _choices(found: FoundPolicy, options: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return the options that are one of a few words, and are not given."""
+    assert found.policy_class is not None
+    fields = found.policy_class.model_fields
+    return {
+        name: get_args(field.annotation)
+        for name, field in fields.items()
+        if get_origin(field.annotation) is Literal and name not in options
+    }
+
+
+def _is_required(found: FoundPolicy, field: str) -> bool:
+    assert found.policy_class is not None
+    return found.policy_class.model_fields[field].is_required()
+
+
+def _make(found: FoundPolicy, options: Mapping[str, Any], keep: float | None) -> Any:
+    """Return the policy; None where it refuses these options together."""
+    try:
+        return found.make({**options, **({} if keep is None else {"keep": keep})})
+    except ValidationError:
+        return None
+
+
+def _executions(selection: type[Selection] | None, site: str) -> tuple[Execution, ...]:
+    if site == "nodes":
+        return ("masked",)
+    if site == "branches":
+        return ("stored", "recomputed") if selection is Rows else ()
+    return ("csr", "masked") if selection is Elements else ("fast",)

@@ -1,0 +1,75 @@
+"""What crosses to the process that measures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from sparsebp_cli.bench.form import Form
+from sparsebp_cli.recipe.schema import ModelSection, Recipe
+
+MODEL = "austen-llama"  # of the quickstart, with its length and batch
+LENGTH, BATCH = 128, 16
+
+
+class Request(BaseModel):
+    """One benchmark.
+
+    Args:
+        policy: Name of the policy.
+        forms: What is measured beside dense.
+        model: The model, as in a recipe.
+        classification: Whether it has a classification head.
+        batch: Examples a pass; None: 16, or the recipe's.
+        length: Tokens an example.
+        exclude: Sites that stay dense: globs over module names.
+        mixed_precision: ``bf16`` is autocast.
+        threads: CPU threads of torch; None: torch's own choice.
+        device: ``auto`` is CUDA where there is one.
+        rounds: Measured rounds, in each of which every form runs once.
+        warmup: Rounds before those.
+        seed: Of weights, tokens and random policies.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: str
+    forms: tuple[Form, ...]
+    model: ModelSection
+    classification: bool = False
+    batch: PositiveInt = BATCH
+    length: Annotated[int, Field(ge=8)] = LENGTH
+    exclude: tuple[str, ...] = ()
+    mixed_precision: Literal["no", "bf16"] = "no"
+    threads: PositiveInt | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    rounds: PositiveInt = 9
+    warmup: Annotated[int, Field(ge=0)] = 2
+    seed: int = 0
+
+    @classmethod
+    def of_recipe(cls, recipe: Recipe, policy: str, forms: tuple[Form, ...]) -> Request:
+        """Return the request for a recipe's model, at its shapes and on its threads.
+
+        Args:
+            recipe: Resolved; its policies and its data are not used.
+            policy: Name of the policy.
+            forms: Of the policy.
+
+        Returns:
+            The request.
+        """
+        return cls(
+            policy=policy,
+            forms=forms,
+            model=recipe.model,
+            classification=recipe.dataset.format == "classification",
+            batch=recipe.training.per_device_train_batch_size,
+            length=recipe.dataset.max_seq_length,
+            exclude=tuple(recipe.backward.exclude),
+            mixed_precision=recipe.training.mixed_precision,
+            threads=recipe.target.threads,
+            device=recipe.target.device,
+            seed=recipe.training.seed,
+        )

@@ -1,0 +1,165 @@
+"""``sparsebp bench``: every form of a policy against dense, on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsebp_cli.cli.screen import Output, print_json, print_line
+from sparsebp_cli.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from sparsebp_cli.bench import Benchmark, Request
+
+WHAT, HOW, FILE = "What is measured", "How", "Result"
+
+
+def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
+    policy: Annotated[str, typer.Argument(metavar="POLICY", help="A name that `sparsebp policies` lists.")],
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="Model, threads, batch size and length of this recipe.", rich_help_panel=WHAT),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="This model, by a name as in a recipe (default: austen-llama).", rich_help_panel=WHAT),
+    ] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="OPTION=VALUE",
+            help="An option of the policy: within=example. Repeat.",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Shares that are kept (default: 0.5,0.25,0.1; down to 0.005 of single entries).",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    sites: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="linears, branches, nodes (default: where the policy has a fast form).",
+            rich_help_panel=WHAT,
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="In each, every form runs once.", rich_help_panel=HOW)] = 9,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples a pass (default: the recipe's, or 16).", rich_help_panel=HOW)
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=8, help="Tokens an example (default: the recipe's, or 128).", rich_help_panel=HOW)
+    ] = None,
+    output: Annotated[
+        Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.", rich_help_panel=FILE)
+    ] = Output.TABLE,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the JSON into a file.", rich_help_panel=FILE)
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option("--png", metavar="FILE", help="Also draw it (.png, .svg, .pdf).", rich_help_panel=FILE),
+    ] = None,
+) -> None:
+    """Time every form of a policy against dense: speed-up, ceiling, realised share, memory, break-even."""
+    if recipe is not None and model is not None:
+        raise UsageError("give either --recipe or --model, not both")
+    from sparsebp_cli.bench import find_forms
+
+    forms = find_forms(policy, sites=_read_sites(sites), keeps=_read_keeps(keep), options=_read_options(options or []))
+    changes = {"batch": batch, "length": length, "rounds": rounds}
+    request = _make_request(policy, forms, recipe, model)
+    request = request.model_copy(update={key: value for key, value in changes.items() if value is not None})
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"there is no folder {str(out.parent)!r} for the JSON")
+    if png is not None:
+        from sparsebp_cli.compare.draw.style import check_path
+
+        check_path(png)
+    from sparsebp_cli.cli.measuring import measure
+
+    found = measure(request)
+    found = found.model_copy(update={"command": shlex.join(["sparsebp", *sys.argv[1:]])})
+    _give(found, output, out, png)
+
+
+def _give(found: Benchmark, output: Output, out: Path | None, png: Path | None) -> None:
+    """Print a benchmark, and write what was asked for."""
+    if out is not None:  # first: a closed pipe must not lose what took minutes
+        out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    if output is Output.JSON:
+        print_json(found.model_dump(mode="json"))
+    else:
+        from sparsebp_cli.cli.bench_table import print_benchmark
+
+        print_benchmark(found)
+    if out is not None:
+        print_line(f"JSON: {out}", stderr=True)
+    if png is not None:
+        from sparsebp_cli.bench.picture import draw
+
+        print_line(f"picture: {draw(found, png)}", stderr=True)
+
+
+def _make_request(policy: str, forms: Any, recipe: Path | None, model: str | None) -> Request:
+    from sparsebp_cli.bench import Request
+    from sparsebp_cli.bench.request import MODEL
+    from sparsebp_cli.recipe.schema import ModelSection
+
+    if recipe is None:
+        return Request(policy=policy, forms=forms, model=ModelSection(name=model or MODEL))
+    from sparsebp_cli.plan import make_plan
+    from sparsebp_cli.recipe import load_recipe
+
+    return Request.of_recipe(make_plan(load_recipe(recipe, []), recipe).recipe, policy, forms)
+
+
+def _read_sites(text: str | None) -> list[str] | None:
+    from sparsebp_cli.bench.form import SITES
+
+    if text is None:
+        return None
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        if name not in SITES:
+            raise UsageError(f"--sites: got {name!r}, allowed: {', '.join(SITES)}{did_you_mean(name, SITES)}")
+    return names
+
+
+def _read_keeps(text: str | None) -> list[float] | None:
+    if text is None:
+        return None
+    found = []
+    for part in text.split(","):
+        try:
+            share = float(part)
+        except ValueError:
+            share = 0.0
+        if not 0.0 < share < 1.0:
+            hint = ": 1.0 is dense, which is always measured" if part.strip() in ("1", "1.0") else ""
+            raise UsageError(f"--keep: each share must be in (0, 1), got {part.strip()!r}{hint}")
+        found.append(share)
+    return sorted(set(found), reverse=True)
+
+
+def _read_options(texts: list[str]) -> dict[str, Any]:
+    from sparsebp_cli.recipe.document import read_document
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise UsageError(f"--set must be OPTION=VALUE, such as within=example, got {text!r}")
+        node = read_document(value, f"--set {text}", [key.strip()])
+        found[key.strip()] = None if node is None else node.plain
+    return found

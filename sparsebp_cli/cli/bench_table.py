@@ -1,0 +1,73 @@
+"""A benchmark as tables of at most 100 columns."""
+
+from __future__ import annotations
+
+from sparsebp_cli.bench import Benchmark, Row
+from sparsebp_cli.cli.quantity import show_count, show_seconds
+from sparsebp_cli.cli.screen import console, make_table, print_line
+
+NUMBERS = ("kept", "speed-up", "quartiles", "ceiling", "realised", "flops", "saved", "peak")
+LEGEND = (
+    "speed-up: forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
+    "ceiling, realised: what the FLOPs left would allow, and the share of that saving that came true",
+    "flops, saved, peak: executed in the backward, kept for it, and highest in use; plain PyTorch is 1",
+)
+
+
+def print_benchmark(found: Benchmark) -> None:
+    """Print the machine, the table, and the break-even of each form.
+
+    Args:
+        found: What to print.
+    """
+    request, model, machine = found.request, found.model, found.machine
+    name = request.model.name or f"random {(request.model.config or {}).get('model_type', '')}"
+    device = (
+        model["device"]
+        if model["device"] != "cpu"
+        else f"{machine['cpu']}, {machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    )
+    plain = found.rows[0]
+    print_line(
+        f"{request.policy} on {name}: {show_count(model['parameters'])} parameters, {model['dtype']}, "
+        f"{request.batch} x {request.length} tokens"
+    )
+    print_line(f"{device}; torch {machine['packages']['torch']}; load {machine['load_average'][0]:g} at the start")
+    print_line(
+        f"plain PyTorch: {show_seconds(plain.seconds.median)} forward + backward, median of {request.rounds} rounds"
+    )
+    table, above = make_table("form", *NUMBERS, numbers=NUMBERS), None
+    for row in found.rows:
+        group = (row.site, row.label) if row.execution != "dense" else ("", "")
+        if above is not None and group[0] != above[0]:
+            table.add_section()
+            table.add_row(f"at {row.site}", style="bold")
+        elif above is not None and group != above and row.keep is not None:
+            table.add_section()
+        table.add_row(*_cells(row))
+        above = group
+    console().print(table)
+    for text in dict.fromkeys(f"{row.site} {row.label}: {row.note}" for row in found.rows if row.note):
+        print_line(f"note: {text}")
+    if found.break_evens:
+        table = make_table("site", "form", "is faster than", "where this share is kept")
+        for one in found.break_evens:
+            table.add_row(one.site, one.label, one.against, one.words)
+        console().print(table)
+    for line in LEGEND:
+        print_line(line)
+
+
+def _cells(row: Row) -> list[str]:
+    ratio = row.ratio
+    return [
+        f"{row.label}, {row.site}" if row.execution == "dense" and row.site else row.label,
+        "" if row.keep is None else f"{row.keep:g}",
+        f"{row.speedup:.2f}x",
+        f"{1 / ratio.high:.2f}-{1 / ratio.low:.2f}",
+        "" if row.ceiling is None else f"{row.ceiling:.2f}x",
+        "" if row.realised_share is None else f"{row.realised_share:.0%}",
+        f"{row.flops_ratio:.2f}",
+        f"{row.saved_ratio:.2f}",
+        "" if row.peak_ratio is None else f"{row.peak_ratio:.2f}",
+    ]

@@ -1,0 +1,86 @@
+"""One way to compute a step's gradients: plain PyTorch, through the engine, with checkpointing, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from sparsebp_cli.backward import Engine, attach, kernel
+from sparsebp_cli.policy import Policy
+
+CSR_ALWAYS, CSR_NEVER = 2.0, 0.0  # shares of kept entries below which a product is done in CSR
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a step is computed.
+
+    Args:
+        label: What it is called.
+        sites: Where the engine asks; None: without the engine.
+        policy: Who decides; None: dense.
+        checkpointing: ``full``: each layer's input is kept, by transformers; the others are the engine's.
+        engine: ``fast`` or ``reference``.
+        csr_below: Share of kept entries below which products are done in CSR; None: as the engine does it.
+        exclude: Sites that stay dense: globs over module names.
+        seed: Of random policies.
+        is_compiled: Whether the model is run by ``torch.compile``; without the engine.
+    """
+
+    label: str
+    sites: Literal["linears", "branches", "nodes"] | None = None
+    policy: Policy | None = None
+    checkpointing: Literal["none", "sparse", "full"] = "none"
+    engine: Literal["fast", "reference"] = "fast"
+    csr_below: float | None = None
+    exclude: tuple[str, ...] = ()
+    seed: int = 0
+    is_compiled: bool = False
+
+    @contextmanager
+    def on(self, model: nn.Module) -> Iterator[Engine | None]:
+        """Prepare a model, and give it back as it was.
+
+        Args:
+            model: Of transformers; not attached.
+
+        Yields:
+            Engine | None: What runs the backward; None: autograd itself.
+        """
+        with ExitStack() as stack:
+            if self.checkpointing == "full":
+                stack.enter_context(_checkpointing(model))
+            if self.csr_below is not None:
+                stack.enter_context(_csr_below(self.csr_below))
+            if self.sites is None:
+                yield None
+                return
+            own = "none" if self.checkpointing == "full" else self.checkpointing
+            policies = [] if self.policy is None else [self.policy]
+            options: dict[str, Any] = {"checkpointing": own, "exclude": self.exclude, "seed": self.seed}
+            yield stack.enter_context(attach(model, policies, sites=self.sites, engine=self.engine, **options))
+
+
+@contextmanager
+def _checkpointing(model: Any) -> Iterator[None]:
+    # transformers 5.18 renamed both; the old names warn since.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        disable()
+
+
+@contextmanager
+def _csr_below(share: float) -> Iterator[None]:
+    before, kernel.CSR_BELOW = kernel.CSR_BELOW, share
+    try:
+        yield
+    finally:
+        kernel.CSR_BELOW = before
