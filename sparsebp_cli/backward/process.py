@@ -1,4 +1,4 @@
-"""Whether gradients are reduced over several processes."""
+"""Whether gradients are reduced over several processes, and which of them this is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.errors import UnsupportedError
+
+
+def current_rank() -> int:
+    """Return which of the processes that train together this is, from 0; 0 for one alone."""
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def refuse_several_processes(model: nn.Module, what: str) -> None:

@@ -41,7 +41,10 @@ class Plan(BaseModel):
     @property
     def group(self) -> str:
         """Content hash of all that decides the result but the seed: runs of one group are repetitions."""
-        return content_hash(self.recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP))  # type: ignore[arg-type]
+        content = self.recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
+        if (processes := self.recipe.target.options.get("processes", 1)) > 1:  # they see as many examples a step
+            content["target"] = {"processes": processes}
+        return content_hash(content)
 
     def save(self, run_folder: Path) -> Path:
         """Write ``plan.json`` into the run's folder, atomically.

@@ -62,6 +62,7 @@ class Step:
         call: Which gradient of this site in this backward, counted from 0 (a shared layer is asked more than once).
         seed: The run's seed.
         draw: 0 in training; other numbers give independent draws for measuring a random policy.
+        rank: Which of several processes that train together, from 0; each decides about examples of its own.
     """
 
     index: int
@@ -69,9 +70,10 @@ class Step:
     call: int = 0
     seed: int = 0
     draw: int = 0
+    rank: int = 0
 
     def generator(self, site: Named, device: torch.device | str = "cpu") -> torch.Generator:
-        """Return a fresh random generator that depends only on seed, step, draw and site.
+        """Return a fresh random generator that depends only on seed, step, draw, rank and site.
 
         Args:
             site: Where the decision is made.
@@ -83,6 +85,7 @@ class Step:
         import torch
 
         key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{self.draw}/{site.name}"
+        key += f"/rank {self.rank}" if self.rank else ""  # no two draw the same rows, and the first as one alone would
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 

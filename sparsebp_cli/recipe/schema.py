@@ -169,7 +169,9 @@ class TargetSection(Section):
     model_config = ConfigDict(extra="allow")
 
     kind: Name = Field("local", description="A kind, or a name from targets.yaml: `sparsebp targets` lists them.")
-    threads: PositiveInt | None = Field(None, description="CPU threads of torch; null: one a physical core.")
+    threads: PositiveInt | None = Field(
+        None, description="CPU threads of torch, in each process; null: one a physical core."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
 
     @property
@@ -184,6 +186,20 @@ class TargetOptions(Section):
     worker: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")] = Field(
         "sparsebp_cli.worker", description="Module that is run as the worker; another one must keep its promises."
     )
+    processes: PositiveInt = Field(
+        1,
+        description="Processes that train together on the one machine, each with per_device_train_batch_size examples "
+        "and, where there are GPUs, one of them.",
+    )
+    sharding: Literal["none", "fsdp2"] = Field(
+        "none", description="none: each process holds the whole model (DDP); fsdp2: a part of it."
+    )
+
+    @model_validator(mode="after")
+    def _sharding_needs_processes(self) -> Self:
+        if self.sharding != "none" and self.processes == 1:
+            raise ValueError(f"sharding: {self.sharding} needs processes: 2 or more, got 1")
+        return self
 
 
 class TrackingSection(Section):

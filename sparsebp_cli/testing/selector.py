@@ -52,7 +52,7 @@ def _check_draws(policy: GradientSelector) -> None:
     grad_NO = next(_gradients())
     if all(_same(policy, policy, grad_NO, Step(0), Step(0, draw=draw)) for draw in range(1, 9)):
         return  # not a random policy
-    for what in ("index", "micro_batch", "call", "seed"):
+    for what in ("index", "micro_batch", "call", "seed", "rank"):
         others = [Step(**({"index": 0} | {what: number})) for number in range(1, 9)]
         differs = not all(_same(policy, policy, grad_NO, Step(0), other) for other in others)
         require(differs, f"{name_of(policy)}: is random but draws the same for every {what} of the step")
