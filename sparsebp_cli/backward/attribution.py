@@ -18,11 +18,15 @@ from torch.autograd.graph import Node
 
 from sparsebp_cli.errors import UnsupportedError
 
+# A model of a few hundred modules makes a thousand notes a forward pass: so the last hundred passes are known.
+MOST_NOTES = 200_000
+
 
 class Attribution:
     """Notes sequence numbers at every module's entry and exit, as long as its hooks are there.
 
-    A forward pass adds to what is known, so several of them may stand before one backward (accumulation, two losses).
+    A forward pass adds to what is known, so several of them may stand before one backward (accumulation, two losses);
+    the oldest are forgotten in the end.
     What a backward pass runs again (activation checkpointing) is left out: the nodes of the first run are the graph's,
     and the numbers of a device's own backward thread would collide with them.
 
@@ -46,15 +50,6 @@ class Attribution:
             # Also after an error, so that a caught one (out of memory) leaves no module open.
             leave = _Exit(self._leave, name, is_watched=at_exit is not None)
             self._handles.append(module.register_forward_hook(leave, always_call=True))
-
-    def forget(self, before: int) -> None:
-        """Drop what lies before a number, such as that of a graph's oldest node: a long run would gather without end.
-
-        Args:
-            before: A sequence number; what was running when it was given stays known.
-        """
-        place = max(0, bisect_right(self._starts, before) - 1)
-        del self._starts[:place], self._names[:place]
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
@@ -110,6 +105,8 @@ class Attribution:
         else:
             self._starts.append(number)
             self._names.append(name)
+        if len(self._starts) > MOST_NOTES:
+            del self._starts[: MOST_NOTES // 2], self._names[: MOST_NOTES // 2]
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -76,8 +76,6 @@ class Graph:
         nodes = sorted(_reach(loss), key=_order, reverse=True)
         leaves = [node for node in nodes if _is_leaf(node)]
         inner = nodes[len(leaves) :]  # sorting is stable and a leaf's number is the largest there is
-        if inner:
-            attribution.forget(before=_order(inner[-1]))
         self.leaves = frozenset(leaves)
         self.parameters: dict[Node, Tensor] = {}
         self.places: dict[Node, Place] = {}

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward import Claim
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 from tests.selector import Promises
@@ -138,7 +139,7 @@ def test_every_gradient_is_shown_by_a_name_that_stays() -> None:
         assert names[0] == names[1] == names[2]
         assert len(set(names[0])) == len(names[0]) == 176
         assert engine.report().kept_share == 1.0
-        assert engine.claim() == sbp_claim()
+        assert engine.claim() == Claim(0.0, 0.0)
     sites = {site.name: site for site in SEEN}
     assert {name for name, _ in model.named_parameters()} <= sites.keys()
     assert sites["model.layers.1.mlp.down_proj.MmBackward0.0"] == Site(
@@ -150,10 +151,16 @@ def test_every_gradient_is_shown_by_a_name_that_stays() -> None:
     assert sites["model.norm.MulBackward0.1"].layer is None
 
 
-def sbp_claim() -> Any:
-    from sparsebp_cli.backward import Claim
-
-    return Claim(0.0, 0.0)
+def test_losses_may_be_differentiated_in_any_order() -> None:
+    model, names = tiny_decoder("llama"), []
+    with sbp.attach(model, [Watcher()], sites="nodes") as engine:
+        losses = [model(input_ids=tokens(number), labels=tokens(number)).loss for number in range(3)]
+        for loss in reversed(losses):
+            SEEN.clear()
+            engine.backward(loss)
+            names.append([site.name for site in SEEN])
+    assert names[0] == names[1] == names[2]
+    assert "model.layers.1.mlp.down_proj.MmBackward0.0" in names[2]
 
 
 def test_outputs_of_one_node_are_gradients_of_their_own_and_none_stays_none() -> None:
