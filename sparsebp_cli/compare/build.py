@@ -33,6 +33,7 @@ from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
 MOST_POINTS = 400  # of one curve: more than a screen has room for
+MOST_POINTS_IN_ALL = 40_000  # of one metric over all runs: what a page can hold
 NOT_A_CHANGE = ("name", "tracking.")
 
 
@@ -216,19 +217,27 @@ class _Builder:
             environment=run.history.environments[-1] if run.history.environments else {},
             quality=value if value is not None and math.isfinite(value) else None,
             step_seconds=median_time(run, names.STEP_SECONDS),
-            curves={name: thin(run.curve(name)) for name in wanted},
+            curves={name: thin(run.curve(name), MOST_POINTS_IN_ALL // len(self.loaded)) for name in wanted},
         )
 
 
 Item = TypeVar("Item")
 
 
-def thin(points: Sequence[Item]) -> tuple[Item, ...]:
-    """Return at most 400 of the points, evenly, the first and the last among them."""
-    if len(points) <= MOST_POINTS:
+def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
+    """Return some of the points, evenly, the first and the last among them.
+
+    Args:
+        points: In their order.
+        most: How many at most; never fewer than 20, never more than 400.
+
+    Returns:
+        All of them where they are few.
+    """
+    most = max(20, min(most, MOST_POINTS))
+    if len(points) <= most:
         return tuple(points)
-    last = MOST_POINTS - 1
-    return tuple(points[round(i * (len(points) - 1) / last)] for i in range(MOST_POINTS))
+    return tuple(points[round(i * (len(points) - 1) / (most - 1))] for i in range(most))
 
 
 def _holm(differences: Sequence[Difference | None]) -> list[Difference | None]:

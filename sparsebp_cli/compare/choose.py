@@ -78,15 +78,22 @@ class Candidate:
     def _metric(self, name: str) -> list[float]:
         if self.metrics is not None:
             return [self.metrics[name]] if name in self.metrics else []
-        last = self.loaded.history.last(name)
-        return [] if last is None else [last]
+        return self.ask(lambda loaded: loaded.history.last(name))
+
+    def ask(self, what: Callable[[LoadedRun], Any]) -> list[Any]:
+        """Return what the run says once it is read; a run whose plan cannot be read says nothing."""
+        try:
+            told = what(self.loaded)
+        except RunNotFoundError:
+            return []
+        return [] if told is None else [told]
 
 
 SPECIAL: dict[str, Callable[[Candidate], Sequence[Any]]] = {
     "id": lambda run: [run.run_id, *([run.other_id] if run.other_id else [])],
     "name": lambda run: [run.name],
     "created": lambda run: [run.created],
-    "state": lambda run: [run.known_state or str(run.loaded.state)],
+    "state": lambda run: [run.known_state] if run.known_state else run.ask(lambda loaded: str(loaded.state)),
     "seed": lambda run: run.named("training.seed") or run.named("seed"),
     "policy": lambda run: [v for key, v in run.flat.items() if key.startswith("policy.") and key.endswith(".name")],
     "experiment": lambda run: run.named("tracking.experiment"),
@@ -97,12 +104,13 @@ def local_candidates(folder: Path | None = None) -> list[Candidate]:
     """Return every run in a folder, newest first; one whose plan is damaged is left out.
 
     Args:
-        folder: That holds run folders, or is one; None: this machine's own.
+        folder: That holds run folders, or is one, or is another machine's ``$SPARSEBP_HOME``; None: this machine's own.
 
     Returns:
         The runs.
     """
-    root = home() / "runs" if folder is None else folder
+    root = home() if folder is None else folder
+    root = root / "runs" if (root / "runs").is_dir() else root
     plans = [root / "plan.json"] if (root / "plan.json").is_file() else root.glob("*/plan.json")
     found = [candidate for plan in plans if (candidate := _describe(RunFolder(plan.parent.absolute())))]
     return sorted(found, key=lambda candidate: (candidate.created, candidate.run_id), reverse=True)

@@ -104,7 +104,7 @@ class RunLine:
         environment: Of its last attempt: packages, hardware.
         quality: The metric as the reducer takes it; None when there is none or it is not finite.
         step_seconds: Median step after warm-up.
-        curves: Metric to [step, tokens, seconds of training, value], thinned to 400 points.
+        curves: Metric to [step, tokens, seconds of training, value], thinned to at most 400 points.
     """
 
     run_id: str

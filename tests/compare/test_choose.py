@@ -139,6 +139,24 @@ def test_selecting_reads_each_plan_once_and_no_journal(runs: list[RunFolder], mo
     assert sorted(read) == sorted(run.plan_file for run in runs)
 
 
+def test_another_machines_home_its_runs_and_one_run_are_all_places(runs: list[RunFolder], home_folder: Path) -> None:
+    everything = pick()
+    assert ids(local_candidates(home_folder)) == everything[::-1]
+    assert ids(local_candidates(home_folder / "runs")) == everything[::-1]
+    assert ids(local_candidates(runs[0].path)) == [runs[0].run_id]
+    assert local_candidates(home_folder / "nothing") == []
+
+
+def test_a_plan_that_this_version_cannot_read_says_nothing_of_its_state_and_hides_no_other(
+    runs: list[RunFolder],
+) -> None:
+    plan = runs[0].plan_file
+    plan.write_text(plan.read_text().replace('"max_steps"', '"max_stebs"'))
+    assert pick(where="state=finished") == [run.run_id for run in (*runs[1:4], runs[5])]
+    with pytest.raises(RunNotFoundError, match="is not a plan"):
+        _ = choose(local_candidates(), [runs[0].run_id], None, "here")[0].loaded
+
+
 def test_a_damaged_plan_is_no_candidate_and_hides_no_other(runs: list[RunFolder]) -> None:
     runs[0].plan_file.write_text("{")
     assert len(local_candidates()) == 5

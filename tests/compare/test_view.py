@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from sparsebp_cli.compare import Comparison, Question, View, compare_runs, picture, render, table
+from sparsebp_cli.compare.build import thin
 from sparsebp_cli.compare.view import find_trades, view_grids
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import JournalWriter, RunFolder
@@ -120,6 +122,14 @@ def test_a_view_of_runs_without_numbers_is_still_a_table_and_a_picture(
     empty = compare_runs([make_run(end="failed", steps=0), make_run("b", end="failed", steps=0)])
     assert view_grids(empty, view)
     assert picture(empty, tmp_path / "a.png", view).stat().st_size > 1000
+
+
+def test_curves_are_thinned_evenly_and_keep_both_ends() -> None:
+    assert thin(range(9)) == tuple(range(9))
+    found = thin(range(1000))
+    assert (len(found), found[0], found[-1]) == (400, 0, 999)
+    assert max(b - a for a, b in itertools.pairwise(found)) <= 3
+    assert len(thin(range(1000), 1)) == 20
 
 
 def test_a_curve_that_no_run_logged_is_refused(make_run: MakeRun) -> None:
