@@ -12,7 +12,6 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_config_path
 from pydantic import ValidationError
 
 from sparsebp_cli.errors import RecipeError, UsageError, did_you_mean
@@ -83,7 +82,11 @@ def find_target(kind: str) -> FoundTarget:
 def targets_file() -> Path:
     """Return where named targets are: ``$SPARSEBP_TARGETS``, else ``targets.yaml`` in the user's config folder."""
     chosen = os.environ.get("SPARSEBP_TARGETS")
-    return Path(chosen).expanduser() if chosen else user_config_path("sparsebp", appauthor=False) / "targets.yaml"
+    if chosen:
+        return Path(chosen).expanduser()
+    from platformdirs import user_config_path  # here: benchmarks run from a bare checkout, where few packages are
+
+    return user_config_path("sparsebp", appauthor=False) / "targets.yaml"
 
 
 def named_targets() -> dict[str, Node]:
