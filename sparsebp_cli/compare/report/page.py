@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli.compare.comparison import Comparison, Control
+from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
@@ -117,13 +117,16 @@ def _notes(comparison: Comparison) -> str:
     if not comparison.warnings and not missing:
         return ""
     items = [f"<li>{escape(warning)}</li>" for warning in comparison.warnings]
-    items += [_missing(control) for control in missing]
+    together: dict[tuple[str, str], list[str]] = {}
+    for control in missing:
+        together.setdefault((control.kind, control.command), []).append(control.label)
+    items += [_missing(kind, command, labels) for (kind, command), labels in together.items()]
     return f'<section class="warn"><h2>Before believing it</h2><ul>{"".join(items)}</ul></section>'
 
 
-def _missing(control: Control) -> str:
-    said = f"{control.label} is not compared with {CONTROLS[control.kind]}"
-    how = f"; to make that run: <code>{escape(control.command)}</code>" if control.command else ""
+def _missing(kind: str, command: str, labels: list[str]) -> str:
+    said = f"{', '.join(labels)}: not compared with {CONTROLS[kind]}"
+    how = f"; to make that run: <code>{escape(command)}</code>" if command else ""
     return f"<li>{escape(said)}{how}</li>"
 
 
