@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: quickstart picture results setup test chaos browser check style fix docs bench image clean help
+.PHONY: test-k8s quickstart picture results setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -34,6 +34,10 @@ chaos: .venv/develop  ## random faults in large numbers (about half an hour)
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed
 	$(BIN)/pytest -m browser
 
+test-k8s: .venv/develop  ## the target kubernetes on a real control plane, compiled once (ten minutes; Debian, root)
+	bash tests/target/kubernetes.sh
+	$(BIN)/pytest -m k8s -s -v tests/target/test_kubernetes.py
+
 check: style docs  ## style, types, layers, docstrings, docs
 
 style: .venv/develop
@@ -50,14 +54,14 @@ docs: .venv/develop  ## build the documentation; warnings and stale generated pa
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build
 
-bench: .venv/develop  ## measure the kernels on this machine
-	$(BIN)/python benchmarks/linears.py
+bench: .venv/develop  ## time every form of topk on this machine, which should have nothing else to do
+	$(BIN)/sparsebp bench topk --recipe benchmarks/llama-23m.yaml --out benchmarks/results/topk-cpu.json --png benchmarks/results/topk-cpu.png
 
 image:  ## the container image; BASE, IMAGE, PIP_OPTIONS, BUILD_OPTIONS
 	docker build --build-arg BASE=$(BASE) --build-arg PIP_OPTIONS="$(PIP_OPTIONS)" $(BUILD_OPTIONS) -t $(IMAGE) .
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 clean:  ## remove what was installed and built
 	rm -rf .venv docs/_build dist build .mypy_cache .ruff_cache .pytest_cache

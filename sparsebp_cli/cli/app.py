@@ -16,6 +16,7 @@ from sparsebp_cli.cli.cancel import cancel
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.crash import Crash
 from sparsebp_cli.cli.doctor import doctor
+from sparsebp_cli.cli.export import export
 from sparsebp_cli.cli.logs import logs
 from sparsebp_cli.cli.policies import policies
 from sparsebp_cli.cli.resume import resume
@@ -42,7 +43,7 @@ crash = Crash()
 VERBS = {
     "Runs": (run, resume, cancel, logs),
     "Results": (compare, runs, show, sync, ui),
-    "Recipes": (validate, schema, policies),
+    "Recipes": (validate, export, schema, policies),
     "This machine and others": (doctor, bench, targets),
 }
 for panel, verbs in VERBS.items():

@@ -51,7 +51,7 @@ class SlurmOptions(ContainerOptions):
     )
     container: Literal["none", "apptainer", "pyxis"] = Field("none", description="What runs the image; none: no image.")
     mounts: list[Mount] = Field(default_factory=list, description="With a container: SOURCE:TARGET[:ro|rw].")
-    arguments: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\n\r]*)?$")]] = Field(
+    arguments: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\s]*)?$")]] = Field(
         default_factory=list, description="Further options of sbatch, such as --constraint=a100."
     )
 
@@ -94,13 +94,14 @@ def directives(options: SlurmOptions, folder: str, num_runs: int, max_parallel: 
     return [*words, *options.arguments]
 
 
-def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int = 1) -> str:
+def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int = 1, *, before: str = "") -> str:
     """Return the batch script of one or several runs.
 
     Args:
         options: Of the target.
         runs: The runs' folders, as the nodes see them.
         max_parallel: How many of them may work at once.
+        before: Lines that make the folders where nobody else does.
 
     Returns:
         A script for bash.
@@ -115,7 +116,7 @@ def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int 
 
 runs=(
 {listed}
-)
+){before and chr(10) + before}
 run=${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 key=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 key=${{key:-$SLURM_JOB_ID}}

@@ -4,7 +4,8 @@
 
 It waits until the run's folder was delivered (``.go``), starts the worker, passes its output on, and stays until
 everything was fetched (``.fetched``) or its patience ends. ``.state`` says how far it is: waiting, working, or over and
-the exit code. A pod that takes another one's place on a lasting volume finds the folder as it was left, and goes on by itself.
+the exit code. A pod that takes another one's place on a lasting volume finds the folder as it was left, and goes on by
+itself.
 """
 
 from __future__ import annotations

@@ -1,0 +1,162 @@
+"""Files for those who keep their own scheduler: a plan in it, and what carries it out. Pure: nothing is run.
+
+The plan keeps its run id, so a file that is submitted again goes on where the run was left, as long as its folder is
+there; ``sparsebp sync`` sends the numbers from wherever a tracking store can be reached.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import TargetSection
+from sparsebp_cli.run import home
+from sparsebp_cli.target.batch import SlurmOptions, render_script
+from sparsebp_cli.target.container import ContainerOptions, container_name, run_folder
+from sparsebp_cli.target.manifest import KubernetesOptions, make_job
+
+END = "END_OF_PLAN"
+
+
+def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
+    """Return a batch script of Slurm; several plans are an array.
+
+    Args:
+        plans: The plans; the first one's target gives the options where it is ``slurm``.
+        max_parallel: How many may work at once.
+
+    Returns:
+        A script for bash.
+    """
+    options = SlurmOptions.model_validate(_options(plans[0], "slurm"))
+    folder = options.folder or str(home())
+    runs = [f"{folder}/runs/{plan.run_id}" for plan in plans]
+    before = "\n".join(_write_plan(plan, shlex.quote(run)) for plan, run in zip(plans, runs, strict=True))
+    return render_script(options, runs, max_parallel, before=before)
+
+
+def export_kubernetes(plans: Sequence[Plan]) -> str:
+    """Return a ConfigMap and a Job for each plan, as YAML.
+
+    Args:
+        plans: The plans; each one's target gives the options where it is ``kubernetes``.
+
+    Returns:
+        Documents for ``kubectl apply``. Without a claim, what the run writes is lost with its pod.
+    """
+    documents = []
+    for plan in plans:
+        options = KubernetesOptions.model_validate(_options(plan, "kubernetes"))
+        name, folder = container_name(plan.run_id), run_folder(plan.run_id)
+        job = make_job(options, plan.run_id)
+        pod = job["spec"]["template"]["spec"]
+        python = shlex.quote(options.python)
+        line = (
+            f"mkdir -p {folder} && cp /plan/plan.json {folder}/ && exec {python} -m {options.worker} {folder}/plan.json"
+        )
+        pod["containers"][0]["command"] = ["sh", "-c", line]
+        pod["containers"][0]["volumeMounts"].append({"name": "plan", "mountPath": "/plan", "readOnly": True})
+        pod["volumes"].append({"name": "plan", "configMap": {"name": name}})
+        metadata = {"name": name, "labels": job["metadata"]["labels"]}
+        text = _plan_text(plan)
+        documents += [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"plan.json": text}}, job]
+    return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=10**6)
+
+
+def export_sky(plans: Sequence[Plan]) -> str:
+    """Return a task of SkyPilot.
+
+    Args:
+        plans: One plan.
+
+    Returns:
+        YAML for ``sky launch``.
+    """
+    plan = _only(plans, "sky")
+    options, section = _container(plan), plan.recipe.target.options
+    resources: dict[str, Any] = {"image_id": f"docker:{options.image}"}
+    if isinstance(section.get("gpus"), str) and ":" in section["gpus"]:
+        resources["accelerators"] = section["gpus"]
+    task = {"name": container_name(plan.run_id), "resources": resources, "envs": dict(options.env)}
+    return yaml.dump(task | {"run": _lines(plan, options)}, Dumper=_Plain, sort_keys=False, width=10**6)
+
+
+def export_dstack(plans: Sequence[Plan]) -> str:
+    """Return a task of dstack.
+
+    Args:
+        plans: One plan.
+
+    Returns:
+        YAML for ``dstack apply``.
+    """
+    plan = _only(plans, "dstack")
+    options, section = _container(plan), plan.recipe.target.options
+    task: dict[str, Any] = {"type": "task", "name": container_name(plan.run_id), "image": options.image}
+    task |= {"env": dict(options.env), "commands": [_lines(plan, options)]}
+    if isinstance(section.get("gpus"), int):
+        task["resources"] = {"gpu": section["gpus"]}
+    return yaml.dump(task, Dumper=_Plain, sort_keys=False, width=10**6)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes texts of several lines as such, and never aliases."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+
+def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Plain.add_representer(str, _represent)
+
+
+def _options(plan: Plan, kind: str) -> dict[str, Any]:
+    return plan.recipe.target.options if plan.recipe.target.kind == kind else {}
+
+
+def _container(plan: Plan) -> ContainerOptions:
+    known = {
+        key: plan.recipe.target.options[key]
+        for key in ContainerOptions.model_fields
+        if key in plan.recipe.target.options
+    }
+    return ContainerOptions.model_validate(known)
+
+
+def _only(plans: Sequence[Plan], form: str) -> Plan:
+    if len(plans) != 1:
+        raise UsageError(f"--format {form} is one run a file, got {len(plans)}; give one recipe and one seed")
+    return plans[0]
+
+
+def _plan_text(plan: Plan) -> str:
+    """Return the plan as it is carried out there: on its own machine, without the changes of the working folder."""
+    target = plan.recipe.target
+    local = TargetSection(kind="local", threads=target.threads, device=target.device)
+    provenance = plan.provenance.model_copy(update={"git_diff": ""})
+    recipe = plan.recipe.model_copy(update={"target": local})
+    changed = plan.model_copy(update={"recipe": recipe, "provenance": provenance})
+    return json.dumps(changed.model_dump(mode="json"), indent=1) + "\n"
+
+
+def _write_plan(plan: Plan, folder: str) -> str:
+    text = _plan_text(plan)
+    return f"mkdir -p {folder}\n[ -e {folder}/plan.json ] || cat > {folder}/plan.json <<'{END}'\n{text}{END}"
+
+
+def _lines(plan: Plan, options: ContainerOptions) -> str:
+    python = shlex.quote(options.python)
+    return (
+        f'run="${{SPARSEBP_HOME:-$HOME/.local/share/sparsebp}}/runs/{plan.run_id}"\n'
+        + _write_plan(plan, '"$run"')
+        + f'\nexec {python} -m {options.worker} "$run/plan.json"\n'
+    )
