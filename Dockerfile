@@ -1,6 +1,7 @@
 # SparseBP in a container: a virtual environment built in one stage and copied into another of the same base.
 #
-#   make image                                   # CPU or GPU: whichever build of torch pip finds for this platform
+#   make image                                   # with CUDA inside (VARIANT=cuda)
+#   make image VARIANT=cpu                       # several GB smaller
 #   make image BASE=my-registry/python:3.12      # another base; it needs Python 3.11 or newer with venv and pip
 #   docker run --rm -v sparsebp:/data sparsebp:latest run recipes/quickstart.yaml
 ARG BASE=python:3.12-slim
@@ -11,11 +12,20 @@ COPY pyproject.toml ./
 RUN python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > /requirements.txt
 
 FROM ${BASE} AS build
-# Such as "--extra-index-url ..." for a build of torch without CUDA, which makes the image several GB smaller.
+# cuda: torch as pip finds it, which on Linux brings CUDA's libraries; cpu: PyTorch's own builds without them.
+ARG VARIANT=cuda
+ARG CPU_INDEX=https://download.pytorch.org/whl/cpu
 ARG PIP_OPTIONS=""
 WORKDIR /build
 COPY --from=requirements /requirements.txt ./
-RUN python3 -m venv /venv && /venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} --requirement requirements.txt
+RUN python3 -m venv /venv \
+ && case "${VARIANT}" in \
+      cuda) ;; \
+      cpu) grep '^torch[<>=]' requirements.txt > torch.txt \
+        && /venv/bin/pip install --no-cache-dir --no-deps ${PIP_OPTIONS} --index-url "${CPU_INDEX}" --requirement torch.txt ;; \
+      *) echo "VARIANT must be cuda or cpu, got ${VARIANT}" >&2; exit 2 ;; \
+    esac \
+ && /venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} --requirement requirements.txt
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY sparsebp_cli sparsebp_cli
 RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . \
@@ -32,8 +42,7 @@ WORKDIR /home/sparsebp
 COPY recipes recipes
 ENV PATH=/venv/bin:$PATH \
     HOME=/home/sparsebp \
-    SPARSEBP_HOME=/data \
-    PYTHONUNBUFFERED=1
+    SPARSEBP_HOME=/data
 USER 10001:10001
 # Runs, checkpoints and the tracking database. A bind mount must be writable by user 10001.
 VOLUME /data

@@ -6,6 +6,8 @@ BIN = .venv/bin
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
+# cuda, or cpu: several GB smaller.
+VARIANT ?= cuda
 # Such as: PIP_OPTIONS="--extra-index-url ..." for torch without CUDA; BUILD_OPTIONS="--network host".
 PIP_OPTIONS ?=
 BUILD_OPTIONS ?=
@@ -57,8 +59,8 @@ docs: .venv/develop  ## build the documentation; warnings and stale generated pa
 bench: .venv/develop  ## time every form of topk on this machine, which should have nothing else to do
 	$(BIN)/sparsebp bench topk --recipe benchmarks/llama-23m.yaml --out benchmarks/results/topk-cpu.json --png benchmarks/results/topk-cpu.png
 
-image:  ## the container image; BASE, IMAGE, PIP_OPTIONS, BUILD_OPTIONS
-	docker build --build-arg BASE=$(BASE) --build-arg PIP_OPTIONS="$(PIP_OPTIONS)" $(BUILD_OPTIONS) -t $(IMAGE) .
+image:  ## the container image; VARIANT=cpu, BASE, IMAGE, PIP_OPTIONS, BUILD_OPTIONS
+	docker build --build-arg BASE=$(BASE) --build-arg VARIANT=$(VARIANT) --build-arg PIP_OPTIONS="$(PIP_OPTIONS)" $(BUILD_OPTIONS) -t $(IMAGE) .
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
