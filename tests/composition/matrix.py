@@ -1,0 +1,111 @@
+"""What goes with what: every policy at every site in every way of training. The test and the page both read this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+SITES = ("linears", "branches", "nodes")
+COMPOSITIONS = {
+    "accumulation": "gradients of two micro-batches added up",
+    "clipping": "`clip_grad_norm_` between backward and step",
+    "tied weights": "input and output embeddings are one parameter",
+    "checkpointing": "activation checkpointing of every layer, `use_reentrant=False`",
+    "reentrant checkpointing": "the same with `use_reentrant=True`",
+    "compile": "`torch.compile` of attention and MLP, before and after attaching",
+    "autocast": "`torch.autocast` to bfloat16",
+    "DDP": "two processes on gloo, wrapped before and after attaching",
+    "LoRA": "adapters of peft at every linear, the rest frozen",
+    "resume": "engine, model and optimizer saved after a step, loaded into new ones",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One policy with options.
+
+    Args:
+        policy: Its name.
+        options: Its options.
+        kind: The kind of policy.
+    """
+
+    policy: str
+    options: tuple[tuple[str, Any], ...] = ()
+    kind: str = "GradientSelector"
+
+    def options_at(self, site: str) -> dict[str, Any]:
+        """Return the options at a site: of what is drawn at every node in turn, nothing would be left at the end."""
+        options = dict(self.options)
+        if self.policy != "random" or site != "nodes":
+            return options
+        return options | ({"layers": [-1]} if options["along"] == "2:4" else {"keep": 0.95})
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        shown = ", ".join(f"{key}: {value}".lower() for key, value in self.options if key not in ("keep", "block"))
+        return f"{self.policy} ({shown})" if shown else self.policy
+
+
+def _structured(policy: str, **more: Any) -> list[Entry]:
+    shares = {"rows": 0.3, "columns": 0.3, "blocks": 0.3, "elements": 0.3, "2:4": 0.5}
+    blocks = {"blocks": (("block", (4, 8)),)}
+    return [
+        Entry(policy, (("keep", share), ("along", along), *blocks.get(along, ()), *more.items()))
+        for along, share in shares.items()
+    ]
+
+
+ENTRIES = (
+    Entry("dense"),
+    *_structured("topk"),
+    Entry("topk", (("keep", 0.3), ("along", "rows"), ("within", "example"), ("error_feedback", True))),
+    *_structured("random", weighted=True),
+    Entry("max-child", kind="EdgeRouter"),
+    Entry("random-child", kind="EdgeRouter"),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why something does not go together.
+
+    Args:
+        message: The one line that is raised, whole.
+        recipe: What `sparsebp validate` says, without the place; empty where a recipe cannot ask for it.
+    """
+
+    message: str
+    recipe: str = ""
+
+
+CLASSES = {"max-child": "MaxChild", "random-child": "RandomChild"}
+
+
+def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
+    """Return why a cell is refused; None: it works.
+
+    Args:
+        entry: The policy.
+        site: One of :data:`SITES`.
+        composition: One of :data:`COMPOSITIONS`.
+    """
+    if entry.kind == "EdgeRouter":
+        name = CLASSES[entry.policy]
+        if site != "nodes":
+            return Refusal(
+                f"{name} routes at graph nodes: sites must be nodes, got {site!r}",
+                f"{entry.policy!r} routes at graph nodes: needs backward.sites: nodes, got {site}",
+            )
+        if composition == "DDP":
+            return Refusal(f"{name} at sites='nodes' works in one process: without DDP or FSDP")
+    if site == "nodes":
+        reason = {
+            "reentrant checkpointing": "CheckpointFunctionBackward: reentrant activation checkpointing; "
+            "use use_reentrant=False",
+            "compile": "CompiledFunctionBackward: torch.compile; leave the model uncompiled",
+        }.get(composition)
+        if reason:
+            return Refusal(f"sites='nodes' cannot see into {reason}")
+    return None

@@ -1,0 +1,194 @@
+"""Every cell of the table is what the table says: equal to its reference, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparsebp_cli as sbp
+from sparsebp_cli.errors import RecipeError, UnsupportedError
+from sparsebp_cli.policy import Rows, find_policies
+from sparsebp_cli.recipe import load_recipe
+
+from .matrix import COMPOSITIONS, ENTRIES, SITES, Entry, find_refusal
+from .replay import Decisions, Recorder, Replayer
+from .training import batch, build, compile_branches, largest_difference, train
+
+ROOT = Path(__file__).resolve().parents[2]
+LABELS = [entry.label for entry in ENTRIES]
+# In double precision what remains is the order of sums; bfloat16 has 8 bits.
+TOLERANCE = {"autocast": 0.05}
+
+
+def quiet(test: Any) -> Any:
+    """Let dynamo warn of what it does itself while it traces (torch 2.13)."""
+    for text in (
+        "The .grad attribute of a Tensor that is not a leaf:UserWarning",
+        "<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
+    ):
+        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
+    return test
+
+
+@pytest.fixture
+def _forget_compiled() -> Iterator[None]:
+    """Nothing that another test compiled is used again, and no limit of recompiling reached."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_the_table_has_every_policy_in_every_kind_of_selection() -> None:
+    own = {name: found.kind for name, found in find_policies().items() if found.source.split()[0] == "sparsebp"}
+    assert {entry.policy: entry.kind for entry in ENTRIES} == own
+    assert len(set(LABELS)) == len(LABELS)
+    for name in own:
+        found = find_policies()[name].policy_class
+        assert found is not None
+        choices = found.model_json_schema()["properties"].get("along", {}).get("enum", [None])
+        assert {dict(entry.options).get("along") for entry in ENTRIES if entry.policy == name} == set(choices)
+
+
+def _ways(composition: str) -> tuple[str, ...]:
+    return ("before", "after") if composition == "compile" else ("never",)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@quiet
+@pytest.mark.parametrize("entry", ENTRIES, ids=LABELS)
+@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "DDP"])
+def test_a_cell_is_what_the_table_says(composition: str, site: str, entry: Entry) -> None:
+    refusal = find_refusal(entry, site, composition)
+    for compiled in _ways(composition):
+        if compiled != "never":
+            torch._dynamo.reset()
+        if refusal is not None:
+            with pytest.raises(UnsupportedError) as raised:
+                train(composition, entry, site, compiled=compiled)
+            assert str(raised.value) == refusal.message
+            continue
+        reference, options = _reference(composition, entry, site)
+        policy = sbp.make_policy(entry.policy, **entry.options_at(site))
+        sparse = site == "branches" and getattr(policy, "selection", None) is Rows
+        for more in ({}, {"checkpointing": "sparse"}) if sparse else ({},):
+            torch._dynamo.utils.counters.clear()
+            ours = train(composition, entry, site, compiled=compiled, **options, **more)
+            assert largest_difference(ours, reference) <= TOLERANCE.get(
+                composition, 1e-11 if entry.policy != "dense" else 0.0
+            )
+            assert (torch._dynamo.utils.counters["frames"]["ok"] > 0) == (compiled != "never")
+
+
+def _reference(composition: str, entry: Entry, site: str) -> tuple[Any, dict[str, Any]]:
+    """Return its gradients, and with which options the other form is to be run."""
+    if entry.policy == "dense":
+        return train(composition, None, site, plain=True), {}
+    if composition == "resume":  # one that was never stopped
+        return train("nothing", entry, site, engine="reference"), {}
+    if composition == "autocast" and site != "nodes":
+        decisions: Decisions = {}
+        inner = sbp.make_policy(entry.policy, **entry.options_at(site))
+        recorder, replayer = (kind(inner=inner, decisions=decisions) for kind in (Recorder, Replayer))
+        return train(composition, entry, site, engine="reference", instead=[recorder]), {"instead": [replayer]}
+    return train(composition, entry, site, engine="reference"), {}
+
+
+@pytest.mark.usefixtures("_forget_compiled")
+@quiet
+def test_what_is_refused_leaves_no_gradient() -> None:
+    """Before the first backward: nothing has been added up that a caught error would leave."""
+    for composition, prepare in (("reentrant checkpointing", lambda _: None), ("compile", compile_branches)):
+        model = build(composition)
+        prepare(model)
+        ids = batch(0)
+        with sbp.attach(model, [sbp.make_policy("topk", keep=0.3)], sites="nodes") as engine:
+            loss = model(input_ids=ids, labels=ids).loss
+            with pytest.raises(UnsupportedError, match="cannot see into"):
+                engine.backward(loss)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_ddp_is_what_the_table_says_wrapped_before_and_after_attaching(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = ["-m", "tests.composition.two_ranks", str(result)]
+    done = subprocess.run(
+        [*command, *script],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = json.loads(result.read_text())
+    assert len(cells) == len(ENTRIES) * len(SITES) * 2
+    entries = dict(zip(LABELS, ENTRIES, strict=True))
+    for label, site, wrapped, outcome in cells:
+        refusal = find_refusal(entries[label], site, "DDP")
+        if refusal is None:
+            assert isinstance(outcome, float), (label, site, wrapped, outcome)
+            assert outcome <= 1e-11, (label, site, wrapped)
+        else:
+            assert outcome == refusal.message, (label, site, wrapped)
+
+
+RECIPE = """
+version: 1
+model: {config: {model_type: llama}, tokenizer: none}
+dataset: {name: austen}
+training: {max_steps: 1}
+"""
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=LABELS)
+@pytest.mark.parametrize("site", SITES)
+def test_a_recipe_is_accepted_or_refused_as_the_table_says(tmp_path: Path, site: str, entry: Entry) -> None:
+    """What a recipe can ask for: the other refusals need a model that is wrapped by hand."""
+    refusal = find_refusal(entry, site, "accumulation")
+    options = json.dumps({"name": entry.policy, **entry.options_at(site)})
+    file = tmp_path / "cell.yaml"
+    file.write_text(f"{RECIPE}policy: [{options}]\nbackward: {{sites: {site}, checkpointing: full}}\n")
+    if refusal is None:
+        assert load_recipe(file).policy[0].name == entry.policy
+        return
+    with pytest.raises(RecipeError) as raised:
+        load_recipe(file)
+    assert refusal.recipe in str(raised.value)
+    assert refusal.recipe
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_forget_compiled")
+@quiet
+@pytest.mark.parametrize("site", ["linears", "branches"])
+@pytest.mark.parametrize("compiled", ["before", "after", "wrapped"])
+def test_a_model_that_is_compiled_whole_is_its_reference(site: str, compiled: str) -> None:
+    entry = Entry("topk", (("keep", 0.3), ("along", "rows")))
+    policy, ids = sbp.make_policy("topk", keep=0.3, along="rows"), batch(0)
+    model = build("compile")
+    called = model
+    torch._dynamo.utils.counters.clear()
+    if compiled == "before":
+        model.compile(backend="aot_eager")
+    if compiled == "wrapped":
+        called = torch.compile(model, backend="aot_eager")  # type: ignore[assignment]
+    with sbp.attach(called, [policy], sites=site, seed=3) as engine:
+        if compiled == "after":
+            model.compile(backend="aot_eager")
+        engine.backward(called(input_ids=ids, labels=ids).loss)
+        assert all("_orig_mod" not in each.name for each in engine.report().sites)
+    reference = train("compile", entry, site, engine="reference")[:1]
+    ours = [{name: parameter.grad for name, parameter in model.named_parameters()}]
+    assert largest_difference(ours, reference) <= 1e-11
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
