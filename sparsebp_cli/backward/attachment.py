@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.attribution import is_watched
 from sparsebp_cli.backward.binding import Binding
@@ -14,6 +15,7 @@ from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
+from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.site import Bound, LinearBinding
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -36,7 +38,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
 
     Args:
-        model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are.
+        model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are. It may be
+            wrapped by DDP or ``torch.compile`` before or afterwards.
         policies: At most one answers each question; none is dense.
         sites: Where gradient policies are asked: ``linears``, the output of every ``nn.Linear`` and ``Conv1D``;
             ``branches``, the output of every residual branch; ``nodes``, every gradient in the autograd graph. Routers
@@ -71,10 +74,12 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     if sites not in _BINDINGS:
         raise UsageError(f"sites must be one of {', '.join(_BINDINGS)}, got {sites!r}")
     policy, decision = _only_policy(policies), None
+    wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     if isinstance(policy, EdgeRouter):
         if sites != "nodes":
             raise UnsupportedError(f"{type(policy).__name__} routes at graph nodes: sites must be nodes, got {sites!r}")
+        refuse_several_processes(wrapped, f"{type(policy).__name__} at sites='nodes'")
         binding: Binding = NodeBinding(model, exclude, Routing(policy))
     else:
         decision = None if policy is None else Decision(policy, len(LayerNumbers(model).layers))
@@ -94,6 +99,16 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
     "branches": BranchBinding,
     "nodes": NodeBinding,
 }
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return what DDP and ``torch.compile`` have wrapped: the names of its modules are those of sites and patterns."""
+    while True:
+        name = "module" if isinstance(model, DistributedDataParallel) else "_orig_mod"
+        inner = dict(model.named_children()).get(name)
+        if inner is None:
+            return model
+        model = inner
 
 
 def _refuse_attached(model: nn.Module) -> None:
