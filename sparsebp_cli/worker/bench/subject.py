@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -93,8 +93,9 @@ class Subject:
             The loss.
         """
         run: Callable[..., Any] = self.model
-        if way.is_compiled:
-            self._compiled = self._compiled or torch.compile(self.model)
+        if way.compiler is not None:
+            if self._compiled is None:
+                self._compiled = torch.compile(self.model, backend=way.compiler)
             run = self._compiled
         dtype, enabled = self.autocast or torch.bfloat16, self.autocast is not None
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
@@ -149,15 +150,29 @@ class Subject:
             kept = None if engine is None else engine.report().kept_share
         del loss
         self.drop_gradients()
+        peak = peak_bytes(self.device, lambda: self.run(way))
         return Count(
             forward_flops=forward.total,
             backward_flops=backward.total,
             dense_flops=0.0 if claim is None else claim.dense_flops,
             claimed_flops=0.0 if claim is None else claim.claimed_flops,
             saved_bytes=stored,
-            peak_bytes=peak_bytes(self.device, lambda: self.run(way)),
+            peak_bytes=peak,
             kept_share=kept,
         )
+
+    def count_memory(self, way: Way, like: Count) -> Count:
+        """Count memory alone, for a way that counters would change.
+
+        Args:
+            way: How.
+            like: What it executes.
+
+        Returns:
+            That, with its own memory; what it saves is not known, and taken over as well.
+        """
+        self.run(way)  # compiles
+        return replace(like, peak_bytes=peak_bytes(self.device, lambda: self.run(way)))
 
     def drop_gradients(self) -> None:
         """Forget the gradients, so that every pass makes its own."""

@@ -16,8 +16,7 @@ Watch = Callable[[str], None]  # told before every pass: what comes now
 
 
 def take_turns(
-    subject: Subject,
-    ways: Sequence[Way],
+    ways: Sequence[tuple[Subject, Way]],
     *,
     rounds: int,
     warmup: int,
@@ -27,8 +26,7 @@ def take_turns(
     """Run all ways in turn.
 
     Args:
-        subject: What they run on.
-        ways: At least one.
+        ways: At least one, each with what it runs on.
         rounds: That are measured, from 1.
         warmup: Rounds before those.
         watch: Is told before every pass.
@@ -45,8 +43,9 @@ def take_turns(
         shuffle.shuffle(order)
         what = f"warm-up {number + 1} of {warmup}" if number < warmup else f"round {number - warmup + 1} of {rounds}"
         for index in order:
-            watch(f"{what}: {ways[index].label}")
-            result = subject.run(ways[index])
+            subject, way = ways[index]
+            watch(f"{what}: {way.label}")
+            result = subject.run(way)
             if number >= warmup:
                 found[index].append(result)
     return found

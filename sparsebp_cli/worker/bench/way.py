@@ -28,7 +28,8 @@ class Way:
         csr_below: Share of kept entries below which products are done in CSR; None: as the engine does it.
         exclude: Sites that stay dense: globs over module names.
         seed: Of random policies.
-        is_compiled: Whether the model is run by ``torch.compile``; without the engine.
+        compiler: Backend of ``torch.compile`` that runs the model, without the engine; None: eager. The model must be
+            its own: what another way prepares it for would compile it again every time.
     """
 
     label: str
@@ -39,7 +40,7 @@ class Way:
     csr_below: float | None = None
     exclude: tuple[str, ...] = ()
     seed: int = 0
-    is_compiled: bool = False
+    compiler: str | None = None
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[Engine | None]:

@@ -1,0 +1,211 @@
+"""Is every form what its reference says, on this device?
+
+Truth is the reference form in double precision. The fast form, in float32 or bfloat16, may lie as far from it as twice
+what the reference form in the same precision does: that is rounding, in another order of sums.
+
+Two kinds of check. *model*: gradients of all parameters of a small llama, with the random policy, which draws the same
+parts whatever the gradients' last bits are; its choices carry weights. *kernel*: one linear layer, with the choices of
+``topk``.
+
+Shape letters: N rows, D input width, O output width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from sparsebp_cli.backward.kernel import Needs, run_kernel
+from sparsebp_cli.backward.linear import LinearForm
+from sparsebp_cli.bench import Form, find_forms
+from sparsebp_cli.policy import GradientSelector, Site, Step
+from sparsebp_cli.worker.bench.subject import Subject
+from sparsebp_cli.worker.bench.way import CSR_ALWAYS, CSR_NEVER, Way
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}  # below which errors are not told apart
+SLACK = 2.0
+CSR_BELOW = {"csr": CSR_ALWAYS, "masked": CSR_NEVER}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One form, checked.
+
+    Args:
+        kind: ``model`` or ``kernel``.
+        form: Policy, site, form and share kept.
+        dtype: Of weights and activations.
+        error: Of the fast form: norm of the difference to truth, over the norm of truth.
+        reference_error: The same of the reference form.
+        good: Whether the first is small enough.
+        note: What is to be known; empty when nothing.
+    """
+
+    kind: str
+    form: str
+    dtype: str
+    error: float
+    reference_error: float
+    good: bool
+    note: str = ""
+
+
+def check_all(device: torch.device) -> Iterator[Check]:
+    """Check every form.
+
+    Args:
+        device: That computes.
+
+    Yields:
+        Check: One a form, share and precision.
+    """
+    for dtype in DTYPES:
+        yield from check_models(device, dtype)
+        yield from check_kernels(device, dtype)
+
+
+def check_models(device: torch.device, dtype: str) -> Iterator[Check]:
+    """Check whole models: the engine without a policy, then every form of the random policy and of a router.
+
+    Args:
+        device: That computes.
+        dtype: A key of ``DTYPES``.
+
+    Yields:
+        Check: One a form and share.
+    """
+    plain = Way("plain PyTorch")
+    mine, truth = _subject(device, DTYPES[dtype]), _subject(device, torch.float64)
+    true, expected = _gradients(truth, plain), _gradients(mine, plain)
+    for site in ("linears", "branches", "nodes"):
+        found = _gradients(mine, Way("dense", site))
+        same = all(torch.equal(found[name], expected[name]) for name in expected)
+        note = "bit for bit as loss.backward()" if same else "other bits than loss.backward()"
+        yield _compare("model", f"dense, {site}", dtype, found, expected, true, note)
+    for label, way in _ways():
+        reference = replace(way, engine="reference", checkpointing="none")
+        try:
+            found = [_gradients(subject, one) for subject, one in ((mine, way), (mine, reference), (truth, reference))]
+        except RuntimeError as error:  # what this device refuses is a finding, too
+            yield _refused("model", label, dtype, error)
+        else:
+            yield _compare("model", label, dtype, *found)
+
+
+def check_kernels(device: torch.device, dtype: str) -> Iterator[Check]:
+    """Check one linear layer with the choices of topk.
+
+    Args:
+        device: That computes.
+        dtype: A key of ``DTYPES``.
+
+    Yields:
+        Check: One a form and share.
+    """
+    generator = torch.Generator().manual_seed(1)
+    shapes = (512, 384), (512, 256), (384, 256)
+    grad_NO, x_ND, weight = (torch.randn(shape, generator=generator).to(device, DTYPES[dtype]) for shape in shapes)
+    for form in find_forms("topk", sites=["linears"]):
+        for keep in form.keeps:
+            policy = form.make("topk", keep)
+            assert isinstance(policy, GradientSelector)
+            selection = policy.select(grad_NO, Site("layer", 384, (4, 128)), Step(0))
+            assert selection is not None
+            label = f"topk {_name(form, keep)}"
+            try:
+                with Way("", csr_below=CSR_BELOW.get(form.execution)).on(torch.nn.Module()):
+                    fast = run_kernel(LinearForm(), grad_NO, x_ND, weight, selection, Needs(True, True, True))
+            except RuntimeError as error:
+                yield _refused("kernel", label, dtype, error)
+                continue
+            masked_NO = selection.apply(grad_NO)
+            reference = _dense(masked_NO, x_ND, weight)
+            true = _dense(masked_NO.double(), x_ND.double(), weight.double())
+            note = "" if fast else "no kernel of its own: the reference form runs"
+            parts = [dict(enumerate(part)) for part in (fast or reference, reference, true)]
+            yield _compare("kernel", label, dtype, *parts, note)
+
+
+def _ways() -> Iterator[tuple[str, Way]]:
+    variants: Iterable[dict[str, Any]] = ({"weighted": True}, {"weighted": True, "within": "example"})
+    for options in variants:
+        for form in find_forms("random", options=options):
+            for keep in form.keeps if form.execution == "csr" else form.keeps[:1] + form.keeps[2:3]:
+                way = Way(
+                    _name(form, keep),
+                    form.site,
+                    form.make("random", keep),
+                    "sparse" if form.execution == "recomputed" else "none",
+                    csr_below=CSR_BELOW.get(form.execution),
+                )
+                within = ", by example" if "within" in options else ""
+                yield f"random {way.label}{within}", way
+    for form in find_forms("max-child")[:2]:
+        yield f"{form.site}: {form.label}", Way(form.label, "nodes", form.make("max-child", None))
+
+
+def _name(form: Form, keep: float | None) -> str:
+    return f"{form.label}, {form.site}, {keep:g}"
+
+
+def _subject(device: torch.device, dtype: torch.dtype) -> Subject:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    # The same numbers in every precision: those of the lowest.
+    model = LlamaForCausalLM(config).to(torch.bfloat16).to(device, dtype).train()
+    ids = torch.randint(0, 512, (4, 128), generator=torch.Generator().manual_seed(0)).to(device)
+    return Subject(model, {"input_ids": ids, "labels": ids})
+
+
+def _gradients(subject: Subject, way: Way) -> dict[Any, Tensor]:
+    with way.on(subject.model) as engine:
+        loss = subject.loss(way)
+        loss.backward() if engine is None else engine.backward(loss)
+    found = {name: p.grad.clone() for name, p in subject.model.named_parameters() if p.grad is not None}
+    subject.drop_gradients()
+    return found
+
+
+def _dense(grad_NO: Tensor, x_ND: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return grad_NO @ weight, grad_NO.t() @ x_ND, grad_NO.sum(0)
+
+
+def _compare(
+    kind: str,
+    form: str,
+    dtype: str,
+    fast: dict[Any, Tensor],
+    reference: dict[Any, Tensor],
+    true: dict[Any, Tensor],
+    note: str = "",
+) -> Check:
+    if not fast.keys() == reference.keys() == true.keys():
+        return Check(kind, form, dtype, float("inf"), 0.0, False, "other parameters have a gradient")
+    error, expected = _error(fast, true), _error(reference, true)
+    return Check(kind, form, dtype, error, expected, error <= SLACK * expected + ROUNDING[dtype], note)
+
+
+def _refused(kind: str, form: str, dtype: str, error: Exception) -> Check:
+    text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    return Check(kind, form, dtype, float("inf"), 0.0, good=False, note=text)
+
+
+def _error(found: dict[Any, Tensor], true: dict[Any, Tensor]) -> float:
+    square = sum(float((found[name].double() - value.double()).square().sum()) for name, value in true.items())
+    whole = sum(float(value.double().square().sum()) for value in true.values())
+    error = (square / whole) ** 0.5
+    return float("inf") if math.isnan(error) else error

@@ -1,0 +1,113 @@
+"""Every form on a GPU, from a bare checkout: correct first, then without waiting, then measured.
+
+    python benchmarks/gpu.py                        # eight minutes at most; writes benchmarks/results/gpu.json
+    python benchmarks/gpu.py --device cpu --tiny    # the same code on a CPU, in seconds; it measures nothing
+
+Exit code 1: a form is wrong, or waits for the device where plain PyTorch does not. See benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from checkout import use_checkout
+
+NEEDED = ("torch", "transformers", "pydantic", "yaml")
+SECONDS_AFTER = 10.0  # for the round that has begun, and for summing up
+
+
+def main() -> int:
+    """Run everything; return the exit code."""
+    begin = time.monotonic()
+    args = _read_arguments()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        print(f"error: not installed here: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    use_checkout()
+    # Only now can the checkout be imported.
+    import correct
+    import measured
+    import torch
+    from waiting import watch
+
+    from sparsebp_cli.errors import UsageError
+    from sparsebp_cli.worker.bench.row import make_row
+    from sparsebp_cli.worker.bench.turn import take_turns
+
+    try:
+        measured.choose(args)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    device, deadline = torch.device(args.device), begin + 60 * args.minutes - SECONDS_AFTER
+    facts = measured.describe(device)
+    print(f"{facts['device']}, torch {facts['versions']['torch']}, transformers {facts['versions']['transformers']}")
+    checks = []
+    for check in correct.check_all(device):
+        checks.append(check)
+        if not check.good:
+            print(f"WRONG  {check.kind}: {check.form}, {check.dtype}: {check.error:.2e} {check.note}", flush=True)
+    num_wrong = sum(not check.good for check in checks)
+    print(f"{len(checks) - num_wrong} of {len(checks)} checks are right ({time.monotonic() - begin:.0f} s)", flush=True)
+    subject, args.batch = measured.make_subject(device, args)
+    entries, notes = measured.count_all(subject, measured.list_candidates(args))
+    waits = [watch(entry.subject, entry.way) for entry in entries]
+    print(f"counted {len(entries)} ways ({time.monotonic() - begin:.0f} s)", flush=True)
+    ways = [(entry.subject, entry.way) for entry in entries]
+    passes = take_turns(ways, rounds=args.rounds, warmup=args.warmup, deadline=deadline)
+    rows = [
+        make_row(entry.candidate, entry.count, found, entries[0].count, passes[0])
+        for entry, found in zip(entries, passes, strict=True)
+    ]
+    late = measured.find_late(waits)
+    result = {
+        "format": 1,
+        "command": " ".join(["python benchmarks/gpu.py", *_show_arguments(args)]),
+        "machine": facts,
+        "model": {"parameters": sum(p.numel() for p in subject.model.parameters())} | measured.SIZES[args.size],
+        "options": {key: value for key, value in vars(args).items() if key != "out"},
+        "rounds": len(passes[0]),
+        "seconds": round(time.monotonic() - begin, 1),
+        "notes": notes,
+        "checks": [asdict(check) for check in checks],
+        "waits": [asdict(wait) for wait in waits],
+        "rows": [row.model_dump(mode="json") for row in rows],
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    measured.print_table(rows, waits, len(passes[0]))
+    for text in [*notes, *late]:
+        print(text)
+    print(f"{time.monotonic() - begin:.0f} s; JSON: {args.out.name}")
+    return 1 if num_wrong or late else 0
+
+
+def _read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda")
+    parser.add_argument("--tiny", dest="size", action="store_const", const="tiny", default="1b", help="a tiny model")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--batch", type=int, default=4, help="halved until a dense step fits")
+    parser.add_argument("--length", type=int, help="default: 2048, or 32 with --tiny")
+    parser.add_argument("--rounds", type=int, help="at most; default: 20, or 1 with --tiny")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=8.0, help="no round begins later")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu.json")
+    return parser.parse_args()
+
+
+def _show_arguments(args: argparse.Namespace) -> list[str]:
+    shown = [f"--{key} {value}" for key, value in vars(args).items() if key not in ("out", "size")]
+    return [*shown, *(["--tiny"] if args.size == "tiny" else [])]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""What ``gpu.py`` measures: the model, the ways, their counts, the table."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import platform
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from waiting import Waits
+
+from sparsebp_cli.bench import Form, Row, find_forms
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.worker.bench.row import Candidate
+from sparsebp_cli.worker.bench.subject import Count, Subject
+from sparsebp_cli.worker.bench.way import Way
+
+KEEPS = (0.5, 0.25, 0.1)
+FORMS = {  # site, execution: values of the policy's options
+    "linears": [("fast", {"along": "rows"}), ("fast", {"along": "columns"}), ("fast", {"along": "2:4"})],
+    "branches": [("recomputed", {"along": "rows"}), ("stored", {"along": "rows"})],
+}
+SIZES: dict[str, dict[str, int]] = {
+    "1b": {
+        "vocab_size": 32768,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "tiny": {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+def make_subject(device: torch.device, args: argparse.Namespace) -> tuple[Subject, int]:
+    """Return model and batch, the batch halved until a plain step fits into the device's memory, and its size."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES[args.size], max_position_embeddings=max(2048, args.length))  # type: ignore[arg-type]
+    config.use_cache = False
+    with device:
+        model = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).train()
+    batch = args.batch
+    while True:
+        ids = torch.randint(0, config.vocab_size, (batch, args.length), device=device)
+        subject = Subject(model, {"input_ids": ids, "labels": ids})
+        try:
+            subject.run(Way("plain PyTorch"))
+        except torch.OutOfMemoryError:
+            if batch == 1:
+                raise
+            batch //= 2
+            subject.drop_gradients()
+            torch.cuda.empty_cache()
+        else:
+            return subject, batch
+
+
+def list_candidates(args: argparse.Namespace) -> list[Candidate]:
+    """Return plain PyTorch first, the other ways to keep all gradients, then every form at every share."""
+    found = [
+        Candidate(Way("plain PyTorch")),
+        Candidate(Way("compiled", compiler="inductor" if args.size == "1b" else "aot_eager")),
+        Candidate(Way("full checkpointing", checkpointing="full")),
+        Candidate(Way("dense, engine", "linears")),
+        Candidate(Way("dense, engine", "branches")),
+    ]
+    for form in find_forms("topk", keeps=KEEPS):
+        if (form.execution, {"along": form.options["along"]}) in FORMS[form.site]:
+            found += [_candidate(form, keep) for keep in form.keeps]
+    return found
+
+
+def _candidate(form: Form, keep: float | None) -> Candidate:
+    # At branches the same number of rows of each example: else attention has to ask the device how many there are.
+    options = form.options | ({"within": "example"} if form.site == "branches" else {})
+    policy = form.model_copy(update={"options": options}).make("topk", keep)
+    checkpointing = "sparse" if form.execution == "recomputed" else "none"
+    label = f"{form.site}, {form.label} at {keep:g}"
+    return Candidate(Way(label, form.site, policy, checkpointing), form, keep)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A way that runs here.
+
+    Args:
+        candidate: The way, and where it stands in the table.
+        subject: What it runs on.
+        count: What it executes and stores.
+    """
+
+    candidate: Candidate
+    subject: Subject
+    count: Count
+
+    @property
+    def way(self) -> Way:
+        """How a step is computed."""
+        return self.candidate.way
+
+
+def count_all(subject: Subject, candidates: list[Candidate]) -> tuple[list[Entry], list[str]]:
+    """Count every way.
+
+    Args:
+        subject: Model and batch.
+        candidates: Plain PyTorch first.
+
+    Returns:
+        Those that run here, and a line for each that does not.
+    """
+    own = Subject(copy.deepcopy(subject.model), subject.batch)  # to be compiled: nothing is ever attached to it
+    found, notes = list[Entry](), list[str]()
+    for candidate in candidates:
+        way = candidate.way
+        try:
+            if way.compiler is None:
+                found.append(Entry(candidate, subject, subject.count(way)))
+            else:  # counters would keep it from being compiled: it multiplies what plain PyTorch does
+                found.append(Entry(candidate, own, own.count_memory(way, like=found[0].count)))
+        except Exception as error:  # a compiler that this machine has not, or too little memory
+            if way.compiler is None and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            notes.append(f"{way.label} does not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            subject.drop_gradients()
+            own.drop_gradients()
+    return found, notes
+
+
+def find_late(waits: list[Waits]) -> list[str]:
+    """Return a line for every way that waits for the device more often than plain PyTorch."""
+    plain = waits[0]
+    found = []
+    for wait in waits[1:]:
+        if wait.raised and not plain.raised:
+            found.append(f"WAITS  {wait.label}: {wait.where}: {wait.raised}")
+        elif wait.total > plain.total:
+            found.append(f"WAITS  {wait.label}: {wait.calls}, plain PyTorch {plain.calls}")
+    return found
+
+
+def print_table(rows: list[Row], waits: list[Waits], rounds: int) -> None:
+    """Print one line a way."""
+    titles = {"kept": 6, "ms": 8, "speed-up": 10, "ceiling": 9, "realised": 10, "saved": 7, "peak": 6, "waits": 7}
+    head = f"{'way':<30}" + "".join(f"{title:>{width}}" for title, width in titles.items())
+    print(f"forward + backward, median of {rounds} rounds; speed-up, saved and peak over plain PyTorch\n{head}")
+    for row, wait in zip(rows, waits, strict=True):
+        ceiling = "" if row.ceiling is None else f"{row.ceiling:.2f}x"
+        realised = "" if row.realised_share is None else f"{row.realised_share:.0%}"
+        print(
+            f"{(f'{row.label}, {row.site}' if row.site else row.label):<30}{'' if row.keep is None else row.keep:>6}"
+            f"{1000 * row.seconds.median:>8.1f}{row.speedup:>9.2f}x{ceiling:>9}{realised:>10}{row.saved_ratio:>7.2f}"
+            f"{row.peak_ratio or 0.0:>6.2f}{wait.total:>7}"
+        )
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Return what the numbers depend on."""
+    facts: dict[str, Any] = {"device": "cpu", "python": platform.python_version(), "machine": platform.machine()}
+    names = ("torch", "transformers", "pydantic", "triton")
+    facts["versions"] = {name: _version(name) for name in names}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "device": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
+        }
+    return facts
+
+
+def choose(args: argparse.Namespace) -> None:
+    """Fill in what was not given.
+
+    Args:
+        args: Of the command line; changed.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    is_tiny = args.size == "tiny"
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here")
+    if args.device == "cpu" and not is_tiny:
+        raise UsageError("there is no CUDA device: --device cpu needs --tiny, which measures nothing")
+    args.length, args.rounds = args.length or (32 if is_tiny else 2048), args.rounds or (1 if is_tiny else 20)
+    args.out = args.out or Path(__file__).parent / "results" / ("gpu-tiny.json" if is_tiny else "gpu.json")
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
