@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from generator import command, comparison, error, metric, policy, readme, recipe, shipped
+from generator import command, comparison, composition, error, metric, policy, readme, recipe, shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,6 +18,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/reference/recipe.md": recipe.page,
     "docs/reference/policies.md": policy.page,
     "docs/reference/recipes.md": shipped.page,
+    "docs/reference/composition.md": composition.page,
     "docs/reference/metrics.md": metric.page,
     "docs/reference/errors.md": error.page,
     "docs/recipe.schema.json": recipe.schema,

@@ -1,0 +1,72 @@
+"""The composition matrix: from the very table that the tests hold against what happens."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from generator.markdown import code, head, table
+
+TEXT = """Every policy at every site in every way of training. Each cell is a test: *works* means that a training of
+two steps gives, parameter by parameter, the gradients of its reference (`engine: reference`, which masks and multiplies
+all; for `dense` PyTorch's own backward, to the last bit; for DDP the mean of what each process alone gives). A letter
+means refused, with the line under the table, before anything is differentiated; where a recipe can ask for it, already
+by `sparsebp validate`.
+
+Held to the order of sums: to a relative 1e-11 in double precision; under autocast to 0.05, with the decisions of the
+reference repeated, since rounding to bfloat16 turns near ties. At `nodes` the reference is a walk over the graph in
+Python. At `branches` rows are tested with `checkpointing: none` and `sparse`.
+
+`attach` takes a model before or after it is wrapped by DDP or `torch.compile`; names of sites and patterns of `exclude`
+are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`, `_orig_mod.`): save
+the model inside. What is compiled is what lies between the sites; kept rows are computed again uncompiled."""
+
+LETTERS = "abcdefghij"
+
+
+def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
+    """Return the page.
+
+    Args:
+        root: Of the repository.
+    """
+    matrix = _load()
+    parts = [head("What goes with what", TEXT)]
+    parts.append(table(("way of training", "meaning"), matrix.COMPOSITIONS.items()))
+    for site in matrix.SITES:
+        parts += _site(matrix, site)
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _site(matrix: ModuleType, site: str) -> list[str]:
+    letters: dict[str, str] = {}
+    rows = []
+    for entry in matrix.ENTRIES:
+        cells = []
+        for composition in matrix.COMPOSITIONS:
+            refusal = matrix.find_refusal(entry, site, composition)
+            if refusal is None:
+                cells.append("works")
+            else:
+                cells.append(letters.setdefault(refusal.message, LETTERS[len(letters)]))
+        rows.append((code(entry.label), *cells))
+    lines = [f"- {letter}: {code(message)}" for message, letter in letters.items()]
+    return [
+        f"## {site}\n",
+        table(("policy", *matrix.COMPOSITIONS), rows),
+        *(["\n".join(lines) + "\n"] if lines else []),
+    ]
+
+
+def _load() -> ModuleType:
+    """Read the table from its file: it lies among the tests, which are no package of the documentation."""
+    file = Path(__file__).resolve().parents[2] / "tests" / "composition" / "matrix.py"
+    spec = importlib.util.spec_from_file_location("composition_matrix", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
