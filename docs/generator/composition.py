@@ -9,15 +9,16 @@ from types import ModuleType
 
 from generator.markdown import code, head, table
 
-TEXT = """Every policy at every site in every way of training. Each cell is a test: *works* means that a training of
-two steps gives, parameter by parameter, the gradients of its reference (`engine: reference`, which masks and multiplies
+TEXT = """Every policy at every site in every way of training. Each cell is a test: ✓ means that a training of two
+steps gives, parameter by parameter, the gradients of its reference (`engine: reference`, which masks and multiplies
 all; for `dense` PyTorch's own backward, to the last bit; for DDP the mean of what each process alone gives). A letter
 means refused, with the line under the table, before anything is differentiated; where a recipe can ask for it, already
 by `sparsebp validate`.
 
 Held to the order of sums: to a relative 1e-11 in double precision; under autocast to 0.05, with the decisions of the
 reference repeated, since rounding to bfloat16 turns near ties. At `nodes` the reference is a walk over the graph in
-Python. At `branches` rows are tested with `checkpointing: none` and `sparse`.
+Python, under DDP the hooks in each process alone; `random` keeps more there, since of what is drawn at every node in turn
+nothing would be left. At `branches` rows are tested with `checkpointing: none` and `sparse`.
 
 `attach` takes a model before or after it is wrapped by DDP or `torch.compile`; names of sites and patterns of `exclude`
 are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`, `_orig_mod.`): save
@@ -34,7 +35,8 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """
     matrix = _load()
     parts = [head("What goes with what", TEXT)]
-    parts.append(table(("way of training", "meaning"), matrix.COMPOSITIONS.items()))
+    numbered = [(str(number), *pair) for number, pair in enumerate(matrix.COMPOSITIONS.items(), start=1)]
+    parts.append(table(("", "way of training", "meaning"), numbered))
     for site in matrix.SITES:
         parts += _site(matrix, site)
     return "\n".join(parts).rstrip("\n") + "\n"
@@ -48,16 +50,14 @@ def _site(matrix: ModuleType, site: str) -> list[str]:
         for composition in matrix.COMPOSITIONS:
             refusal = matrix.find_refusal(entry, site, composition)
             if refusal is None:
-                cells.append("works")
+                cells.append("✓")
             else:
                 cells.append(letters.setdefault(refusal.message, LETTERS[len(letters)]))
         rows.append((code(entry.label), *cells))
     lines = [f"- {letter}: {code(message)}" for message, letter in letters.items()]
-    return [
-        f"## {site}\n",
-        table(("policy", *matrix.COMPOSITIONS), rows),
-        *(["\n".join(lines) + "\n"] if lines else []),
-    ]
+    columns = ("policy", *(str(number) for number in range(1, len(matrix.COMPOSITIONS) + 1)))
+    reasons = ["\n".join(lines) + "\n"] if lines else []
+    return [f"## {site}\n", table(columns, rows), *reasons]
 
 
 def _load() -> ModuleType:
