@@ -17,8 +17,9 @@ by `sparsebp validate`.
 
 Held to the order of sums: to a relative 1e-11 in double precision; under autocast to 0.05, with the decisions of the
 reference repeated, since rounding to bfloat16 turns near ties. At `nodes` the reference is a walk over the graph in
-Python, under DDP the hooks in each process alone; `random` keeps more there, since of what is drawn at every node in turn
-nothing would be left. At `branches` rows are tested with `checkpointing: none` and `sparse`.
+Python, under DDP the hooks in each process alone; `random` keeps more there, since of what is drawn at every node in
+turn nothing would be left. At `branches` rows are tested with `checkpointing: none` and `sparse`; compiled with
+`sparse` alone.
 
 `attach` takes a model before or after it is wrapped by DDP or `torch.compile`; names of sites and patterns of `exclude`
 are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`, `_orig_mod.`): save
