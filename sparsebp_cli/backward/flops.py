@@ -1,9 +1,10 @@
 """Counts the multiplications that are really executed, as they reach the device's kernels.
 
-The formulas are those of ``torch.utils.flop_counter``, and ours for what it counts as nothing or as too much: attention
-on a CPU, grouped products, products with a vector, and sparse ones, of which each stored entry is multiplied. Like
-PyTorch, attention counts the whole square, causal or not. Our kernels need no formula: what they gather is multiplied
-by ordinary matrix products, and those are what is seen.
+The formulas are those of ``torch.utils.flop_counter``, and ours for what it counts as nothing or as too much, or
+refuses to count: attention on a CPU, attention with fewer heads of keys than of queries (pytorch #177188), grouped
+products, products with a vector, and sparse ones, of which each stored entry is multiplied. Like PyTorch, attention
+counts the whole square, causal or not. Our kernels need no formula: what they gather is multiplied by ordinary matrix
+products, and those are what is seen.
 
 Counting slows a pass down: count on passes that are not timed.
 """
@@ -146,3 +147,6 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001
     _ATEN._grouped_mm: _grouped,  # noqa: SLF001
 }
+for _kind in ("flash", "efficient", "cudnn"):
+    _FORMULAS[getattr(_ATEN, f"_scaled_dot_product_{_kind}_attention")] = _attention
+    _FORMULAS[getattr(_ATEN, f"_scaled_dot_product_{_kind}_attention_backward")] = _attention_backward

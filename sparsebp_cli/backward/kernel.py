@@ -171,7 +171,7 @@ def _two_to_four(
     """dgrad on sparse tensor cores; wgrad sums over rows, where the pattern does not lie, and stays dense."""
     if weight is None or not _has_sparse_cores(grad_NO, weight):
         return None
-    masked_NO = selection.apply(grad_NO)
+    masked_NO = selection.apply(grad_NO).contiguous()  # the conversion takes nothing else
     dgrad_ND = torch.mm(torch.sparse.to_sparse_semi_structured(masked_NO), form.by_output(weight))
     wgrad = None if x_ND is None else form.wgrad(masked_NO, x_ND)
     return dgrad_ND, wgrad, masked_NO.sum(0) if needs.bias else None
@@ -181,7 +181,8 @@ def _has_sparse_cores(grad_NO: Tensor, weight: Tensor) -> bool:
     if not grad_NO.is_cuda or grad_NO.dtype not in (torch.float16, torch.bfloat16):
         return False
     fits = all(size % 64 == 0 for size in (*grad_NO.shape, *weight.shape))
-    return fits and torch.cuda.get_device_capability(grad_NO.device) >= (8, 0)
+    able = torch.cuda.get_device_capability(grad_NO.device) >= (8, 0) and torch.backends.cusparselt.is_available()
+    return fits and able
 
 
 _KERNELS: dict[type[Selection], Any] = {
