@@ -82,14 +82,14 @@ def check_models(device: torch.device, dtype: str) -> Iterator[Check]:
         Check: One a form and share.
     """
     plain = Way("plain PyTorch")
-    mine, truth = _subject(device, DTYPES[dtype]), _subject(device, torch.float64)
+    mine, truth = make_subject(device, DTYPES[dtype]), make_subject(device, torch.float64)
     true, expected = _gradients(truth, plain), _gradients(mine, plain)
     for site in ("linears", "branches", "nodes"):
         found = _gradients(mine, Way("dense", site))
         same = all(torch.equal(found[name], expected[name]) for name in expected)
         note = "bit for bit as loss.backward()" if same else "other bits than loss.backward()"
         yield _compare("model", f"dense, {site}", dtype, found, expected, true, note)
-    for label, way in _ways():
+    for label, way in list_ways():
         reference = replace(way, engine="reference", checkpointing="none")
         try:
             found = [_gradients(subject, one) for subject, one in ((mine, way), (mine, reference), (truth, reference))]
@@ -133,7 +133,8 @@ def check_kernels(device: torch.device, dtype: str) -> Iterator[Check]:
             yield _compare("kernel", label, dtype, *parts, note)
 
 
-def _ways() -> Iterator[tuple[str, Way]]:
+def list_ways() -> Iterator[tuple[str, Way]]:
+    """Yield every form of the random policy, and two of a router, each with a name."""
     variants: Iterable[dict[str, Any]] = ({"weighted": True}, {"weighted": True, "within": "example"})
     for options in variants:
         for form in find_forms("random", options=options):
@@ -155,7 +156,8 @@ def _name(form: Form, keep: float | None) -> str:
     return f"{form.label}, {form.site}, {keep:g}"
 
 
-def _subject(device: torch.device, dtype: torch.dtype) -> Subject:
+def make_subject(device: torch.device, dtype: torch.dtype) -> Subject:
+    """Return a small llama, with the same weights in every precision, and a batch."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512,
@@ -165,7 +167,6 @@ def _subject(device: torch.device, dtype: torch.dtype) -> Subject:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    # The same numbers in every precision: those of the lowest.
     model = LlamaForCausalLM(config).to(torch.bfloat16).to(device, dtype).train()
     ids = torch.randint(0, 512, (4, 128), generator=torch.Generator().manual_seed(0)).to(device)
     return Subject(model, {"input_ids": ids, "labels": ids})

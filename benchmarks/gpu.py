@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from checkout import use_checkout
 
 NEEDED = ("torch", "transformers", "pydantic", "yaml")
-SECONDS_AFTER = 10.0  # for the round that has begun, and for summing up
+SECONDS_AFTER = 5.0  # for summing up
 
 
 def main() -> int:
@@ -41,6 +41,7 @@ def main() -> int:
     from sparsebp_cli.errors import UsageError
     from sparsebp_cli.worker.bench.row import make_row
     from sparsebp_cli.worker.bench.turn import take_turns
+    from sparsebp_cli.worker.bench.way import Way
 
     try:
         measured.choose(args)
@@ -57,6 +58,9 @@ def main() -> int:
             print(f"WRONG  {check.kind}: {check.form}, {check.dtype}: {check.error:.2e} {check.note}", flush=True)
     num_wrong = sum(not check.good for check in checks)
     print(f"{len(checks) - num_wrong} of {len(checks)} checks are right ({time.monotonic() - begin:.0f} s)", flush=True)
+    small = correct.make_subject(device, torch.bfloat16)
+    waits_of_small = [watch(small, Way("plain PyTorch"))]
+    waits_of_small += [watch(small, replace(way, label=label)) for label, way in correct.list_ways()]
     subject, args.batch = measured.make_subject(device, args)
     entries, notes = measured.count_all(subject, measured.list_candidates(args))
     waits = [watch(entry.subject, entry.way) for entry in entries]
@@ -67,7 +71,7 @@ def main() -> int:
         make_row(entry.candidate, entry.count, found, entries[0].count, passes[0])
         for entry, found in zip(entries, passes, strict=True)
     ]
-    late = measured.find_late(waits)
+    late = measured.find_late(waits_of_small) + measured.find_late(waits)
     result = {
         "format": 1,
         "command": " ".join(["python benchmarks/gpu.py", *_show_arguments(args)]),
@@ -79,6 +83,7 @@ def main() -> int:
         "notes": notes,
         "checks": [asdict(check) for check in checks],
         "waits": [asdict(wait) for wait in waits],
+        "waits_of_small": [asdict(wait) for wait in waits_of_small],
         "rows": [row.model_dump(mode="json") for row in rows],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)

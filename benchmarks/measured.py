@@ -141,12 +141,16 @@ def count_all(subject: Subject, candidates: list[Candidate]) -> tuple[list[Entry
 
 
 def find_late(waits: list[Waits]) -> list[str]:
-    """Return a line for every way that waits for the device more often than plain PyTorch."""
+    """Return a line for every way through the engine that waits in its backward, or more often than plain PyTorch."""
     plain = waits[0]
     found = []
-    for wait in waits[1:]:
-        if wait.raised and not plain.raised:
-            found.append(f"WAITS  {wait.label}: {wait.where}: {wait.raised}")
+    for wait in waits:
+        if not wait.is_engine or wait.known:
+            continue
+        if wait.in_backward:
+            found.append(f"WAITS  {wait.label}: in the backward: {wait.in_backward}")
+        elif wait.in_forward > plain.in_forward:
+            found.append(f"WAITS  {wait.label}: {wait.in_forward} times in the forward, plain {plain.in_forward}")
         elif wait.total > plain.total:
             found.append(f"WAITS  {wait.label}: {wait.calls}, plain PyTorch {plain.calls}")
     return found

@@ -1,19 +1,25 @@
-"""Does a step wait for the device? Two proofs: PyTorch raises where it would wait, and the driver's calls are counted.
+"""Does a step wait for the device?
 
-``torch.cuda.set_sync_debug_mode`` does not cover ``torch.sparse``, as its documentation says; the profile does.
+Three proofs: PyTorch warns, or raises, where it waits; and the driver's calls are counted. In the forward the warnings
+are counted, for transformers itself asks the device once whether sequences are packed. In the backward the first wait
+raises. ``torch.cuda.set_sync_debug_mode`` does not cover ``torch.sparse``, as its documentation says; the profile
+does.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from sparsebp_cli.policy import EdgeRouter
 from sparsebp_cli.worker.bench.subject import Subject
 from sparsebp_cli.worker.bench.way import Way
 
+WAITED = "called a synchronizing"  # how PyTorch's warning and error begin
 CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
 
 
@@ -23,15 +29,19 @@ class Waits:
 
     Args:
         label: The way's.
-        raised: What PyTorch said where it waited; empty when it did not.
-        where: ``forward`` or ``backward``: in which of them; empty when in neither.
+        is_engine: Whether it goes through the engine.
+        known: Why it waits on purpose; empty when it should not.
+        in_forward: How often PyTorch warned that it waits.
+        in_backward: What PyTorch said where it waited first; empty when it did not.
         calls: Synchronising calls of the driver in forward and backward, by name; the profiler's own are in it.
         slowest: Time on the device by kernel, in milliseconds: the largest of the step.
     """
 
     label: str
-    raised: str = ""
-    where: str = ""
+    is_engine: bool = True
+    known: str = ""
+    in_forward: int = 0
+    in_backward: str = ""
     calls: dict[str, int] = field(default_factory=dict)
     slowest: dict[str, float] = field(default_factory=dict)
 
@@ -42,7 +52,7 @@ class Waits:
 
 
 def watch(subject: Subject, way: Way) -> Waits:
-    """Run a step twice: where waiting raises, and under the profiler.
+    """Run a step twice: where waiting is told, and under the profiler.
 
     Args:
         subject: What it runs on; the way has run on it before.
@@ -51,7 +61,7 @@ def watch(subject: Subject, way: Way) -> Waits:
     Returns:
         What it waited for.
     """
-    raised, where = _step_without_waiting(subject, way)
+    in_forward, in_backward = _step_and_tell(subject, way) if subject.device.type == "cuda" else (0, "")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (subject.device.type == "cuda")
     with way.on(subject.model) as engine:
         subject.synchronize()
@@ -64,26 +74,36 @@ def watch(subject: Subject, way: Way) -> Waits:
     calls = Counter({event.key: event.count for event in averages if event.key in CALLS})
     kernels = {event.key[:80]: round(event.self_device_time_total / 1000, 3) for event in averages}
     slowest = sorted(kernels.items(), key=lambda item: -item[1])[:8]
-    return Waits(way.label, raised, where, dict(calls), {name: time for name, time in slowest if time > 0})
+    shown = {name: time for name, time in slowest if time > 0}
+    return Waits(way.label, way.sites is not None, _reason(way), in_forward, in_backward, dict(calls), shown)
 
 
-def _step_without_waiting(subject: Subject, way: Way) -> tuple[str, str]:
-    """Return what PyTorch raised where it waited, and in which phase; both empty when nothing did."""
-    if subject.device.type != "cuda":
-        return "", ""
-    where = "forward"
-    with way.on(subject.model) as engine:
+def _reason(way: Way) -> str:
+    """Say why a way waits on purpose; empty for one that should not."""
+    if isinstance(way.policy, EdgeRouter):
+        return "a router looks at sizes"
+    within = getattr(way.policy, "within", "example")
+    if way.sites == "branches" and within == "batch":
+        return "attention has to know how many rows of each example are kept"
+    return ""
+
+
+def _step_and_tell(subject: Subject, way: Way) -> tuple[int, str]:
+    """Return how often the forward waited, and what was raised where the backward did."""
+    with way.on(subject.model) as engine, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         subject.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode("warn")
         try:
             loss = subject.loss(way)
-            where = "backward"
+            in_forward = sum(WAITED in str(warning.message) for warning in told)
+            torch.cuda.set_sync_debug_mode("error")
             loss.backward() if engine is None else engine.backward(loss)
         except RuntimeError as error:
-            if "synchroniz" not in str(error):
+            if WAITED not in str(error):
                 raise
-            return str(error).splitlines()[0], where
+            return in_forward, str(error).splitlines()[0]
         finally:
             torch.cuda.set_sync_debug_mode("default")
             subject.drop_gradients()
-    return "", ""
+    return in_forward, ""

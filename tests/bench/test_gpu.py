@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebp_cli.backward import kernel
+from sparsebp_cli.backward import count_flops, kernel
 from sparsebp_cli.bench import Row
 from sparsebp_cli.policy import Rows
 from tests.docs.block import ROOT
@@ -162,12 +162,29 @@ def test_waiting_more_often_than_plain_pytorch_is_told() -> None:
     import measured  # type: ignore[import-not-found]
     from waiting import Waits  # type: ignore[import-not-found]
 
-    plain = Waits("plain PyTorch", calls={"cudaDeviceSynchronize": 1})
-    late = replace(plain, label="late", calls={"cudaDeviceSynchronize": 1, "cudaStreamSynchronize": 2})
-    raised = replace(plain, label="raised", raised="called a synchronizing CUDA operation", where="backward")
-    lines = measured.find_late([plain, replace(plain, label="good"), late, raised])
-    assert [line.split(":")[0] for line in lines] == ["WAITS  late", "WAITS  raised"]
-    assert measured.find_late([raised, raised]) == []
+    plain = Waits("plain PyTorch", is_engine=False, in_forward=1, calls={"cudaDeviceSynchronize": 1})
+    good = replace(plain, label="good", is_engine=True)
+    called = replace(good, label="called", calls={"cudaDeviceSynchronize": 1, "cudaStreamSynchronize": 2})
+    warned = replace(good, label="warned", in_forward=2)
+    raised = replace(good, label="raised", in_backward="called a synchronizing CUDA operation")
+    router = replace(warned, label="router", known="a router looks at sizes")
+    not_ours = replace(called, label="full checkpointing", is_engine=False)
+    lines = measured.find_late([plain, good, called, warned, raised, router, not_ours])
+    assert [line.split(":")[0] for line in lines] == ["WAITS  called", "WAITS  warned", "WAITS  raised"]
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+def test_attention_of_fewer_heads_of_keys_is_counted_as_if_they_were_repeated(kind: str) -> None:
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    more = () if kind == "flash" else (None, True)
+    counted = []
+    for heads in (8, 2):
+        query = torch.empty(2, 8, 16, 32, device="meta", dtype=torch.bfloat16)
+        key = torch.empty(2, heads, 16, 32, device="meta", dtype=torch.bfloat16)
+        with count_flops() as flops:
+            operator(query, key, key, *more)
+        counted.append(flops.total)
+    assert counted == [2 * (2 * 8 * 16 * 16) * (32 + 32)] * 2
 
 
 def test_the_metadata_that_stands_in_names_every_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

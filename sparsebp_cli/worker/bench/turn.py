@@ -30,14 +30,17 @@ def take_turns(
         rounds: That are measured, from 1.
         warmup: Rounds before those.
         watch: Is told before every pass.
-        deadline: By ``time.monotonic()``: no round begins after it, but at least one is measured; None: never.
+        deadline: By ``time.monotonic()``: no round begins that would not end before it, but at least one is measured;
+            None: never.
 
     Returns:
         The passes of each way, as many for each.
     """
+    longest = 0.0
     shuffle, found = random.Random(0), [list[Pass]() for _ in ways]
     for number in range(warmup + rounds):
-        if number > warmup and deadline is not None and time.monotonic() > deadline:
+        begin = time.monotonic()
+        if number > warmup and deadline is not None and begin + longest > deadline:
             break
         order = list(range(len(ways)))
         shuffle.shuffle(order)
@@ -48,6 +51,7 @@ def take_turns(
             result = subject.run(way)
             if number >= warmup:
                 found[index].append(result)
+        longest = max(longest, time.monotonic() - begin) if number >= warmup else 0.0
     return found
 
 
