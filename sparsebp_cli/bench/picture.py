@@ -49,7 +49,7 @@ def draw(benchmark: Benchmark, path: Path) -> Path:
             handles.append(Line2D([], [], color="#555555", linestyle="--", linewidth=1.0, label="ceiling"))
             below = {"loc": "upper left", "bbox_to_anchor": (0.0, -0.13), "ncols": 3, "frameon": False}
             axes.legend(handles=handles, fontsize=8, **below)
-        panels[0].set_ylabel("speed-up of forward + backward over plain PyTorch")
+        panels[0].set_ylabel("speed-up over plain PyTorch")
         figure.suptitle(_title(benchmark), fontsize=10, x=0.01, ha="left")
         return save(figure, path)
 
