@@ -130,7 +130,7 @@ fi
 rm -f "$run/slurm-exit"
 
 worker= hit= again=
-hand_on() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker"; }}
+hand_on() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }}
 trap 'again=yes; hand_on' USR1
 trap 'hand_on' TERM
 {setup}
@@ -147,7 +147,9 @@ while [ -n "$hit" ]; do  # a signal ends a wait, and leaves the worker's exit co
 done
 
 if [ -n "$again" ] && [ "$code" = 143 ] && [ ! -e "$run/slurm-stop" ]{"" if options.requeue else " && false"}; then
-  scontrol requeue "$key" && sleep 60
+  # From here on this script says nothing of the run: the job is not over, and Slurm ends what still runs of it.
+  trap 'exit 143' TERM
+  if scontrol requeue "$key"; then sleep 60 & wait; exit 143; fi
 fi
 echo "$key $code" > "$run/slurm-exit"
 rm -f "$run/slurm-owner"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import secrets
 import shlex
+import time
 from collections.abc import Iterator, Sequence
 from typing import final
 
@@ -25,6 +26,7 @@ from sparsebp_cli.target.shell import make_tool, shell_words
 from sparsebp_cli.target.tool import Answer
 
 BUSY = 76
+DOUBT_SECONDS = 5.0  # a job that is being put back into the queue looks ended for a moment
 WAITING = {
     "PENDING",
     "CONFIGURING",
@@ -80,6 +82,7 @@ class SlurmEngine(Engine):
         self._place = options.host or "Slurm"
         self._tool = make_tool(options.host, "Slurm")
         self._token = secrets.token_hex(6)
+        self._ended: dict[str, float] = {}
 
     def command(self, run: RunFolder) -> list[str]:
         line = f"sbatch --parsable {shlex.quote(self._folder(run) + '/job.sh')}"
@@ -128,6 +131,9 @@ class SlurmEngine(Engine):
             state = self._ask_accounting(handle)
         if state in WAITING:
             return Sight(Phase.WAITING)
+        since = self._ended.setdefault(handle, time.monotonic())
+        if time.monotonic() - since < DOUBT_SECONDS:
+            return Sight(Phase.WORKING)
         return Sight(Phase.OVER, None, f"Slurm: {REASONS.get(state, f'job {handle} ended without a word')}")
 
     def pull(self, run: RunFolder, handle: str) -> None:

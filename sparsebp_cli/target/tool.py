@@ -50,6 +50,7 @@ class Answer:
         """The last line of standard error, or of standard output where that is empty."""
         said = (self.err or self.text).rpartition("stderr=")[2]  # docker quotes what its ssh said
         lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line for line in lines if "response from daemon" in line] or lines  # the reason, before its echo
         return " ".join(lines[-1:])[:LONGEST_PROBLEM] or f"exit code {self.code}"
 
 

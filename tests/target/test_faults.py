@@ -277,16 +277,18 @@ UNKNOWN = {"err": "slurm_load_jobs error: Invalid job id specified", "code": 1}
 )
 def test_the_state_of_a_job_is_read_with_and_without_a_database(
     play: Play,
-    run: RunFolder,
     squeue: dict[str, object],
     sacct: dict[str, object],
     exit_file: str,
     phase: Phase,
     code: int | None,
     text: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.slurm.DOUBT_SECONDS", 0.0)
     play("squeue", **squeue)
     play("sacct", **sacct)
+    run = make_run()
     if exit_file:
         (run.path / "slurm-exit").write_text(exit_file + "\n")
     sight = SlurmEngine(SlurmOptions()).look(run, "7")
