@@ -5,6 +5,7 @@ $SPARSEBP_HOME/runs/RUN_ID/
     journal.jsonl    the truth (see journal.py)
     worker.log       what the worker printed
     worker.lock      held by the worker while it lives, whatever its pid
+    rank.lock        held by the one that writes, where the worker started several processes
     target.lock      held by the process that watches over the worker
     target.json      which processes these are, and how many attempts there were before them
     watcher.log      what the watching process printed

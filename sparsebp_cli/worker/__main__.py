@@ -2,6 +2,8 @@
 
 Exit codes: 0 finished; 1 failed; 2 the recipe cannot be carried out here; 130 interrupted; 143 terminated. The
 reason goes into the journal and, with the traceback of anything unexpected, to standard error.
+
+Where a plan has several processes, this one starts them, each with the same command, and waits.
 """
 
 from __future__ import annotations
@@ -9,12 +11,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from contextlib import ExitStack
 from pathlib import Path
 
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
-from sparsebp_cli.worker.stop import StopRequest
+from sparsebp_cli.worker.process import process_options, refuse_processes
+from sparsebp_cli.worker.rank import own_rank, work_as_rank
+from sparsebp_cli.worker.stop import StopRequest, tell_stop
 
 # Read when torch loads OpenMP. Threads that spin at barriers make a step three to six times slower as soon as anything
 # else wants a core; threads that sleep make it about a tenth slower on a quiet machine (both measured with 2 threads on
@@ -33,17 +38,37 @@ def main(plan_file: Path) -> int:
     """
     stop = StopRequest.install()
     run = RunFolder(plan_file.absolute().parent)
-    try:
-        plan = Plan.load(plan_file)
-        lock = run.lock("worker")
-    except (RunBusyError, SparseBPError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    with lock:
+    with ExitStack() as stack:
+        try:
+            plan = Plan.load(plan_file)
+            rank = own_rank(plan)
+            if rank is None:
+                stack.enter_context(run.lock("worker"))
+            elif rank == 0:
+                stack.enter_context(run.lock("rank"))
+        except (RunBusyError, SparseBPError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        if rank is not None:
+            work_as_rank(plan, run, stop, rank)
         if run.ended() is State.FINISHED:
             return 0
+        if process_options(plan.recipe).processes > 1:
+            return _start_ranks(plan, run, stop)
+        return _execute(plan, run, stack.enter_context(JournalWriter(run.path)), stop)
+
+
+def _start_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
+    from sparsebp_cli.worker.launcher import run_ranks
+
+    try:
+        refuse_processes(plan.recipe)
+    except SparseBPError as error:
+        print(f"error: {error}", file=sys.stderr)
         with JournalWriter(run.path) as journal:
-            return _execute(plan, run, journal, stop)
+            journal.write("end", status=State.FAILED, step=0, text=str(error))
+        return error.exit_code
+    return run_ranks(plan, run, stop)
 
 
 def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> int:
@@ -62,8 +87,7 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
         journal.write("end", status=State.FAILED, step=training.step if training else 0, text=text)
         return code
     if stop.signal is not None and not training.is_done:
-        text = f"{stop.signal.name}: stopped after step {training.step}"
-        journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
+        journal.write("end", status=State.INTERRUPTED, step=training.step, text=tell_stop(stop.signal, training.step))
         return 128 + stop.signal
     journal.write("end", status=State.FINISHED, step=training.step, text="")
     return 0

@@ -16,22 +16,47 @@ PAD_TO = 8  # lengths are padded to a multiple, so that kernels see few shapes
 class BatchOrder:
     """An endless order of micro-batches: a new permutation every epoch, nothing dropped between epochs."""
 
-    def __init__(self, examples: Sequence[Example], batch_size: int, seed: int, pad_token_id: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        batch_size: int,
+        seed: int,
+        pad_token_id: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+    ) -> None:
         """Set the order.
 
         Args:
             examples: What is drawn from; at least one.
-            batch_size: Examples a micro-batch.
+            batch_size: Examples a micro-batch has on each rank.
             seed: Of the permutations.
             pad_token_id: Fills short examples.
+            rank: Which of the processes that train together this is.
+            num_ranks: How many there are; together they see what one would with so many times the batch.
         """
-        self.examples, self.batch_size, self.seed, self.pad_token_id = examples, batch_size, seed, pad_token_id
+        self.examples, self.seed, self.pad_token_id = examples, seed, pad_token_id
+        self.batch_size, self.num_ranks = batch_size * num_ranks, num_ranks
+        self._own = slice(rank * batch_size, (rank + 1) * batch_size)
         self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return micro-batch ``number``, counted from 0 over the whole run."""
+        """Return micro-batch ``number`` of all ranks, counted from 0 over the whole run."""
         positions = range(number * self.batch_size, (number + 1) * self.batch_size)
         return collate([self.examples[self._example(position)] for position in positions], self.pad_token_id)
+
+    def share(self, number: int) -> tuple[dict[str, Tensor], int]:
+        """Return this rank's part of a micro-batch, as long as the whole one, and how many targets the whole one has.
+
+        Args:
+            number: Counted from 0 over the whole run.
+
+        Returns:
+            The part, and :func:`num_targets` of the micro-batch of all ranks.
+        """
+        batch = self[number]
+        return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch)
 
     def _example(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.examples))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.backward import attach
@@ -23,11 +24,19 @@ from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
+from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.stop import StopRequest
+
+NO_PROBE = (
+    "target.sharding: fsdp2 runs without probes (measure.probe_every): weights that are gathered for a layer cannot be "
+    "told there from what the backward saves"
+)
+SEED_STEP = 1_000_003  # between the dropout of two ranks; seeds are small numbers, so no two runs share one
 
 
 def build_training(
-    plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest
+    plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest, ranks: Ranks
 ) -> tuple[dict[str, Any], Snapshot | None]:
     """Build the parts of a :class:`~sparsebp_cli.worker.training.Training`, and say in the journal what they are.
 
@@ -36,6 +45,7 @@ def build_training(
         run: Where checkpoints are.
         journal: Receives the attempt, the facts and any warning.
         stop: Passed on.
+        ranks: This process among those that train together.
 
     Returns:
         The arguments of ``Training``, and the checkpoint to go on from, if there is one.
@@ -45,16 +55,19 @@ def build_training(
         CheckpointError: There are checkpoints and none is good.
     """
     recipe = plan.recipe
-    checkpoints = CheckpointFolder(run.path / "checkpoints", recipe.checkpoint.keep_last)
-    snapshot, damaged = checkpoints.load_newest_good()
+    checkpoints = CheckpointFolder(run.path / "checkpoints", recipe.checkpoint.keep_last, writes=ranks.is_first)
+    snapshot, damaged = _load_checkpoint(checkpoints, ranks)
     journal.write("attempt", from_step=snapshot.step if snapshot else 0, environment=describe_environment())
     for text in damaged:
         journal.write("note", level="warning", text=f"{text}; going on from step {snapshot.step if snapshot else 0}")
+    if ranks.is_sharded and recipe.measure.probe_every is not None:
+        journal.write("note", level="info", text=NO_PROBE)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is read by people and by programs
-    accelerator = _build_accelerator(recipe)
+    accelerator = _build_accelerator(recipe, ranks)
     set_seed(recipe.training.seed)
-    tokenizer = build_tokenizer(recipe.model)
-    data = build_data(recipe.dataset, tokenizer)
+    with accelerator.main_process_first():  # what is downloaded or read into a cache is there for the others then
+        tokenizer = build_tokenizer(recipe.model)
+        data = build_data(recipe.dataset, tokenizer)
     is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
     model = build_model(recipe.model, tokenizer, len(data.label_names) if is_classification else None)
@@ -76,8 +89,16 @@ def build_training(
         seed=recipe.training.seed,
     )
     schedule = build_schedule(recipe.training, optimizer)
-    prepared, prepared_optimizer = accelerator.prepare(model, optimizer)
-    journal.write("facts", values=_facts(plan, model, data, accelerator))
+    facts = _facts(plan, model, data, accelerator)  # before the model is cut into parts
+    if ranks.is_sharded:
+        shard(model, optimizer, accelerator.device)
+    prepared = accelerator.prepare_model(model, evaluation_mode=ranks.is_sharded)  # with which it is not put into DDP
+    prepared_optimizer = accelerator.prepare_optimizer(optimizer)
+    if ranks.count > 1:
+        sum_gradients(prepared)
+        if ranks.rank:  # the same weights, but dropout of its own
+            set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
+    journal.write("facts", values=facts)
     size = recipe.training.per_device_train_batch_size
     parts = {
         "plan": plan,
@@ -89,36 +110,59 @@ def build_training(
         "engine": engine,
         "optimizer": prepared_optimizer,
         "schedule": schedule,
-        "order": BatchOrder(data.train, size, recipe.training.seed, tokenizer.pad_token_id),
+        "order": BatchOrder(
+            data.train,
+            size,
+            recipe.training.seed,
+            tokenizer.pad_token_id,
+            rank=ranks.rank,
+            num_ranks=ranks.count,
+        ),
         "held_out": data.held_out,
         "checkpoints": checkpoints,
         "tokenizer": tokenizer,
+        "ranks": ranks,
     }
     return parts, snapshot
 
 
-def save_model(model: nn.Module, tokenizer: Any, run: RunFolder) -> None:
+def save_model(model: nn.Module, tokenizer: Any, run: RunFolder, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the trained model into the run's folder as transformers does, whole or not at all.
 
     Args:
         model: Without the engine.
         tokenizer: Its tokenizer.
         run: The run.
+        weights: Its state_dict, where the model has parts of it alone.
     """
     place, part = run.path / "model", run.path / ".part-model"
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)  # type: ignore[operator]
+    model.save_pretrained(part, state_dict=weights)  # type: ignore[operator]
     tokenizer.save_pretrained(part)
     shutil.rmtree(place, ignore_errors=True)
     part.rename(place)
 
 
-def _build_accelerator(recipe: Recipe) -> Accelerator:
-    if recipe.target.threads is not None:
-        torch.set_num_threads(recipe.target.threads)
+def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snapshot | None, list[str]]:
+    """All ranks go on from the checkpoint that the first one found good."""
+    snapshot, damaged = checkpoints.load_newest_good() if ranks.is_first else (None, [])
+    step = ranks.hear(None if snapshot is None else snapshot.step)
+    return checkpoints.load(step) if snapshot is None and step is not None else snapshot, damaged
+
+
+def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:
     if recipe.target.device == "cuda" and not torch.cuda.is_available():
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
-    return Accelerator(mixed_precision=recipe.training.mixed_precision, cpu=recipe.target.device == "cpu")
+    threads = recipe.target.threads
+    if ranks.count > 1:
+        threads = threads or max(1, torch.get_num_threads() // ranks.count)
+    accelerator = Accelerator(
+        mixed_precision=recipe.training.mixed_precision,
+        cpu=recipe.target.device == "cpu",
+    )
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return accelerator
 
 
 def _check_fit(model: Any, tokenizer: Any, recipe: Recipe) -> None:
@@ -146,10 +190,16 @@ def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -
         "train_examples": len(data.train),
         "eval_examples": len(data.held_out),
         "label_names": data.label_names,
-        "tokens_per_step": round(tokens * training.per_device_train_batch_size * training.gradient_accumulation_steps),
+        "tokens_per_step": round(
+            tokens
+            * training.per_device_train_batch_size
+            * accelerator.num_processes
+            * training.gradient_accumulation_steps
+        ),
         "model_class": type(model).__name__,
         "device": str(accelerator.device),
         "threads": torch.get_num_threads(),
+        "processes": accelerator.num_processes,
         "policies": [
             {"name": name, "exact": policy.exact, "unbiased": policy.unbiased, "source": found[name].source}
             for name, policy in policies

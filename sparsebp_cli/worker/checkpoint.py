@@ -10,14 +10,11 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,6 +22,19 @@ from torch import Tensor
 from sparsebp_cli.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What each of several processes has of its own.
+
+    Args:
+        policy: Tensors of the policy's state by name.
+        rng: State of every global random generator.
+    """
+
+    policy: dict[str, Tensor]
+    rng: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,29 +46,30 @@ class Snapshot:
         weights: Trained parameters and buffers by name.
         optimizer: The optimizer's ``state_dict()``.
         rest: JSON content: schedule, policy state, counters.
-        policy: Tensors of the policy's state by name.
-        rng: State of every global random generator.
+        ranks: What each process has of its own, by rank; one process alone is rank 0.
     """
 
     step: int
     weights: dict[str, Tensor]
     optimizer: dict[str, Any]
     rest: dict[str, Any]
-    policy: dict[str, Tensor]
-    rng: dict[str, Any]
+    ranks: list[RankState]
 
 
 class CheckpointFolder:
     """The checkpoints of one run."""
 
-    def __init__(self, folder: Path, keep_last: int) -> None:
+    def __init__(self, folder: Path, keep_last: int, *, writes: bool = True) -> None:
         """Open the folder, and clear away what a killed process left half written.
 
         Args:
             folder: ``checkpoints`` in the run's folder.
             keep_last: Checkpoints that are kept, at least 1.
+            writes: Whether this process writes here; else the folder is left as it is.
         """
         self.folder, self.keep_last = folder, keep_last
+        if not writes:
+            return
         folder.mkdir(exist_ok=True)
         for part in folder.glob(".part-*"):
             shutil.rmtree(part)
@@ -115,6 +126,10 @@ class CheckpointFolder:
             raise CheckpointError(f"no checkpoint is good: {'; '.join(damaged)}; nothing was deleted")
         return None, []
 
+    def load(self, step: int) -> Snapshot:
+        """Read the checkpoint of a step that another process found good."""
+        return _read(self._place(step))
+
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first."""
         return sorted((int(place.name.removeprefix("step-")) for place in self.folder.glob("step-*")), reverse=True)
@@ -128,34 +143,6 @@ def is_disk_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
 
 
-def capture_rng() -> dict[str, Any]:
-    """Return the state of every global random generator."""
-    version, numbers, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = numpy_state
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
-    }
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Put every global random generator back.
-
-    Args:
-        state: As :func:`capture_rng` returned it.
-    """
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *others = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
-
-
 def _write(part: Path, snapshot: Snapshot) -> None:
     tensors: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
@@ -165,18 +152,20 @@ def _write(part: Path, snapshot: Snapshot) -> None:
                 tensors[f"{number}.{name}"] = value
             else:
                 plain[f"{number}.{name}"] = value
-    random_tensors = {"torch": snapshot.rng["torch"]} | {f"cuda.{i}": s for i, s in enumerate(snapshot.rng["cuda"])}
     save_file(_contiguous(snapshot.weights), part / "weights.safetensors")
     save_file(_contiguous(tensors), part / "optimizer.safetensors")
-    save_file(random_tensors, part / "random.safetensors")
-    save_file(_contiguous(snapshot.policy), part / "policy.safetensors")
+    for rank, own in enumerate(snapshot.ranks):
+        random_tensors = {"torch": own.rng["torch"]} | {f"cuda.{i}": s for i, s in enumerate(own.rng["cuda"])}
+        save_file(random_tensors, part / f"{_of_rank('random', rank)}.safetensors")
+        save_file(_contiguous(own.policy), part / f"{_of_rank('policy', rank)}.safetensors")
     state = {
         "step": snapshot.step,
         "optimizer_plain": plain,
         "optimizer_groups": snapshot.optimizer["param_groups"],
         "rest": snapshot.rest,
-        "random": {"python": snapshot.rng["python"], "numpy": snapshot.rng["numpy"]},
     }
+    for rank, own in enumerate(snapshot.ranks):
+        state[_of_rank("random", rank)] = {"python": own.rng["python"], "numpy": own.rng["numpy"]}
     (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
     listed = {file.name: _sha256(file) for file in sorted(part.iterdir())}
     (part / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
@@ -191,16 +180,26 @@ def _read(place: Path) -> Snapshot:
     for key, value in (load_file(place / "optimizer.safetensors") | state["optimizer_plain"]).items():
         number, _, name = key.partition(".")
         by_number.setdefault(int(number), {})[name] = value
-    random_tensors = load_file(place / "random.safetensors")
-    cuda = [random_tensors[key] for key in sorted(random_tensors) if key.startswith("cuda.")]
+    count = sum(_of_rank("random", rank) in state for rank in range(len(state)))
     return Snapshot(
         step=state["step"],
         weights=load_file(place / "weights.safetensors"),
         optimizer={"state": by_number, "param_groups": state["optimizer_groups"]},
         rest=state["rest"],
-        policy=load_file(place / "policy.safetensors"),
-        rng=state["random"] | {"torch": random_tensors["torch"], "cuda": cuda},
+        ranks=[_read_rank(place, rank, state[_of_rank("random", rank)]) for rank in range(count)],
     )
+
+
+def _read_rank(place: Path, rank: int, generators: dict[str, Any]) -> RankState:
+    random_tensors = load_file(place / f"{_of_rank('random', rank)}.safetensors")
+    cuda = [random_tensors[f"cuda.{i}"] for i in range(len(random_tensors) - 1)]
+    policy = load_file(place / f"{_of_rank('policy', rank)}.safetensors")
+    return RankState(policy, generators | {"torch": random_tensors["torch"], "cuda": cuda})
+
+
+def _of_rank(what: str, rank: int) -> str:
+    """The first rank's files are called as those of one process alone."""
+    return f"{what}-{rank}" if rank else what
 
 
 def _find_damage(place: Path) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.batch import num_targets
 from sparsebp_cli.worker.data import IGNORED
+from sparsebp_cli.worker.process import Ranks
 
 MOST_EXAMPLES = 10_000  # about 200 kB of journal
 
@@ -45,6 +46,16 @@ class ExampleLosses:
             self.loss.append(float(f"{float(loss) / max(count, 1):.6g}"))
             self.targets.append(count)
 
+    def extend(self, other: ExampleLosses) -> None:
+        """Take in what another rank found, up to 10,000 examples in all.
+
+        Args:
+            other: Of the examples that follow.
+        """
+        room = MOST_EXAMPLES - len(self.loss)
+        self.loss += other.loss[:room]
+        self.targets += other.targets[:room]
+
 
 @torch.no_grad()
 def evaluate(
@@ -52,6 +63,7 @@ def evaluate(
     batches: Iterable[dict[str, Tensor]],
     device: torch.device,
     examples: ExampleLosses | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, float]:
     """Measure a model without changing it.
 
@@ -59,24 +71,47 @@ def evaluate(
         model: In any mode; it is left in training mode.
         batches: The held-out split.
         device: Where the model is.
-        examples: Takes in the loss of every example; None saves that work.
+        examples: Takes in the loss of every example, on the first rank; None saves that work.
+        ranks: Who share each batch; None: this process is alone.
 
     Returns:
         ``eval/loss`` in nats a counted token (or example), and ``eval/accuracy`` for a classification.
     """
     model.eval()
-    loss, correct, count, is_classification = 0.0, 0, 0, False
+    ranks = ranks or Ranks()
+    loss, correct, count, is_classification = 0.0, 0.0, 0.0, False
+    found: list[ExampleLosses] = []  # by batch
     for batch in batches:
-        on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+        own, counts = _share(batch, ranks)
+        on_device = {name: tensor.to(device) for name, tensor in own.items()}
         outputs = model(**on_device)
-        targets = num_targets(batch)
-        loss += float(outputs.loss) * targets
+        if not counts:
+            found.append(ExampleLosses())
+            continue
+        targets = num_targets(own)
+        loss += float(outputs.loss) * targets if targets else 0.0
+        found.append(ExampleLosses())
         if examples is not None and getattr(outputs, "logits", None) is not None:
-            examples.add(outputs.logits, on_device["labels"])
+            found[-1].add(outputs.logits, on_device["labels"])
         count += targets
         if batch["labels"].ndim == 1:
             is_classification = True
             correct += int((outputs.logits.argmax(-1) == on_device["labels"]).sum())
     model.train()
+    if examples is not None:
+        for together in zip(*ranks.collect(found), strict=True):
+            for part in together:
+                examples.extend(part)
+    loss, correct, count = ranks.total([loss, correct, count])
     values = {metric.EVAL_LOSS.name: loss / max(count, 1)}
     return values | ({metric.EVAL_ACCURACY.name: correct / max(count, 1)} if is_classification else {})
+
+
+def _share(batch: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], bool]:
+    """Return this rank's part of a batch, and whether it counts: where there are too few examples, one stands in, so
+    that every rank runs the model as often."""
+    examples = len(batch["labels"])
+    size = -(-examples // ranks.count)
+    own = slice(ranks.rank * size, (ranks.rank + 1) * size)
+    counts = own.start < examples
+    return {name: tensor[own if counts else slice(1)] for name, tensor in batch.items()}, counts

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, Report
-from sparsebp_cli.worker.checkpoint import capture_rng, restore_rng
+from sparsebp_cli.worker.generators import capture_rng, restore_rng
+from sparsebp_cli.worker.sharding import whole
 
 Way = Literal["dense", "policy"]
 
@@ -99,7 +100,11 @@ class Rehearsal:
 
     def outcome(self) -> Outcome:
         """Return what the pass under way has left so far."""
-        trained = {name: p.grad for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {
+            name: None if p.grad is None else whole(p.grad)
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
         return Outcome(trained, self.engine.report())
 
     def _rewind(self) -> None:

@@ -35,3 +35,22 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             os._exit(130)
         self.signal = self.signal or signal.Signals(number)
+
+
+def tell_stop(number: signal.Signals, step: int) -> str:
+    """Return the line with which a run that was asked to stop ends.
+
+    Args:
+        number: What asked.
+        step: The last one that was made.
+
+    Returns:
+        The line.
+    """
+    return f"{number.name}: stopped after step {step}"
+
+
+def find_signal(text: str) -> signal.Signals | None:
+    """Return the signal that a line of :func:`tell_stop` names; None where it is no such line."""
+    name = text.partition(":")[0]
+    return signal.Signals[name] if name in signal.Signals.__members__ else None

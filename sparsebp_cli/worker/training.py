@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,13 +18,17 @@ from sparsebp_cli.backward import Engine, Route
 from sparsebp_cli.backward.memory import tensor_bytes
 from sparsebp_cli.errors import DivergedError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
-from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot, capture_rng, restore_rng
+from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.peak import PeakMemory
+from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.sharding import apart, gather, own_part, unwrap, whole
+from sparsebp_cli.worker.snapshot import restore, take_snapshot
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch
 
@@ -47,6 +53,8 @@ class Training:
         held_out: Evaluation examples.
         checkpoints: Of this run.
         tokenizer: Saved beside the trained model.
+        ranks: This process among those that train together. Losses, tokens and their rate are those of all together,
+            seconds and bytes of the rank that has most; the probe's work is the first rank's.
         step: Optimizer steps done.
         tokens: Tokens seen in training.
     """
@@ -64,17 +72,20 @@ class Training:
     held_out: list[Example]
     checkpoints: CheckpointFolder
     tokenizer: Any
+    ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     tokens: int = 0
+    bare: nn.Module = field(init=False)
     parameters: list[nn.Parameter] = field(init=False)
     measurement: Measurement = field(init=False)
 
     def __post_init__(self) -> None:
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.bare = unwrap(self.model)
+        self.parameters = [p for p in self.bare.parameters() if p.requires_grad]
         self.measurement = Measurement(
-            self.plan.recipe,
+            _without_probe(self.plan.recipe) if self.ranks.is_sharded else self.plan.recipe,
             self.journal,
-            self.model,
+            self.bare,
             self.engine,
             self.accelerator.backward,
             self.accelerator.device,
@@ -82,14 +93,16 @@ class Training:
         )
 
     @classmethod
-    def build(cls, plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> Self:
+    def build(
+        cls, plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest, ranks: Ranks | None = None
+    ) -> Self:
         """Build everything that a plan names; see :mod:`sparsebp_cli.worker.build`."""
         from sparsebp_cli.worker.build import build_training
 
-        parts, snapshot = build_training(plan, run, journal, stop)
+        parts, snapshot = build_training(plan, run, journal, stop, ranks or Ranks())
         training = cls(**parts)
         if snapshot is not None:
-            training.restore(snapshot)
+            restore(training, snapshot)
         return training
 
     @property
@@ -102,7 +115,7 @@ class Training:
         recipe = self.plan.recipe
         if self.step == 0:
             self._log(self._evaluate())
-        while self.step < recipe.training.max_steps and self.stop.signal is None:
+        while self.step < recipe.training.max_steps and not self._is_asked():
             self._log(self.measurement.before(self.step + 1, self._first_loss), step=self.step + 1)
             values = self._train_step()
             self.step += 1
@@ -113,47 +126,69 @@ class Training:
                 self._save_checkpoint()
         if self.is_done:
             self._save_model()
-        elif self.step > 0 and self.step not in self.checkpoints.steps():
+        elif self.step > 0 and self.ranks.hear(self.step not in self.checkpoints.steps()):
             self._save_checkpoint()
+
+    def _is_asked(self) -> bool:
+        """Whether any rank was asked to stop: all of them stop after the same step."""
+        number = int(self.ranks.highest([self.stop.signal or 0])[0])
+        self.stop.signal = signal.Signals(number) if number else None
+        return self.stop.signal is not None
 
     def _train_step(self) -> dict[str, float | None]:
         training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device)
         accumulation = training.gradient_accumulation_steps
         start = watch.now()
         first = self.step * accumulation
-        batches = [self.order[number] for number in range(first, first + accumulation)]
-        targets, loss_sum = sum(num_targets(batch) for batch in batches), 0.0
-        for batch in batches:
-            with watch("forward"):
-                loss = self._loss(batch, targets)
-            loss_sum += self._finite(loss)
-            with watch("backward"):
-                self.engine.backward(loss, self.accelerator.backward)
+        shares = [self.order.share(number) for number in range(first, first + accumulation)]
+        targets, loss_sum = sum(count for _, count in shares), 0.0
+        for number, (batch, _) in enumerate(shares, 1):
+            with self._adding(is_last=number == accumulation):
+                with watch("forward"):
+                    loss = self._loss(batch, targets)
+                loss_sum += self._finite(loss)
+                with watch("backward"):
+                    self.engine.backward(loss, self.accelerator.backward)
         with watch("optimizer"):
             norm = self._clip(training.max_grad_norm)
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
-        seconds = watch.now() - start
-        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
+        most = self._most(watch.seconds | {"step": watch.now() - start} | self._memory())
         return {
             metric.TRAIN_LOSS.name: loss_sum,
             metric.GRAD_NORM.name: norm,
             metric.LEARNING_RATE.name: float(self.schedule.get_last_lr()[0]),
             metric.TRAIN_TOKENS.name: self.tokens,
-            metric.KEPT_SHARE.name: self.engine.take_kept_share(),
-            metric.FORWARD_SECONDS.name: watch.seconds["forward"],
-            metric.BACKWARD_SECONDS.name: watch.seconds["backward"],
-            metric.OPTIMIZER_SECONDS.name: watch.seconds["optimizer"],
-            metric.STEP_SECONDS.name: seconds,
-            metric.TOKENS_PER_SECOND.name: tokens / seconds,
-            **self._memory(),
+            metric.KEPT_SHARE.name: self._kept_share(),
+            metric.FORWARD_SECONDS.name: most.pop("forward"),
+            metric.BACKWARD_SECONDS.name: most.pop("backward"),
+            metric.OPTIMIZER_SECONDS.name: most.pop("optimizer"),
+            metric.TOKENS_PER_SECOND.name: tokens / most["step"],
+            metric.STEP_SECONDS.name: most.pop("step"),
+            **most,
             **_tell_route(self.engine.take_route()),
         }
 
+    def _adding(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Gradients of a step's micro-batches are added up on each rank, and over the ranks once."""
+        return nullcontext() if is_last or self.ranks.count == 1 else apart(self.model)
+
+    def _most(self, values: dict[str, float]) -> dict[str, float]:
+        return dict(zip(values, self.ranks.highest(list(values.values())), strict=True))
+
+    def _kept_share(self) -> float | None:
+        """Over all ranks: each has as many rows."""
+        share = self.engine.take_kept_share()
+        if self.ranks.count == 1:
+            return share
+        total, known = self.ranks.total([share or 0.0, float(share is not None)])
+        return total / known if known else None
+
     def _loss(self, batch: Batch, targets: int) -> Tensor:
-        """The mean over all targets of the step, so that accumulation weighs every token alike."""
+        """This batch's part of the mean over all targets of the step, on all ranks: every token weighs alike."""
         on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
         if batch["labels"].ndim == 1:
             loss: Tensor = self.model(**on_device).loss
@@ -163,16 +198,17 @@ class Training:
         return mean
 
     def _finite(self, loss: Tensor) -> float:
-        value = float(loss.detach())
+        value = self.ranks.total([float(loss.detach())])[0]
         if not math.isfinite(value):
             raise DivergedError(f"the loss is {value} at step {self.step + 1}; nothing was updated")
         return value
 
     def _clip(self, max_norm: float | None) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
-        value = float(norm)
+        value = float(whole(norm))
         if not math.isfinite(value):
-            bad = (n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
+            gradients = ((n, own_part(p.grad)) for n, p in self.bare.named_parameters() if p.grad is not None)
+            bad = (name for name, gradient in gradients if not gradient.isfinite().all())
             raise DivergedError(
                 f"the gradient norm is {value} at step {self.step + 1}, first in {next(bad, 'the sum')}; "
                 "nothing was updated"
@@ -181,25 +217,27 @@ class Training:
 
     def _first_loss(self) -> Tensor:
         """Of the first micro-batch of the coming step."""
-        batch = self.order[self.step * self.plan.recipe.training.gradient_accumulation_steps]
-        return self._loss(batch, num_targets(batch))
+        batch, targets = self.order.share(self.step * self.plan.recipe.training.gradient_accumulation_steps)
+        return self._loss(batch, targets)
 
     def _evaluate(self) -> dict[str, float]:
         recipe = self.plan.recipe
-        size = recipe.training.per_device_train_batch_size
+        size = recipe.training.per_device_train_batch_size * self.ranks.count
         count = len(self.held_out) if recipe.measure.eval_batches is None else size * recipe.measure.eval_batches
         batches = in_order(self.held_out[:count], size, self.order.pad_token_id)
         examples = ExampleLosses() if self.is_done else None
-        values = evaluate(self.model, batches, self.accelerator.device, examples)
+        values = evaluate(self.model, batches, self.accelerator.device, examples, self.ranks)
         if examples is not None and examples.loss:
             self.journal.write("examples", step=self.step, values=vars(examples))
         return values
 
     def _memory(self) -> dict[str, float]:
         values = {
-            metric.WEIGHT_BYTES.name: float(tensor_bytes(self.model.parameters())),
+            metric.WEIGHT_BYTES.name: float(tensor_bytes(own_part(p) for p in self.bare.parameters())),
             metric.OPTIMIZER_BYTES.name: float(
-                tensor_bytes(v for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor))
+                tensor_bytes(
+                    own_part(v) for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
+                )
             ),
         }
         on_cuda = self.accelerator.device.type == "cuda"
@@ -212,42 +250,25 @@ class Training:
             return
         self.journal.write("metrics", step=self.step if step is None else step, values=known)
 
-    def snapshot(self) -> Snapshot:
-        """Return everything that the run needs to go on from here."""
-        trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        buffers = {n: b for n, b in self.model.named_buffers() if n in self.model.state_dict()}
-        engine = self.engine.state_dict()
-        cut = engine.pop("cut")
-        rest = {"schedule": self.schedule.state_dict(), "engine": engine, "tokens": self.tokens}
-        return Snapshot(self.step, trained | buffers, self.optimizer.state_dict(), rest, cut, capture_rng())
-
-    def restore(self, snapshot: Snapshot) -> None:
-        """Go back to a snapshot.
-
-        Args:
-            snapshot: Of this very plan.
-        """
-        mine = self.snapshot().weights
-        with torch.no_grad():
-            for name, tensor in mine.items():
-                tensor.copy_(snapshot.weights[name])
-        self.optimizer.load_state_dict(snapshot.optimizer)
-        self.schedule.load_state_dict(snapshot.rest["schedule"])
-        cut = {name: tensor.to(self.accelerator.device) for name, tensor in snapshot.policy.items()}
-        self.engine.load_state_dict(snapshot.rest["engine"] | {"cut": cut})
-        self.step, self.tokens = snapshot.step, snapshot.rest["tokens"]
-        restore_rng(snapshot.rng)
-
     def _save_checkpoint(self) -> None:
         self.journal.flush()  # what was measured up to here is on the disk before a resume can begin after it
-        self.checkpoints.save(self.snapshot())
+        snapshot = take_snapshot(self)
+        if self.ranks.is_first:
+            self.checkpoints.save(snapshot)
 
     def _save_model(self) -> None:
         from sparsebp_cli.worker.build import save_model
 
         self.journal.flush()
         self.engine.detach()
-        save_model(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False), self.tokenizer, self.run)
+        model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
+        weights = gather(model.state_dict(keep_vars=True), keep=self.ranks.is_first) if self.ranks.is_sharded else None
+        if self.ranks.is_first:
+            save_model(model, self.tokenizer, self.run, weights)
+
+
+def _without_probe(recipe: Recipe) -> Recipe:
+    return recipe.model_copy(update={"measure": recipe.measure.model_copy(update={"probe_every": None})})
 
 
 def _tell_route(route: Route | None) -> dict[str, float | None]:

@@ -1,0 +1,68 @@
+"""From a training to a snapshot of it, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.worker.checkpoint import RankState, Snapshot
+from sparsebp_cli.worker.generators import capture_rng, restore_rng
+from sparsebp_cli.worker.sharding import fill, gather, gather_optimizer, load_optimizer
+
+if TYPE_CHECKING:
+    from sparsebp_cli.worker.training import Training
+
+
+def take_snapshot(training: Training) -> Snapshot:
+    """Return everything that a run needs to go on from here.
+
+    Args:
+        training: Under way; every rank must ask.
+
+    Returns:
+        The snapshot. Whole on the first rank, of no use on another.
+    """
+    ranks = training.ranks
+    engine = training.engine.state_dict()
+    cut = engine.pop("cut")
+    own = ranks.collect(RankState({name: tensor.cpu() for name, tensor in cut.items()}, capture_rng()))
+    rest = {"schedule": training.schedule.state_dict(), "engine": engine, "tokens": training.tokens}
+    weights = gather(_weights(training), keep=ranks.is_first)
+    optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
+    return Snapshot(training.step, weights, optimizer, rest, own)
+
+
+def restore(training: Training, snapshot: Snapshot) -> None:
+    """Go back to a snapshot.
+
+    Args:
+        training: Just built.
+        snapshot: Of this very plan.
+
+    Raises:
+        UnsupportedError: As many processes did not write it.
+    """
+    ranks = training.ranks
+    if len(snapshot.ranks) != ranks.count:
+        raise UnsupportedError(
+            f"the checkpoint of step {snapshot.step} is of {len(snapshot.ranks)} processes, got target.processes: "
+            f"{ranks.count}; each has draws of its own to go on with"
+        )
+    for name, tensor in _weights(training).items():
+        fill(tensor, snapshot.weights[name])
+    load_optimizer(training.optimizer, snapshot.optimizer)
+    training.schedule.load_state_dict(snapshot.rest["schedule"])
+    own = snapshot.ranks[ranks.rank]
+    cut = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
+    training.engine.load_state_dict(snapshot.rest["engine"] | {"cut": cut})
+    training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
+    restore_rng(own.rng)
+
+
+def _weights(training: Training) -> dict[str, Tensor]:
+    """Trained parameters, and the buffers that transformers would save."""
+    saved = training.bare.state_dict()
+    trained = {name: p for name, p in training.bare.named_parameters() if p.requires_grad}
+    return trained | {name: b for name, b in training.bare.named_buffers() if name in saved}

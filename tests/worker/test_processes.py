@@ -1,0 +1,309 @@
+"""Two processes train as one does: same losses, same weights, one journal, one way to stop, fail and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import History, JournalWriter, RunFolder, State
+from sparsebp_cli.worker.process import Ranks, refuse_processes
+from sparsebp_cli.worker.rank import SilentJournal
+from sparsebp_cli.worker.stop import StopRequest
+from tests.worker.conftest import FORKS, LLAMA, start, work
+
+# Sums over the batch are added up in another order, and AdamW divides small gradients by their own size. The largest
+# differences over the cases below, six steps at a learning rate of 3e-3: 3.6e-7 of losses and gradient norms, 4.5e-5 in
+# weights (7 of 512 entries of one matrix; a wrong gradient moves them by 3e-3 a step). Held to:
+RELATIVE, ABSOLUTE = 5e-6, 1e-4
+ROWS = [{"name": "topk", "keep": 0.25, "along": "rows", "within": "example"}]
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"measure": {"fidelity_every": None}},
+    "rows": {"policy": ROWS, "measure": {"probe_every": 4, "fidelity_every": 4}},
+    "branches": {"policy": ROWS, "backward": {"sites": "branches"}},
+    "stored": {"policy": ROWS, "backward": {"sites": "branches", "checkpointing": "none"}},
+    "feedback": {"policy": [ROWS[0] | {"error_feedback": True}]},
+    "lora": {"policy": ROWS, "model": {"config": LLAMA, "lora": {"r": 4}}},
+    "accumulation": {"policy": ROWS, "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}},
+    "checkpointing": {"policy": ROWS, "backward": {"checkpointing": "full"}},
+    "tied": {"policy": ROWS, "model": {"config": LLAMA | {"tie_word_embeddings": True}}},
+    "completion": {"policy": ROWS, "dataset": {"name": "pairs.jsonl", "format": "completion", "max_seq_length": 32}},
+    "classification": {"policy": ROWS, "dataset": {"name": "pairs.jsonl", "format": "classification"}},
+}
+# Drawn on every rank apart, dropout too: this equals no run of one process, but must equal itself after a stop.
+DRAWN = {
+    "model": {"config": LLAMA | {"attention_dropout": 0.1}},
+    "policy": [{"name": "random", "keep": 0.5, "along": "rows", "error_feedback": True}],
+    "training": {"max_steps": 60},
+    "checkpoint": {"every": 1000},
+    "measure": {"fidelity_every": None},
+}
+
+
+@pytest.fixture(scope="module")
+def make_recipe(tiny_folder: Path) -> Callable[..., Recipe]:
+    """Make a recipe of six steps that sees eight examples a micro-batch on one process, and the same on two."""
+
+    # Answers of very different lengths: two ranks have not as many targets.
+    pairs = [{"prompt": f"{n}", "completion": " fox" * (n % 9 + 1), "label": n % 3} for n in range(111)]
+    pairs = [pair | {"text": pair["completion"]} for pair in pairs]
+    (tiny_folder / "pairs.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs), encoding="utf-8")
+
+    def make(processes: int = 1, sharding: str = "none", **sections: Any) -> Recipe:
+        values: dict[str, Any] = {
+            "version": 1,
+            "name": "tiny",
+            "model": {"config": LLAMA, "tokenizer": str(tiny_folder / "tokenizer")},
+            "dataset": {"name": "text.txt", "max_seq_length": 16},
+            "training": {"max_steps": 6, "learning_rate": 3e-3, "per_device_train_batch_size": 8 // processes},
+            # 11 held-out examples: in the last batch of eight, the second of two ranks has one less than the first.
+            "measure": {"eval_every": 5, "probe_every": None, "fidelity_every": 4, "warmup_steps": 9},
+            "checkpoint": {"every": 4},
+            "target": {"threads": 1, "device": "cpu", "processes": processes, "sharding": sharding},
+        }
+        for name, section in sections.items():
+            values[name] = values.get(name, {}) | section if isinstance(section, dict) else section
+        values["dataset"]["name"] = str(tiny_folder / values["dataset"]["name"])
+        return Recipe.model_validate(values)
+
+    return make
+
+
+def make_run(recipe: Recipe, folder: Path) -> RunFolder:
+    plan = Plan(recipe=recipe)
+    run = RunFolder(folder / plan.run_id)
+    run.path.mkdir(parents=True)
+    plan.save(run.path)
+    return run
+
+
+def train(runs: list[RunFolder], rank: int = 0, port: int | None = None) -> None:
+    """Carry plans out one after the other in this process: alone, or as one of two ranks."""
+    from accelerate.state import AcceleratorState
+
+    from sparsebp_cli.worker.training import Training
+
+    torch.set_num_threads(1)
+    if port is not None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.distributed.init_process_group("gloo")
+    for run in runs:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plan = Plan.load(run.plan_file)
+        ranks = Ranks() if port is None else Ranks(rank, 2, plan.recipe.target.options["sharding"] == "fsdp2")
+        with JournalWriter(run.path) if rank == 0 else SilentJournal(run.path) as journal:
+            Training.build(plan, run, journal, StopRequest(), ranks).run_to_end()
+
+
+def train_as_rank(runs: list[RunFolder], rank: int, port: int) -> None:
+    """The body of a forked process."""
+    with (runs[0].path.parent / f"rank-{rank}.log").open("w") as log:
+        try:
+            train(runs, rank, port)
+        except BaseException:
+            traceback.print_exc(file=log)
+            log.flush()
+            os._exit(1)
+        os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def trained(make_recipe, tmp_path_factory) -> dict[tuple[str, str], RunFolder]:
+    """Every case on one process (``one``), and on two by DDP (``none``) and by FSDP2 (``fsdp2``); DRAWN on two."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = {(name, "one"): make_run(make_recipe(**case), folder) for name, case in CASES.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
+        train(list(made.values()))
+    two = {(name, "none"): make_run(make_recipe(2, **case), folder) for name, case in CASES.items()}
+    two |= {(name, "fsdp2"): make_run(make_recipe(2, "fsdp2", **CASES[name]), folder) for name in CASES}
+    two |= {("drawn", way): make_run(make_recipe(2, way, **DRAWN), folder) for way in ("none", "fsdp2")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [FORKS.Process(target=train_as_rank, args=(list(two.values()), rank, port)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    logs = "\n".join(file.read_text() for file in sorted(folder.glob("rank-*.log")))
+    assert [process.exitcode for process in processes] == [0, 0], logs
+    return made | two
+
+
+def weights_of(run: RunFolder) -> dict[str, torch.Tensor]:
+    return load_file(next((run.path / "model").glob("*.safetensors")))
+
+
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name in CASES for way in ("none", "fsdp2")])
+def test_two_processes_train_as_one_does(trained, name, way) -> None:
+    one, two = trained[name, "one"], trained[name, way]
+    expected, found = History.load(one.path), History.load(two.path)
+    compared = ["train/loss", "train/grad_norm", "eval/loss", "policy/kept_share", "train/tokens"]
+    compared += ["eval/accuracy"] if name == "classification" else []
+    compared += ["fidelity/cosine", "fidelity/relative_error"] if "policy" in CASES[name] else []
+    for metric in compared:
+        assert found.series(metric) == pytest.approx(expected.series(metric), rel=RELATIVE), metric
+        assert len(found.series(metric)) > 0
+    ours, theirs = weights_of(two), weights_of(one)
+    assert set(ours) == set(theirs)
+    for key, tensor in theirs.items():
+        torch.testing.assert_close(ours[key], tensor, rtol=0, atol=ABSOLUTE)
+    losses, expected_losses = (history.examples[6]["loss"] for history in (found, expected))
+    assert losses == pytest.approx(expected_losses, rel=1e-4)
+    assert found.examples[6]["targets"] == expected.examples[6]["targets"]
+
+
+@pytest.mark.parametrize("way", ["none", "fsdp2"])
+def test_a_checkpoint_of_two_processes_holds_what_that_of_one_does(trained, way) -> None:
+    one, two = (trained["feedback", w].path / "checkpoints" / "step-00000004" for w in ("one", way))
+    for file in ("weights.safetensors", "optimizer.safetensors"):
+        expected, found = load_file(one / file), load_file(two / file)
+        assert set(found) == set(expected)
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=ABSOLUTE)
+    of_ranks = [load_file(two / file) for file in ("policy.safetensors", "policy-1.safetensors")]
+    expected = load_file(one / "policy.safetensors")
+    for key, tensor in expected.items():  # the first rank's examples, then the second's
+        torch.testing.assert_close(torch.cat([own[key] for own in of_ranks]), tensor, rtol=0, atol=ABSOLUTE)
+
+
+def test_a_checkpoint_of_two_processes_is_refused_by_one(trained, make_recipe, tmp_path) -> None:
+    run = make_run(make_recipe(**CASES["rows"]), tmp_path)
+    shutil.copytree(trained["rows", "none"].path / "checkpoints", run.path / "checkpoints")
+    with pytest.raises(UnsupportedError, match=r"of 2 processes, got target.processes: 1"):
+        train([run])
+
+
+def test_the_work_of_a_probe_is_that_of_one_of_two_processes(trained) -> None:
+    one, two = (History.load(trained["rows", way].path) for way in ("one", "none"))
+    for metric in ("flops/forward", "flops/backward_executed", "flops/backward_dense"):
+        assert two.last(metric) == pytest.approx(one.last(metric) / 2)
+    for metric in ("proof/executed_share", "proof/claimed_share", "speed/ceiling", "memory/weight_bytes"):
+        assert two.last(metric) == pytest.approx(one.last(metric), rel=1e-6)
+    assert two.proofs[4]["modules"].keys() == one.proofs[4]["modules"].keys()
+
+
+def test_sharded_weights_take_half_the_memory_and_no_probe_and_say_so(trained) -> None:
+    one, two = (History.load(trained["rows", way].path) for way in ("one", "fsdp2"))
+    for metric in ("memory/weight_bytes", "memory/optimizer_bytes"):
+        assert two.last(metric) == pytest.approx(one.last(metric) / 2, rel=0.01)
+    assert two.last("flops/forward") is None
+    assert [text for _, _, text in two.notes if "runs without probes" in text]
+
+
+def test_ranks_draw_apart_and_the_first_as_one_process_does() -> None:
+    from sparsebp_cli.policy import Site, Step
+
+    site = Site("layer", 8, (2, 4))
+    draws = [torch.rand(4, generator=step.generator(site)) for step in (Step(3), Step(3, rank=0), Step(3, rank=1))]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+def test_a_group_of_runs_has_one_number_of_processes(make_recipe) -> None:
+    groups = [Plan(recipe=make_recipe(n, training={"per_device_train_batch_size": 4})).group for n in (1, 2)]
+    assert groups[0] != groups[1]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "sections", "text"),
+    [
+        ("none", {"policy": [{"name": "max-child"}], "backward": {"sites": "nodes"}}, "policy max-child: works in one"),
+        ("none", {"policy": ROWS, "backward": {"sites": "nodes"}}, "backward.sites: nodes works in one process"),
+        ("fsdp2", {"training": {"optim": "adafactor"}}, "training.optim: adafactor is not built"),
+        ("fsdp2", {"training": {"mixed_precision": "bf16"}}, "training.mixed_precision: bf16 is not built"),
+    ],
+)
+def test_what_several_processes_cannot_do_is_refused_by_name(make_recipe, sharding, sections, text) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        refuse_processes(make_recipe(2, sharding, **sections))
+
+
+def test_a_refused_recipe_ends_before_any_process_starts(make_recipe, prepared) -> None:
+    run = prepared(make_recipe(2, policy=[{"name": "max-child"}], backward={"sites": "nodes"}))
+    assert work(run) == 2
+    assert "target.processes: 2" in History.load(run.path).ends[-1]["text"]
+    assert not (run.path / "checkpoints").exists()
+
+
+def ranks_of(process: Any) -> list[psutil.Process]:
+    """The ranks that a worker started, by their number."""
+    children = psutil.Process(process.pid).children()
+    return sorted((c for c in children if "RANK" in c.environ()), key=lambda c: int(c.environ()["RANK"]))
+
+
+def wait_for_steps(run: RunFolder, process: Any, steps: int) -> None:
+    while process.is_alive() and len(History.load(run.path).series("train/loss")) < steps:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("way", "number", "code"), [("none", signal.SIGTERM, 143), ("fsdp2", signal.SIGINT, 130)])
+def test_a_stopped_run_of_two_processes_goes_on_to_the_same_bits(
+    trained, make_recipe, prepared, way, number, code
+) -> None:
+    run, straight = prepared(make_recipe(2, way, **DRAWN)), trained["drawn", way]
+    process = start(run)
+    wait_for_steps(run, process, 3)
+    ranks = ranks_of(process)
+    assert len(ranks) == 2
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == code, (run.path / "worker.log").read_text()
+    assert run.state() is State.INTERRUPTED
+    assert not any(rank.is_running() for rank in ranks)
+    assert len(list((run.path / "checkpoints").glob("step-*"))) == 1
+    assert work(run) == 0, (run.path / "worker.log").read_text()
+    assert run.state() is State.FINISHED
+    ours, theirs = History.load(run.path), History.load(straight.path)
+    assert [attempt for attempt, _ in ours.warm] == [1, 2]
+    for metric in ("train/loss", "eval/loss", "train/grad_norm"):
+        assert ours.series(metric) == theirs.series(metric)
+    for key, tensor in weights_of(straight).items():
+        assert torch.equal(weights_of(run)[key], tensor), key
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_name(make_recipe, prepared) -> None:
+    run = prepared(make_recipe(2, training={"max_steps": 10_000}))
+    process = start(run)
+    wait_for_steps(run, process, 2)
+    ranks = ranks_of(process)
+    ranks[1].kill()
+    process.join()
+    assert process.exitcode == 1
+    assert run.state() is State.FAILED
+    assert History.load(run.path).ends == [
+        History.load(run.path).ends[0] | {"status": "failed", "text": "rank 1 of 2 was killed by SIGKILL"}
+    ]
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_ranks_end_with_the_worker_that_started_them(make_recipe, prepared) -> None:
+    run = prepared(make_recipe(2, "fsdp2", training={"max_steps": 10_000}))
+    process = start(run)
+    wait_for_steps(run, process, 2)
+    ranks = ranks_of(process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert (len(ranks), alive) == (2, [])
+    assert run.state() is State.INTERRUPTED
+    files = {file.name for file in run.path.iterdir()}
+    assert files == {"plan.json", "journal.jsonl", "checkpoints", "worker.log", "worker.lock", "rank.lock"}
