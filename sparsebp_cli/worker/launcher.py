@@ -71,7 +71,9 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
 
     for number in (signal.SIGTERM, signal.SIGINT):  # torchrun does the same, but only once the ranks were started
         signal.signal(number, interrupt)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):  # each has a level of its own; what they tell is told below
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     # Else a second start in one store finds what the first left there: pytorch #135712.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     count = process_options(plan.recipe).processes
