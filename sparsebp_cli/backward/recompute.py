@@ -29,7 +29,7 @@ from sparsebp_cli.backward.kept import keeping, known
 from sparsebp_cli.backward.queries import Queries, compute_keys_values, is_causal, run_queries
 from sparsebp_cli.policy import Rows, Selection
 
-_QUERIES_AT_ONCE = 128  # of 512: the best of 32, 64, 128 and all on two CPU cores, torch 2.13: docs/log.md, 2026-11-21
+_QUERIES_AT_ONCE = 128  # of 512; 64, 128 and all are within a few percent on two CPU cores: docs/log.md, 2026-11-21
 
 
 class Chooser(Protocol):
