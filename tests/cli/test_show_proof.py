@@ -95,7 +95,8 @@ def test_modules_of_all_layers_are_put_together() -> None:
 def test_people_are_shown_the_proof(make_run, call: Cli) -> None:
     done = call("show", make_run().run_id)
     assert done.returncode == 0
-    assert max(map(len, done.stdout.splitlines())) <= 100
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("folder: ")]  # a path is not broken
+    assert max(map(len, lines)) <= 100
     words = " ".join(done.stdout.split())
     assert "proof: one backward pass, counted at step 50" in words
     assert "*.mlp 2.00 M 50 % 50 % 1.80 k 90 % 50 % 75 %" in words

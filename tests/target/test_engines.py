@@ -9,6 +9,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import time
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -231,6 +232,7 @@ def go_on(run: RunFolder, handle: str) -> None:
     script = f"job{int(handle):05d}/slurm_script"  # a node refuses a job whose last script still ends there
     until(lambda: not any(script in " ".join(process.info["cmdline"] or []) for process in process_iter(["cmdline"])))
     words = ["scontrol", "update", f"JobId={handle}", "StartTime=now"]
+    time.sleep(3)  # a start in the second in which the job was put back fails: "Job credential revoked"
     for _ in range(20):
         subprocess.run(words, check=False, capture_output=True)  # refused while the job is still being put back
         with suppress(AssertionError):
