@@ -9,9 +9,9 @@ import shutil
 import signal
 import sqlite3
 import subprocess
-import time
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
