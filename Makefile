@@ -28,7 +28,7 @@ results: .venv/runtime  ## the study of docs/results: every part with three seed
 setup: .venv/develop  ## install for development
 
 test: .venv/develop  ## the tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 chaos: .venv/develop  ## random faults in large numbers (about half an hour)
 	$(BIN)/pytest -m chaos -s

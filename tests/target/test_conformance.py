@@ -11,6 +11,7 @@ import pytest
 from sparsebp_cli.testing import FakeTarget, check_target
 
 from . import service
+from .conftest import until
 
 KINDS = ("docker", "docker_ssh", "slurm", "slurm_ssh")
 
@@ -24,19 +25,20 @@ def test_the_fake_keeps_the_contract(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("engines")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_real_engine_keeps_the_contract(name: str, request: pytest.FixtureRequest) -> None:
     options = request.getfixturevalue(f"{name}_options")
     check_target(name.partition("_")[0], **options)
     if name.startswith("docker"):
         listed = ["docker", "--host", service.DOCKER, "ps", "--all", "--quiet", "--filter", "label=sparsebp.run"]
-        left = subprocess.run(listed, check=True, capture_output=True, text=True).stdout
-        assert left == ""
+        until(lambda: not subprocess.run(listed, check=True, capture_output=True, text=True).stdout, seconds=60)
     if "folder" in options:
         assert not list((Path(options["folder"]) / "runs").iterdir())
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("engines")
 def test_podman_keeps_the_contract(docker_engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     service.need("podman", "catatonit", "runc")
     # Rights that a container asks for by default and that not every machine can give.

@@ -32,7 +32,7 @@ from sparsebp_cli.target.slurm import SlurmEngine, SlurmOptions
 from . import service
 from .conftest import UNUSABLE, last_end, until, wait_for_step, watcher_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]  # one daemon, one test at a time
 WORKER = "sparsebp_cli.testing.worker"
 CANARY = "canary-7f3a91"
 Options = dict[str, Any]
