@@ -20,9 +20,9 @@ from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoT
 if TYPE_CHECKING:
     from sparsebp_cli.backward.linear import Form
 
-# Below this share of kept entries a product in CSR, with its conversion, beats the dense one. Measured by
-# `sparsebp bench topk` on two CPU cores, torch 2.13, MKL: docs/log.md, 2026-11-21.
-CSR_BELOW = 0.01
+# Below this share of kept entries a product in CSR, with its conversion, beats masking and a dense one: break-even was
+# 0.077 in `sparsebp bench topk` on two CPU cores, torch 2.13, MKL: docs/log.md, 2026-11-21.
+CSR_BELOW = 0.05
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 

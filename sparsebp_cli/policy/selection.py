@@ -101,7 +101,7 @@ class Columns(Selection):
 @final
 @dataclass(frozen=True)
 class Elements(Selection):
-    """Single entries: the literal semantics of "keep the k largest". Faster than dense only below about 1 in 50.
+    """Single entries: the literal semantics of "keep the k largest". Never faster than dense in what was measured.
 
     Args:
         index_K: int64 numbers of the kept entries, counted row by row (row * O + feature), each at most once, in any
