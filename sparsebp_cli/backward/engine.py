@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.binding import Binding, Work
+from sparsebp_cli.backward.clock import Clock
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
-from sparsebp_cli.backward.process import current_rank
 from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import pad_up, round_up
-from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
 _OUTSIDE = (
@@ -51,12 +51,10 @@ class Engine:
         seed: int,
     ) -> None:
         self.enabled, self.reference, self.notes = True, reference, dict[str, str]()
-        self._binding, self._decision, self._seed = binding, decision, seed
         self.stores = stores
-        self._index = self._micro_batch = self._draw = 0
+        self._binding, self._decision, self._clock = binding, decision, Clock(optimizer, seed)
         self._step: Step | None = None  # the backward under way
         self._counter = Counter.of(binding.names)
-        self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
         self._attached = True
         binding.install(self)
 
@@ -75,21 +73,18 @@ class Engine:
         if self._step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
         self._counter.start_backward()
-        self._step = self.next_step
+        self._step = self.now()
         try:
             with self._binding.around(loss) as instead:
                 (backward or torch.Tensor.backward)(loss if instead is None else instead)
         finally:
             self._step = None
         self._counter.num_backwards += 1
-        self._micro_batch += 1
-        if self._hook is None:
-            self._advance()
+        self._clock.count_backward()
 
-    @property
-    def next_step(self) -> Step:
-        """The step of the backward under way, or of the next one."""
-        return Step(self._index, self._micro_batch, seed=self._seed, draw=self._draw, rank=current_rank())
+    def now(self) -> Step:
+        """Return the step of the backward under way, or of the next one."""
+        return self._clock.now()
 
     def check_inside(self) -> None:
         """Refuse a backward that did not go through this engine. Called by the sites.
@@ -111,7 +106,7 @@ class Engine:
         """
         if self._decision is None or not self.enabled:
             return None
-        return self._decision.policy_at(site, self.next_step)
+        return self._decision.policy_at(site, self.now())
 
     def decide(self, site: Site, grad_NO: Tensor, work: Work) -> tuple[Tensor, Selection | None]:
         """Ask the policy, and count. Called by the sites.
@@ -138,7 +133,7 @@ class Engine:
             grad_NO, selection = self._decision.take(policy, grad_NO, site, step)
         kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
         claim, most = work.claim(kind, budget), budget
-        if self._draw and grad_NO.numel() > 0:  # training does not wait for what only a probe reads
+        if self._clock.draw and grad_NO.numel() > 0:  # training does not wait for what only a probe reads
             padded = pad_up(selection, len(grad_NO), site.num_examples) if work.pads else 0.0
             most = max(padded, round_up(budget, selection, grad_NO))
         allowed = claim.claimed_flops if most == budget else work.claim(kind, most).claimed_flops
@@ -171,15 +166,16 @@ class Engine:
         Yields:
             None: As long as the probe lasts.
         """
-        before = self._counter, self._index, self._micro_batch, self._draw
+        clock = self._clock
+        before = self._counter, clock.index, clock.micro_batch, clock.draw
         cut = {} if self._decision is None else dict(self._decision.cut)
-        self._counter, self._draw = Counter.of(self._binding.names), draw
+        self._counter, clock.draw = Counter.of(self._binding.names), draw
         if self._decision is not None and not feedback:
             self._decision.cut = {}
         try:
             yield
         finally:
-            self._counter, self._index, self._micro_batch, self._draw = before
+            self._counter, clock.index, clock.micro_batch, clock.draw = before
             if self._decision is not None:
                 self._decision.cut = cut
 
@@ -239,7 +235,7 @@ class Engine:
             The step number, the backward's number in it, and the tensors that error feedback will add.
         """
         cut = {} if self._decision is None else dict(self._decision.cut)
-        return {"index": self._index, "micro_batch": self._micro_batch, "cut": cut}
+        return {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -255,7 +251,7 @@ class Engine:
         good = len(state) == 3 and all(type(number) is int and number >= 0 for number in numbers)
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
-        self._index, self._micro_batch = state["index"], state["micro_batch"]
+        self._clock.index, self._clock.micro_batch = state["index"], state["micro_batch"]
         if self._decision is not None:
             self._decision.cut = dict(cut)
 
@@ -264,8 +260,7 @@ class Engine:
         if self._attached:
             self._binding.remove()
         self._attached = False
-        if self._hook is not None:
-            self._hook.remove()
+        self._clock.stop()
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -274,13 +269,3 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         """Detach."""
         self.detach()
-
-    def _advance(self, *_: object) -> None:
-        self._index, self._micro_batch = self._index + 1, 0
-
-
-def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it, and skips it while accumulating
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    return inner.register_step_post_hook(hook)

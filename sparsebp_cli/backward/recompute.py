@@ -5,9 +5,9 @@ branch runs again on these rows, with a graph, is differentiated, and the gradie
 rows. An MLP is computed position by position, so that is all. In an attention the kept queries look at all keys and
 values, which get gradients at all positions; nothing is approximated.
 
-The branch keeps its input, the keys and values, and where that is faster than multiplying again, the outputs of its
-other linears. Of a dense step, 3 F, a share p of the rows leaves F (1 + 2 p) then, and F (1 + 3 p) at most else, but
-for the linears of keys and values, whose backward stays dense.
+The branch keeps its input and the outputs of its linears, or its input alone and multiplies again (``checkpointing``;
+:mod:`sparsebp_cli.backward.kept`). Of a dense step, 3 F, a share p of the rows leaves F (1 + 2 p) in the first case and
+at most F (1 + 3 p) in the second, but for the linears of keys and values, whose backward stays dense.
 
 Shape letters: B examples, T positions, N rows (= B*T), D width, K kept.
 """

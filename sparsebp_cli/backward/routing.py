@@ -51,7 +51,7 @@ class Routing:
         """
         refuse_several_processes(model, f"{type(self.router).__name__} at sites='nodes'")
         ahead = Lookahead(loss, graph, self.router) if self.router.lookahead else None
-        self._walker = Router(self.router, engine.next_step, graph, excluded, ahead)
+        self._walker = Router(self.router, engine.now(), graph, excluded, ahead)
         return self._walker
 
     def finish(self, engine: Engine, model: nn.Module) -> None:

@@ -13,12 +13,13 @@ import sys
 import tempfile
 import urllib.request
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import home
+from sparsebp_cli.target.contract import Finding
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "mlflow")
 LITTLE_SPACE = 5e9
@@ -29,22 +30,6 @@ gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpus": gpus,
                   "threads": torch.get_num_threads()}))
 """
-
-
-class Finding(NamedTuple):
-    """The outcome of one check.
-
-    Args:
-        level: ``fail`` keeps runs from working, ``warn`` does not.
-        what: Was checked.
-        text: What was found.
-        hint: What to do about it; empty when nothing.
-    """
-
-    level: Literal["ok", "warn", "fail"]
-    what: str
-    text: str
-    hint: str = ""
 
 
 def check_all() -> list[Finding]:

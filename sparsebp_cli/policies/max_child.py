@@ -11,50 +11,25 @@ loss, and a greedy rule never sees it: ``lookahead`` counts how often.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, final
+from typing import Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import EdgeRouter, Step
-
-if TYPE_CHECKING:
-    from sparsebp_cli.policy import Edge
+from sparsebp_cli.policies.child import ChildRouter
+from sparsebp_cli.policy import Edge, Step
 
 
 @final
-class MaxChild(EdgeRouter):
+class MaxChild(ChildRouter):
     """Go on into the child with the largest gradient."""
 
-    leaves: Literal["compete", "always"] = Field(
-        "compete", description="Whether parameters compete with inputs, or always collect what arrives."
-    )
     ties: Literal["first", "all", "random"] = Field(
         "first", description="Which of several equally large children: a residual sum hands the same gradient to both."
     )
 
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
-    def route(self, edges: Sequence[Edge], step: Step) -> Sequence[int]:
-        leaves = [i for i, edge in enumerate(edges) if edge.is_leaf] if self.leaves == "always" else []
-        rivals = [i for i in range(len(edges)) if i not in leaves]
-        if len(rivals) < 2:
-            return range(len(edges))
+    def choose(self, rivals: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
         sizes = self.sizes([edges[i].gradient for i in rivals])
         largest = [i for i, size in zip(rivals, sizes, strict=True) if size == max(sizes)]
-        return sorted(leaves + self._break_ties(largest, edges, step))
-
-    def _break_ties(self, largest: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
-        if self.ties == "all" or len(largest) == 1:
-            return largest
-        if self.ties == "first":
-            return largest[:1]
-        import torch
-
-        drawn = torch.randint(len(largest), (1,), generator=step.generator(edges[0]))
-        return [largest[int(drawn)]]
+        if self.ties == "random" and len(largest) > 1:
+            return self.draw(largest, edges, step)
+        return largest if self.ties == "all" else largest[:1]

@@ -1,0 +1,54 @@
+"""Which step, micro-batch and draw a decision belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sparsebp_cli.backward.process import current_rank
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import Step
+
+
+class Clock:
+    """Counts optimizer steps, and backward passes within them.
+
+    Args:
+        optimizer: Its steps advance the step number; None: every backward does.
+        seed: Of random decisions.
+
+    Raises:
+        UnsupportedError: ``optimizer`` is none of PyTorch's kind.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None, seed: int) -> None:
+        self.index = self.micro_batch = self.draw = 0
+        self._seed = seed
+        self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
+
+    def now(self) -> Step:
+        """Return the step of the backward under way, or of the next one."""
+        return Step(self.index, self.micro_batch, seed=self._seed, draw=self.draw, rank=current_rank())
+
+    def count_backward(self) -> None:
+        """Go on after a backward pass."""
+        self.micro_batch += 1
+        if self._hook is None:
+            self._advance()
+
+    def stop(self) -> None:
+        """Listen to the optimizer no more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _advance(self, *_: object) -> None:
+        self.index, self.micro_batch = self.index + 1, 0
+
+
+def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it, and skips it while accumulating
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    return inner.register_step_post_hook(hook)
