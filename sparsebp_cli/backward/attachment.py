@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
+from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.site import Bound, LinearBinding
@@ -34,6 +36,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     engine: str = "fast",
     exclude: Iterable[str] = (),
     seed: int = 0,
+    num_steps: int | None = None,
 ) -> Engine:
     """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
 
@@ -53,6 +56,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             at nodes it is a walk over the graph in Python.
         exclude: Globs over module names; what matches stays dense.
         seed: Of random decisions.
+        num_steps: Optimizer steps of the whole training; policies with a schedule over all of it need it.
 
     Returns:
         The engine; as a context manager it detaches at the end.
@@ -73,7 +77,9 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         raise UsageError(f"engine must be fast or reference, got {engine!r}")
     if sites not in _BINDINGS:
         raise UsageError(f"sites must be one of {', '.join(_BINDINGS)}, got {sites!r}")
-    policy, decision = _only_policy(policies), None
+    _refuse_rivals(policies)
+    asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
+    policy, decision = next(asked_at_sites, None), None
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     if isinstance(policy, EdgeRouter):
@@ -91,6 +97,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         reference=engine == "reference",
         stores=checkpointing == "none",
         seed=seed,
+        num_steps=num_steps,
+        parts=[make(policy, model) for kind, make in _PARTS.items() for policy in policies if isinstance(policy, kind)],
     )
 
 
@@ -99,6 +107,10 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
     "branches": BranchBinding,
     "nodes": NodeBinding,
 }
+
+
+# Who carries out the policies that are not asked at sites, in the order in which they change the model.
+_PARTS: dict[Any, Callable[[Any, nn.Module], Part]] = {}
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -118,13 +130,19 @@ def _refuse_attached(model: nn.Module) -> None:
             raise UnsupportedError(f"the model is already attached{where}: call detach() of its engine first")
 
 
-def _only_policy(policies: Sequence[Policy]) -> GradientSelector | EdgeRouter | None:
+def _refuse_rivals(policies: Sequence[Policy]) -> None:
+    """Refuse kinds that are not built, and two policies that answer one question."""
+    first: dict[Any, Policy] = {}
+    kinds: tuple[Any, ...] = (GradientSelector, EdgeRouter, *_PARTS)
     for policy in policies:
-        if not isinstance(policy, GradientSelector | EdgeRouter):
-            raise UnsupportedError(f"policy {policy!r}: its kind is not built; built: GradientSelector, EdgeRouter")
-    if len(policies) > 1:
-        names = " and ".join(type(policy).__name__ for policy in policies)
-        if {isinstance(policy, EdgeRouter) for policy in policies} == {True, False}:
-            raise UnsupportedError(f"{names} in one backward is not built: give one of them")
-        raise UnsupportedError(f"{names} both choose what is kept of a site's gradient: give one of them")
-    return next(iter(policies), None)  # type: ignore[return-value]
+        kind = next((kind for kind in kinds if isinstance(policy, kind)), None)
+        if kind is None:
+            built = ", ".join(kind.__name__ for kind in kinds)
+            raise UnsupportedError(f"policy {policy!r}: its kind is not built; built: {built}")
+        if kind in first:
+            names = f"{type(first[kind]).__name__} and {type(policy).__name__}"
+            raise UnsupportedError(f"{names} answer the same question ({kind.__name__}): give one of them")
+        first[kind] = policy
+    if GradientSelector in first and EdgeRouter in first:
+        names = f"{type(first[GradientSelector]).__name__} and {type(first[EdgeRouter]).__name__}"
+        raise UnsupportedError(f"{names} in one backward is not built: give one of them")

@@ -18,19 +18,34 @@ class Clock:
     Args:
         optimizer: Its steps advance the step number; None: every backward does.
         seed: Of random decisions.
+        num_steps: Optimizer steps of the whole training, where that is known.
+        on_advance: Called with every new step, before anything of it is computed.
 
     Raises:
         UnsupportedError: ``optimizer`` is none of PyTorch's kind.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | None, seed: int) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        seed: int,
+        num_steps: int | None,
+        on_advance: Callable[[Step], None],
+    ) -> None:
         self.index = self.micro_batch = self.draw = 0
-        self._seed = seed
+        self._seed, self._num_steps, self._on_advance = seed, num_steps, on_advance
         self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
 
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""
-        return Step(self.index, self.micro_batch, seed=self._seed, draw=self.draw, rank=current_rank())
+        return Step(
+            self.index,
+            self.micro_batch,
+            seed=self._seed,
+            draw=self.draw,
+            rank=current_rank(),
+            num_steps=self._num_steps,
+        )
 
     def count_backward(self) -> None:
         """Go on after a backward pass."""
@@ -38,13 +53,18 @@ class Clock:
         if self._hook is None:
             self._advance()
 
+    def go_to(self, index: int, micro_batch: int) -> None:
+        """Be at a step, as after a resume."""
+        self.index, self.micro_batch = index, micro_batch
+        self._on_advance(self.now())
+
     def stop(self) -> None:
         """Listen to the optimizer no more."""
         if self._hook is not None:
             self._hook.remove()
 
     def _advance(self, *_: object) -> None:
-        self.index, self.micro_batch = self.index + 1, 0
+        self.go_to(self.index + 1, 0)
 
 
 def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:

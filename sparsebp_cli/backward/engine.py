@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
@@ -14,6 +14,7 @@ from sparsebp_cli.backward.binding import Binding, Work
 from sparsebp_cli.backward.clock import Clock
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
+from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import pad_up, round_up
 from sparsebp_cli.errors import UsageError
@@ -38,6 +39,8 @@ class Engine:
         reference: Mask, then multiply densely.
         stores: Whether branches keep their linears' outputs; else their inputs, and the kept rows are multiplied again.
         seed: Of random decisions.
+        num_steps: Optimizer steps of the whole training, where that is known.
+        parts: What carries out the policies that are not asked at sites.
     """
 
     def __init__(
@@ -49,14 +52,20 @@ class Engine:
         reference: bool,
         stores: bool = True,
         seed: int,
+        num_steps: int | None = None,
+        parts: Sequence[Part] = (),
     ) -> None:
         self.enabled, self.reference, self.notes = True, reference, dict[str, str]()
-        self.stores = stores
-        self._binding, self._decision, self._clock = binding, decision, Clock(optimizer, seed)
+        self.stores, self.parts = stores, tuple(parts)
+        self._binding, self._decision = binding, decision
+        self._clock = Clock(optimizer, seed, num_steps, self._start_step)
         self._step: Step | None = None  # the backward under way
         self._counter = Counter.of(binding.names)
         self._attached = True
         binding.install(self)
+        for part in self.parts:
+            part.install(self)
+        self._start_step(self.now())
 
     def backward(self, loss: Tensor, backward: Callable[[Tensor], object] | None = None) -> None:
         """Run the backward pass, with the policy asked at every site.
@@ -147,11 +156,12 @@ class Engine:
         Yields:
             None: As long as the model is dense.
         """
-        before, self.enabled = self.enabled, False
+        before = self.enabled
+        self._enable(False)
         try:
             yield
         finally:
-            self.enabled = before
+            self._enable(before)
 
     @contextmanager
     def probing(self, draw: int = 1, *, feedback: bool = True) -> Iterator[None]:
@@ -251,13 +261,15 @@ class Engine:
         good = len(state) == 3 and all(type(number) is int and number >= 0 for number in numbers)
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
-        self._clock.index, self._clock.micro_batch = state["index"], state["micro_batch"]
+        self._clock.go_to(state["index"], state["micro_batch"])
         if self._decision is not None:
             self._decision.cut = dict(cut)
 
     def detach(self) -> None:
         """Give the model back as it was. Calling it again does nothing."""
         if self._attached:
+            for part in reversed(self.parts):
+                part.remove()
             self._binding.remove()
         self._attached = False
         self._clock.stop()
@@ -269,3 +281,12 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         """Detach."""
         self.detach()
+
+    def _enable(self, enabled: bool) -> None:
+        self.enabled = enabled
+        for part in self.parts:
+            part.enable(enabled)
+
+    def _start_step(self, step: Step) -> None:
+        for part in self.parts:
+            part.start_step(step)

@@ -3,8 +3,11 @@
 from sparsebp_cli.policy import choice
 from sparsebp_cli.policy.contract import GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policies, make_policy
+from sparsebp_cli.policy.example import Examples, ExampleSelector
+from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, TwoToFour
+from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
 __all__ = [
     "Blocks",
@@ -12,13 +15,21 @@ __all__ = [
     "Edge",
     "EdgeRouter",
     "Elements",
+    "ExampleSelector",
+    "Examples",
     "FoundPolicy",
     "GradientSelector",
+    "Parameter",
+    "ParameterSelector",
     "Policy",
     "Rows",
+    "Score",
     "Selection",
     "Site",
     "Step",
+    "TokenChoice",
+    "TokenSelector",
+    "Tokens",
     "TwoToFour",
     "choice",
     "find_policies",

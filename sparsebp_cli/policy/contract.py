@@ -63,6 +63,7 @@ class Step:
         seed: The run's seed.
         draw: 0 in training; other numbers give independent draws for measuring a random policy.
         rank: Which of several processes that train together, from 0; each decides about examples of its own.
+        num_steps: Optimizer steps of the whole training; None where nobody told.
     """
 
     index: int
@@ -71,6 +72,7 @@ class Step:
     seed: int = 0
     draw: int = 0
     rank: int = 0
+    num_steps: int | None = None
 
     def generator(self, site: Named, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh random generator that depends only on seed, step, draw, rank and site.

@@ -87,6 +87,7 @@ def build_training(
         engine=recipe.backward.engine,
         exclude=recipe.backward.exclude,
         seed=recipe.training.seed,
+        num_steps=recipe.training.max_steps,
     )
     schedule = build_schedule(recipe.training, optimizer)
     facts = _facts(plan, model, data, accelerator)  # before the model is cut into parts

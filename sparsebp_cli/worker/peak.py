@@ -21,7 +21,7 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._before, self._is_paused = device, 0, False
+        self.device, self._before, self._is_paused = device, 0, False
 
     def bytes(self) -> int:
         """Return the peak so far."""
@@ -38,8 +38,8 @@ class PeakMemory:
             self._is_paused = False
 
     def _now(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
         try:
             lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
@@ -47,8 +47,8 @@ class PeakMemory:
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def _reset(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
             return
         try:
             _RESET.write_text("5", encoding="ascii")  # proc(5): the peak starts again from what is in use now

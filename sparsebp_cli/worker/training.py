@@ -14,9 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from sparsebp_cli.backward import Engine, Route
-from sparsebp_cli.backward.memory import tensor_bytes
-from sparsebp_cli.errors import DivergedError
+from sparsebp_cli.backward import Engine
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
@@ -24,10 +22,12 @@ from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
+from sparsebp_cli.worker.figure import held_bytes, tell_route
+from sparsebp_cli.worker.finite import finite_loss, finite_norm
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.peak import PeakMemory
 from sparsebp_cli.worker.process import Ranks
-from sparsebp_cli.worker.sharding import apart, gather, own_part, unwrap, whole
+from sparsebp_cli.worker.sharding import apart, gather, unwrap, whole
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch
@@ -146,7 +146,7 @@ class Training:
             with self._adding(is_last=number == accumulation):
                 with watch("forward"):
                     loss = self._loss(batch, targets)
-                loss_sum += self._finite(loss)
+                loss_sum += finite_loss(self.ranks.total([float(loss.detach())])[0], self.step + 1)
                 with watch("backward"):
                     self.engine.backward(loss, self.accelerator.backward)
         with watch("optimizer"):
@@ -156,7 +156,9 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
-        most = self._most(watch.seconds | {"step": watch.now() - start} | self._memory())
+        most = self._most(
+            watch.seconds | {"step": watch.now() - start} | held_bytes(self.bare, self.optimizer, self.measurement.peak)
+        )
         return {
             metric.TRAIN_LOSS.name: loss_sum,
             metric.GRAD_NORM.name: norm,
@@ -169,7 +171,7 @@ class Training:
             metric.TOKENS_PER_SECOND.name: tokens / most["step"],
             metric.STEP_SECONDS.name: most.pop("step"),
             **most,
-            **_tell_route(self.engine.take_route()),
+            **tell_route(self.engine.take_route()),
         }
 
     def _adding(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -197,23 +199,9 @@ class Training:
         mean: Tensor = self.model(**on_device, num_items_in_batch=count).loss
         return mean
 
-    def _finite(self, loss: Tensor) -> float:
-        value = self.ranks.total([float(loss.detach())])[0]
-        if not math.isfinite(value):
-            raise DivergedError(f"the loss is {value} at step {self.step + 1}; nothing was updated")
-        return value
-
     def _clip(self, max_norm: float | None) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
-        value = float(whole(norm))
-        if not math.isfinite(value):
-            gradients = ((n, own_part(p.grad)) for n, p in self.bare.named_parameters() if p.grad is not None)
-            bad = (name for name, gradient in gradients if not gradient.isfinite().all())
-            raise DivergedError(
-                f"the gradient norm is {value} at step {self.step + 1}, first in {next(bad, 'the sum')}; "
-                "nothing was updated"
-            )
-        return value
+        return finite_norm(float(whole(norm)), self.bare, self.step + 1)
 
     def _first_loss(self) -> Tensor:
         """Of the first micro-batch of the coming step."""
@@ -230,19 +218,6 @@ class Training:
         if examples is not None and examples.loss:
             self.journal.write("examples", step=self.step, values=vars(examples))
         return values
-
-    def _memory(self) -> dict[str, float]:
-        values = {
-            metric.WEIGHT_BYTES.name: float(tensor_bytes(own_part(p) for p in self.bare.parameters())),
-            metric.OPTIMIZER_BYTES.name: float(
-                tensor_bytes(
-                    own_part(v) for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)
-                )
-            ),
-        }
-        on_cuda = self.accelerator.device.type == "cuda"
-        peak = metric.PEAK_ALLOCATED_BYTES if on_cuda else metric.PEAK_RESIDENT_BYTES
-        return values | {peak.name: float(self.measurement.peak.bytes())}
 
     def _log(self, values: Mapping[str, float | None], step: int | None = None) -> None:
         known = {name: value for name, value in values.items() if value is not None}
@@ -269,14 +244,3 @@ class Training:
 
 def _without_probe(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"measure": recipe.measure.model_copy(update={"probe_every": None})})
-
-
-def _tell_route(route: Route | None) -> dict[str, float | None]:
-    if route is None:
-        return {}
-    return {
-        metric.NODES.name: route.num_nodes / route.num_backwards,
-        metric.NODES_RUN.name: route.nodes_reached,
-        metric.PARAMETERS_REACHED.name: float(len(route.parameters)),
-        metric.MISS_RATE.name: route.miss_rate,
-    }

@@ -62,7 +62,7 @@ class OwnLinear(nn.Linear):
         ({"update": "eager"}, UnsupportedError, "update='eager' is not built; built: 'deferred'"),
         ({"segments": 4}, UnsupportedError, "segments=4 is not built"),
         ({"engine": "quick"}, UsageError, "engine must be fast or reference, got 'quick'"),
-        ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense both choose"),
+        ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense answer the same question"),
         ({"policies": ["topk"]}, UnsupportedError, "'topk'.*built: GradientSelector"),
         ({"exclude": ["3"]}, UsageError, "exclude: '3' matches no linear"),
         ({"exclude": ["lm_haed"], "model": "llama"}, UsageError, r"'lm_haed' matches no .*did you mean lm_head\?"),
