@@ -6,16 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
-from sparsebp_cli.compare.comparison import Change, Comparison, Control, Group, RunLine
+from sparsebp_cli.compare.change import find_changes, thin
+from sparsebp_cli.compare.comparison import Comparison, Control, Group, RunLine
 from sparsebp_cli.compare.confound import find_confounds, find_warnings
 from sparsebp_cli.compare.control import find_controls
 from sparsebp_cli.compare.example import compare_examples
 from sparsebp_cli.compare.figure import at_time, by_seed, measure_cost, measure_reach, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import load
-from sparsebp_cli.compare.loaded import SEED, LoadedRun
+from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import NotWorse, decide_all
 from sparsebp_cli.compare.measured import Quality
 from sparsebp_cli.compare.question import (
@@ -26,15 +26,13 @@ from sparsebp_cli.compare.question import (
     find_baseline,
     label_groups,
 )
-from sparsebp_cli.compare.statistics import Difference, holm, paired_difference, spread
+from sparsebp_cli.compare.statistics import Difference, correct_all, paired_difference, spread
 from sparsebp_cli.compare.verdict import better, give_verdict
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
-MOST_POINTS = 400  # of one curve: more than a screen has room for
 MOST_POINTS_IN_ALL = 40_000  # of one metric over all runs: what a page can hold
-NOT_A_CHANGE = ("name", "tracking.")
 
 
 def compare_runs(
@@ -151,7 +149,7 @@ class _Builder:
             exact=next((run.exact for run in runs if run.exact is not None), None),
             seeds=tuple(sorted(run.seed for run in here if run.seed is not None)),
             states=dict(Counter(str(run.state) for run in runs if not run.superseded_by)),
-            changes=_changes(self.members[self.first][-1], newest),
+            changes=find_changes(self.members[self.first][-1], newest),
             recipe=newest.recipe,
             quality=quality,
             speed=measure_speed(here, there),
@@ -162,10 +160,10 @@ class _Builder:
 
     def _correct(self, groups: Sequence[Group]) -> list[Group]:
         """Several groups against one baseline are several chances: each kind of statement is corrected by itself."""
-        quality = _holm([group.quality.difference for group in groups])
-        step = _holm([group.speed.step_ratio for group in groups])
-        backward = _holm([group.speed.backward_ratio for group in groups])
-        peak = _holm([group.cost.peak_ratio for group in groups])
+        quality = correct_all([group.quality.difference for group in groups])
+        step = correct_all([group.speed.step_ratio for group in groups])
+        backward = correct_all([group.speed.backward_ratio for group in groups])
+        peak = correct_all([group.cost.peak_ratio for group in groups])
         decisions: list[NotWorse | None] = [None] * len(groups)
         if self.question.margin is not None and self.way:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
@@ -184,7 +182,7 @@ class _Builder:
         corrected: dict[int, Difference | None] = {}
         for kind in ("dense", "random", "equal_time"):
             places = [i for i, control in enumerate(controls) if control.kind == kind]
-            corrected |= dict(zip(places, _holm([controls[i].difference for i in places]), strict=True))
+            corrected |= dict(zip(places, correct_all([controls[i].difference for i in places]), strict=True))
         return tuple(replace(control, difference=corrected[i]) for i, control in enumerate(controls))
 
     def _conclude(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
@@ -221,43 +219,7 @@ class _Builder:
         )
 
 
-Item = TypeVar("Item")
-
-
-def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
-    """Return some of the points, evenly, the first and the last among them.
-
-    Args:
-        points: In their order.
-        most: How many at most; never fewer than 20, never more than 400.
-
-    Returns:
-        All of them where they are few.
-    """
-    most = max(20, min(most, MOST_POINTS))
-    if len(points) <= most:
-        return tuple(points)
-    return tuple(points[round(i * (len(points) - 1) / (most - 1))] for i in range(most))
-
-
-def _holm(differences: Sequence[Difference | None]) -> list[Difference | None]:
-    p_values = [None if d is None else d.p for d in differences]
-    if sum(p is not None for p in p_values) < 2:
-        return list(differences)
-    corrected = holm(p_values)
-    return [None if d is None else replace(d, p_holm=p) for d, p in zip(differences, corrected, strict=True)]
-
-
 def _equal_time(counted: Members) -> float | None:
     """The training time of the fastest group, by its slowest run; None with one group, which has nothing to equal."""
     times = [max((run.training_seconds for run in some), default=0.0) for some in counted.values()]
     return min(filter(None, times), default=None) if len(times) > 1 else None
-
-
-def _changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
-    a, b = baseline.flat, other.flat
-    paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
-    sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
-    paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
-    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and not SEED.search(path)]
-    return tuple(Change(path, a.get(path), b.get(path)) for path in shown)

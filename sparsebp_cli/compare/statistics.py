@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -200,3 +200,19 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
         largest = max(largest, min(1.0, (len(made) - done) * p))
         found[place] = largest
     return found
+
+
+def correct_all(differences: Sequence[Difference | None]) -> list[Difference | None]:
+    """Return differences with p values corrected for being several; one alone stays as it is.
+
+    Args:
+        differences: Of one kind; None where there is none.
+
+    Returns:
+        Them, in the same order.
+    """
+    p_values = [None if d is None else d.p for d in differences]
+    if sum(p is not None for p in p_values) < 2:
+        return list(differences)
+    corrected = holm(p_values)
+    return [None if d is None else replace(d, p_holm=p) for d, p in zip(differences, corrected, strict=True)]

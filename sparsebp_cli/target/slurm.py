@@ -23,45 +23,11 @@ from sparsebp_cli.target.engine import Engine, Phase, Sight
 from sparsebp_cli.target.probe import SOURCE, compare
 from sparsebp_cli.target.remote import RemoteTarget
 from sparsebp_cli.target.shell import make_tool, shell_words
+from sparsebp_cli.target.slurm_word import ENDED, REASONS, SILENT, WAITING, read_code
 from sparsebp_cli.target.tool import Answer
 
 BUSY = 76
 DOUBT_SECONDS = 5.0  # a job that is being put back into the queue looks ended for a moment
-WAITING = {
-    "PENDING",
-    "CONFIGURING",
-    "REQUEUED",
-    "REQUEUE_HOLD",
-    "REQUEUE_FED",
-    "SPECIAL_EXIT",
-    "SUSPENDED",
-    "RESV_DEL_HOLD",
-}
-ENDED = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-}
-SILENT = re.compile(
-    r"unable to contact slurm|connection (refused|timed out)|socket timed out|communication connection failure"
-    r"|transport endpoint|resource temporarily unavailable|unable to establish configuration source|munge",
-    re.IGNORECASE,
-)
-REASONS = {
-    "BOOT_FAIL": "the node did not boot",
-    "CANCELLED": "cancelled in Slurm",
-    "DEADLINE": "its deadline had come",
-    "NODE_FAIL": "its node failed",
-    "OUT_OF_MEMORY": "killed for want of memory: see target.memory",
-    "PREEMPTED": "preempted",
-    "TIMEOUT": "its time limit had come: see target.timeout_min",
-}
 
 
 @final
@@ -126,7 +92,7 @@ class SlurmEngine(Engine):
             return Sight(Phase.WORKING)
         key, _, code = (ended.strip().splitlines() or [""])[-1].partition(" ")
         if key == handle and code.isdecimal():
-            return Sight(Phase.OVER, _read_code(int(code)))
+            return Sight(Phase.OVER, read_code(int(code)))
         if state not in ENDED:
             state = self._ask_accounting(handle)
         if state in WAITING:
@@ -247,10 +213,6 @@ class SlurmTarget(RemoteTarget):
             options: The recipe's; None: the defaults.
         """
         self.engine = SlurmEngine(options or SlurmOptions())
-
-
-def _read_code(code: int) -> int:
-    return 128 - code if code > 128 and code not in {130, 143} else code
 
 
 def _choose(partition: str | None) -> str:

@@ -1,0 +1,48 @@
+"""What is shown of runs as they are: where their recipes differ, and a curve with few points."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from sparsebp_cli.compare.comparison import Change
+from sparsebp_cli.compare.loaded import SEED, LoadedRun
+
+MOST_POINTS = 400  # of one curve: more than a screen has room for
+NOT_A_CHANGE = ("name", "tracking.")
+
+Item = TypeVar("Item")
+
+
+def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
+    """Return some of the points, evenly, the first and the last among them.
+
+    Args:
+        points: In their order.
+        most: How many at most; never fewer than 20, never more than 400.
+
+    Returns:
+        All of them where they are few.
+    """
+    most = max(20, min(most, MOST_POINTS))
+    if len(points) <= most:
+        return tuple(points)
+    return tuple(points[round(i * (len(points) - 1) / (most - 1))] for i in range(most))
+
+
+def find_changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
+    """Return where two recipes differ, in the order of a recipe; names, tracking and seeds are no difference.
+
+    Args:
+        baseline: One run.
+        other: Another.
+
+    Returns:
+        Each key with both values.
+    """
+    a, b = baseline.flat, other.flat
+    paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
+    sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
+    paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
+    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and not SEED.search(path)]
+    return tuple(Change(path, a.get(path), b.get(path)) for path in shown)
