@@ -49,6 +49,7 @@ class Measurement:
     _told: dict[str, list[float | None]] | None = None  # the proof that the journal has last
     _judged: bool = False
     _judged_idle: bool = False
+    _noted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._layers = LayerNumbers(self.model)
@@ -87,7 +88,7 @@ class Measurement:
         return values
 
     def after(self, step: int) -> Values:
-        """Measure what a step has moved, if a probe was due at it.
+        """Say what the engine noted, and measure what a step has moved, if a probe was due at it.
 
         Args:
             step: As before it.
@@ -95,6 +96,10 @@ class Measurement:
         Returns:
             Metric values by name; empty when none was due.
         """
+        for key, text in self.engine.notes.items():
+            if key not in self._noted:
+                self.journal.write("note", level="info", text=text)
+        self._noted.update(self.engine.notes)
         if self._proof is None or self._movement is None:
             return {}
         moved = self._movement.measure()

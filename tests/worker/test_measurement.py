@@ -193,6 +193,15 @@ def test_the_claim_of_a_site_without_a_kernel_is_called_out_once(measured) -> No
     assert history.last("proof/excess_share") > 0.9
 
 
+def test_what_the_engine_notes_is_in_the_journal_once(measured) -> None:
+    _, history = measured(
+        {"name": "topk", "keep": 0.5}, model={"config": GPT2}, backward={"sites": "branches"}, measure=NEVER
+    )
+    notes = [text for _, level, text in history.notes if level == "info"]
+    why = "is computed again whole: its attention has dropout"
+    assert notes == [f"transformer.h.{layer}.attn {why}" for layer in (0, 1)]
+
+
 def test_the_reference_engine_is_no_lie(measured) -> None:
     _, history = measured({"name": "topk", "keep": 0.25}, backward={"engine": "reference"})
     levels = [(level, text) for _, level, text in history.notes if "claims" in text]
