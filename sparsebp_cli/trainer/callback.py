@@ -1,0 +1,219 @@
+"""Policies in a ``transformers.Trainer`` of any class: the engine is attached while it trains.
+
+A callback of transformers hears when training begins, and neither of the loss nor of an error. So it joins the trainer:
+it stands around five of its methods, and around the accelerator's ``backward`` while a model is attached.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from sparsebp_cli.backward import Engine, attach
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import metric
+from sparsebp_cli.trainer.choice import Choice, Chosen
+from sparsebp_cli.trainer.refusal import refuse_unbuilt
+from sparsebp_cli.trainer.sample import count_step
+from sparsebp_cli.trainer.state import check_same, load_state, save_state
+
+
+class PolicyCallback(TrainerCallback):
+    """Policies for a trainer whose class is not yours to change: ``PolicyCallback(policies).join(trainer)``.
+
+    Args:
+        policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
+        sites: Where gradient policies are asked; see :func:`sparsebp_cli.attach`, also for the next three.
+        exclude: Globs over module names; what matches stays dense.
+        engine: ``fast`` or ``reference``.
+        checkpointing: ``none`` or ``sparse``.
+        seed: Of random decisions; None: ``args.seed``.
+        log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch are counted
+            and logged, at least 1; None: never.
+        attach_options: Further arguments of ``attach``.
+
+    Attributes:
+        engine: Of the ``train()`` under way, or of the last one; None before the first.
+
+    Raises:
+        UsageError: A policy or an option is wrong.
+    """
+
+    def __init__(
+        self,
+        policies: Sequence[Chosen],
+        *,
+        sites: str = "linears",
+        exclude: Iterable[str] = (),
+        engine: str = "fast",
+        checkpointing: str = "none",
+        seed: int | None = None,
+        log_flops_every: int | None = 500,
+        attach_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if log_flops_every is not None and log_flops_every < 1:
+            raise UsageError(f"log_flops_every must be at least 1, or None, got {log_flops_every}")
+        options: dict[str, Any] = {"sites": sites, "exclude": exclude, "engine": engine, "checkpointing": checkpointing}
+        options |= {} if seed is None else {"seed": seed}
+        self.engine: Engine | None = None
+        self._choice = Choice.of(policies, options, attach_options or {})
+        self._log_flops_every = log_flops_every
+        self._trainer: Any = None
+        self._undo: list[Callable[[], object]] = []  # what is in force while a model is attached
+        self._resumed: dict[str, Any] | None = None
+        self._counts_next, self._counted = False, dict[str, float]()
+
+    def join(self, trainer: Trainer) -> Self:
+        """Take part in every training of a trainer from now on.
+
+        Args:
+            trainer: Any; its class, model and arguments stay as they are.
+
+        Returns:
+            This callback, which is among the trainer's now.
+
+        Raises:
+            UsageError: A pattern matches nothing, or the callback belongs to a trainer already.
+            UnsupportedError: Something in the trainer or its model that is not built.
+        """
+        if self._trainer is not None:
+            raise UsageError("this PolicyCallback has joined a trainer already: make another one")
+        refuse_unbuilt(trainer)
+        self._attach(trainer, num_steps=1, optimizer=None).detach()  # so that what is wrong is told now
+        self._trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        for name, around in (
+            ("train", self._train),
+            ("training_step", self._step),
+            ("evaluate", self._dense),
+            ("predict", self._dense),
+            ("log", self._log),
+            ("_save_rng_state", self._save),
+        ):
+            _put_around(trainer, name, around)
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - transformers' signature
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - the same
+        **kwargs: Any,  # noqa: ARG002 - the same
+    ) -> None:
+        """Attach: optimizer and wrapped model are there, and a checkpoint has been loaded."""
+        if self._trainer is None:
+            raise UsageError("PolicyCallback does not know its trainer: call callback.join(trainer) before train()")
+        self._leave()  # a try with a larger batch may have run out of memory
+        self.engine = engine = self._attach(self._trainer, num_steps=state.max_steps, optimizer=self._trainer.optimizer)
+        self._undo.append(engine.detach)
+        if self._resumed is not None:
+            engine.load_state_dict(self._resumed)
+        accelerator, before = self._trainer.accelerator, self._trainer.accelerator.backward
+
+        def backward(loss: Tensor, **kwargs: Any) -> None:
+            engine.backward(loss, lambda instead: before(instead, **kwargs))
+
+        own = accelerator.__dict__.get("backward")
+        accelerator.backward = backward
+        self._undo.append(lambda: _put_back(accelerator, own))
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 - transformers' signature
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002 - the same
+        **kwargs: Any,  # noqa: ARG002 - the same
+    ) -> None:
+        """See whether this step is one that is counted."""
+        every = self._log_flops_every
+        self._counts_next = every is not None and state.global_step % every == 0
+
+    @property
+    def _is_attached(self) -> bool:
+        return bool(self._undo)
+
+    def _attach(self, trainer: Any, *, num_steps: int, optimizer: Any) -> Engine:
+        options: dict[str, Any] = {"seed": trainer.args.seed} | self._choice.options
+        return attach(trainer.model_wrapped, self._choice.policies, optimizer=optimizer, num_steps=num_steps, **options)
+
+    def _leave(self) -> None:
+        """Give model and accelerator back."""
+        while self._undo:
+            self._undo.pop()()
+        self._counts_next, self._counted = False, {}
+
+    def _train(self, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self._trainer.args.output_dir)  # type: ignore[no-untyped-call]
+        self._resumed = None
+        if folder:
+            stored = load_state(Path(folder) / self._file_name)
+            check_same(stored["choice"], self._choice.describe(), str(folder))
+            self._resumed = stored["engine"]
+        try:
+            return train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._leave()
+
+    def _step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._counts_next and self.engine is not None:
+            self._counts_next = False
+            bare = self._trainer.accelerator.unwrap_model(model)
+            self._counted = count_step(bare, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs))
+        return step(model, inputs, *args, **kwargs)
+
+    def _dense(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        dense: AbstractContextManager[None] = nullcontext()
+        if self._is_attached and self.engine is not None:
+            dense = self.engine.disabled()
+        with dense:
+            return evaluate(*args, **kwargs)
+
+    def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        if self._is_attached and self.engine is not None:
+            if "loss" in logs:
+                kept = self.engine.take_kept_share()
+                logs |= self._counted
+                self._counted = {}
+            elif "train_loss" in logs:  # at the end, over all of it
+                kept = self.engine.report().kept_share
+            else:
+                kept = None
+            logs |= {} if kept is None else {metric.KEPT_SHARE.name: kept}
+        return log(logs, *args, **kwargs)
+
+    def _save(self, save: Callable[..., Any], output_dir: str) -> None:
+        save(output_dir)  # which makes the folder, and comes before what tells the trainer that it can be resumed from
+        if self._is_attached and self.engine is not None:
+            state = {"engine": self.engine.state_dict(), "choice": self._choice.describe()}
+            save_state(Path(output_dir) / self._file_name, state)
+
+    @property
+    def _file_name(self) -> str:
+        return f"sparsebp-{self._trainer.args.process_index}.safetensors"
+
+
+def _put_around(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
+    inner = getattr(trainer, name)
+
+    @functools.wraps(inner)
+    def outer(*args: Any, **kwargs: Any) -> Any:
+        return around(inner, *args, **kwargs)
+
+    setattr(trainer, name, outer)
+
+
+def _put_back(accelerator: Any, own: Any) -> None:
+    if own is None:
+        del accelerator.backward
+    else:
+        accelerator.backward = own

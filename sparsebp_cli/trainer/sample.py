@@ -1,0 +1,54 @@
+"""The FLOPs that one micro-batch of a training really executes, counted beside it.
+
+The trainer's own ``total_flos`` follows from the size of the input, whatever the backward skips.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparsebp_cli.backward import Engine, ModuleTrace, count_flops
+from sparsebp_cli.run import metric
+from sparsebp_cli.worker.rehearsal import Rehearsal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def count_step(
+    model: nn.Module, engine: Engine, inputs: Mapping[str, Any], step: Callable[[Any], Any]
+) -> dict[str, float]:
+    """Run a forward and backward under counters, and leave no trace of it.
+
+    Args:
+        model: That is trained, without what it is wrapped into.
+        engine: Attached to it.
+        inputs: The micro-batch; a copy is handed on, for a loss may take things out of it.
+        step: Computes the loss of a micro-batch and differentiates it through the engine.
+
+    Returns:
+        Metric values by name; empty when there are gradients already, which would be lost.
+    """
+    if any(parameter.grad is not None for parameter in model.parameters()):
+        return {}
+    with (
+        Rehearsal(model, engine, _forward, _backward) as rehearsal,
+        rehearsal.on("policy", feedback=False),
+        ModuleTrace(model) as trace,
+        count_flops(trace) as flops,
+    ):
+        step(copy.copy(inputs))
+    return {
+        metric.FORWARD_FLOPS.name: float(flops.forward.total()),
+        metric.BACKWARD_EXECUTED.name: float(flops.backward.total() + flops.recomputed.total()),
+    }
+
+
+def _forward() -> Tensor:
+    raise AssertionError("the trainer's own step runs the forward")
+
+
+def _backward(_: Tensor) -> None:
+    raise AssertionError("the trainer's own step runs the backward")

@@ -1,0 +1,135 @@
+"""The engine's state beside a checkpoint of ``transformers.Trainer``: one safetensors file, there whole or not at all.
+
+No pickle: tensors are safetensors, the rest is JSON in the file's header, and a digest covers both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from sparsebp_cli.errors import CheckpointError, UsageError
+
+_FORMAT = 1
+_TENSOR = "__tensor__"
+
+
+def save_state(file: Path, state: Mapping[str, Any]) -> None:
+    """Write a state.
+
+    Args:
+        file: Its place; the folder is there.
+        state: Of mappings, sequences, plain values and tensors.
+
+    Raises:
+        CheckpointError: It cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(_split(state, tensors))
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {"format": str(_FORMAT), "state": text, "sha256": _digest(text, tensors)}
+    part = file.with_name(f".part-{file.name}")
+    try:
+        with part.open("wb") as opened:
+            # An empty file of safetensors could not be told from a damaged one.
+            opened.write(save(tensors or {"": torch.zeros(1)}, header))
+            opened.flush()
+            os.fsync(opened.fileno())
+        part.replace(file)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
+def load_state(file: Path) -> dict[str, Any]:
+    """Read a state.
+
+    Args:
+        file: As :func:`save_state` wrote it.
+
+    Returns:
+        The state, on the CPU.
+
+    Raises:
+        CheckpointError: It is not there, or not as it was written.
+    """
+    if not file.exists():
+        raise CheckpointError(
+            f"{file.parent} cannot be resumed from: it has no {file.name}, the state of the policies; it was written "
+            "without policies, or by another number of processes"
+        )
+    try:
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys() if name}  # noqa: SIM118 - no mapping
+        text = header["state"]
+        if header["format"] != str(_FORMAT) or header["sha256"] != _digest(text, tensors):
+            raise ValueError("it is not as it was written")
+        state: dict[str, Any] = _join(json.loads(text), tensors)
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged ({error}); resume from another checkpoint") from None
+    return state
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> None:
+    """Refuse to go on with other policies than those that a checkpoint was trained with.
+
+    Args:
+        before: What was chosen then, by dotted name.
+        now: What is chosen.
+        checkpoint: Its name.
+
+    Raises:
+        UsageError: Something differs.
+    """
+    changes = [
+        f"{name} was {before.get(name)!r}, got {now.get(name)!r}"
+        for name in dict.fromkeys([*before, *now])
+        if before.get(name) != now.get(name)
+    ]
+    if changes:
+        raise UsageError(
+            f"{checkpoint} was trained with other policies: {'; '.join(changes)}; to train on from its weights, load "
+            "them into the model and train() anew"
+        )
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name}/{tensor.dtype}/{tuple(tensor.shape)}/".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Replace every tensor by its number."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, Mapping):
+        return [[_split(key, tensors), _split(inner, tensors)] for key, inner in value.items()] or {}
+    if isinstance(value, list | tuple):
+        return {"list": [_split(inner, tensors) for inner in value]}
+    return value
+
+
+def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return {_join(key, tensors): _join(inner, tensors) for key, inner in value}
+    if isinstance(value, dict):
+        if _TENSOR in value:
+            return tensors[value[_TENSOR]]
+        return [_join(inner, tensors) for inner in value["list"]] if "list" in value else {}
+    return value
