@@ -16,12 +16,13 @@ from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
+from sparsebp_cli.backward.parameter import ParameterPart, refuse_selector
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.site import Bound, LinearBinding
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import EdgeRouter, GradientSelector, Policy
+from sparsebp_cli.policy import EdgeRouter, GradientSelector, ParameterSelector, Policy
 
 
 def attach(  # noqa: PLR0913 - each is one choice of the user
@@ -80,6 +81,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     _refuse_rivals(policies)
     asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
     policy, decision = next(asked_at_sites, None), None
+    refuse_selector(policies, model, optimizer)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     if isinstance(policy, EdgeRouter):
@@ -110,7 +112,7 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
 
 
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
-_PARTS: dict[Any, Callable[[Any, nn.Module], Part]] = {}
+_PARTS: dict[Any, Callable[[Any, nn.Module], Part]] = {ParameterSelector: ParameterPart}
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

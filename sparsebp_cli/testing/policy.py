@@ -9,7 +9,8 @@ import json
 
 from pydantic import ValidationError
 
-from sparsebp_cli.policy import EdgeRouter, GradientSelector, Policy, find_policies
+from sparsebp_cli.policy import EdgeRouter, GradientSelector, ParameterSelector, Policy, find_policies
+from sparsebp_cli.testing.parameter import check_parameter_selector
 from sparsebp_cli.testing.promise import require, through_json
 from sparsebp_cli.testing.router import check_router
 from sparsebp_cli.testing.selector import check_keep_all, check_selector
@@ -26,6 +27,9 @@ def check_policy(policy: str | type[Policy], **options: object) -> None:
     made = _check_options(policy_class, options)
     if isinstance(made, EdgeRouter):
         check_router(made)
+        return
+    if isinstance(made, ParameterSelector):
+        check_parameter_selector(made)
         return
     if not isinstance(made, GradientSelector):
         raise AssertionError(

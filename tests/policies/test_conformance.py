@@ -27,12 +27,23 @@ from sparsebp_cli.policy import (
 )
 from sparsebp_cli.testing import check_policy
 
-_BY_ENGINE = {"layers": [[0], [-1]], "keep_warmup_steps": [2], "error_feedback": [True]}  # every selector has them
+_BY_ENGINE: dict[str, list[Any]] = {
+    "layers": [[0], [-1]],
+    "keep_warmup_steps": [2],
+    "error_feedback": [True],
+}  # every selector has them
+
+# Patterns that fit the decoder of the suite, and options whose schema says too little.
+_FITTING: dict[str, list[Any]] = {
+    "train": [["lm_head", "layers.3"]],
+    "freeze": [["*norm*"], ["/layers\\.[01]\\./"]],
+    "turn": ["layers"],
+}
 
 
 def _values(option: str, schema: dict[str, Any]) -> list[Any]:
-    if option in _BY_ENGINE:
-        return _BY_ENGINE[option]
+    if option in _BY_ENGINE | _FITTING:
+        return (_BY_ENGINE | _FITTING)[option]
     if "enum" in schema:
         return list(schema["enum"])
     if schema.get("type") == "boolean":
@@ -52,8 +63,8 @@ def _option_sets(policy_class: type[Policy]) -> list[dict[str, Any]]:
     schemas = policy_class.model_json_schema().get("properties", {})
     required = {name: _values(name, schemas[name])[0] for name in policy_class.model_json_schema().get("required", [])}
     single = [(name, value) for name, schema in schemas.items() for value in _values(name, schema)]
-    sets = {json.dumps(required): required}
-    for chosen in (*((one,) for one in single), *itertools.combinations(single, 2)):
+    sets: dict[str, dict[str, Any]] = {}
+    for chosen in ((), *((one,) for one in single), *itertools.combinations(single, 2)):
         options = required | dict(chosen)
         with contextlib.suppress(ValidationError):
             policy = policy_class.model_validate_json(json.dumps(options))

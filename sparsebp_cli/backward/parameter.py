@@ -1,0 +1,190 @@
+"""Carries out which parameters are trained at a step: the others require no gradient while the step lasts.
+
+Autograd itself then computes no gradient of what is not trained, keeps no input for it, and ends the backward where
+nothing further down is trained. ``.grad`` of what is not trained is None, not zero: optimizers of PyTorch leave such a
+parameter and its state alone, weight decay included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NoReturn, cast, final
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.process import refuse_several_processes
+from sparsebp_cli.errors import PolicyError, UnsupportedError
+from sparsebp_cli.policy import Parameter, ParameterSelector, Policy, Step
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.engine import Engine
+
+Places = dict[str, tuple[nn.Module, str]]
+
+
+@final
+class ParameterPart:
+    """A parameter selector at work in one model; see :class:`~sparsebp_cli.backward.part.Part`.
+
+    Args:
+        policy: Says what is trained.
+        model: Its parameters that require a gradient now are those that it would train.
+
+    Raises:
+        PolicyError: The policy does not fit the model, or names something else.
+        UnsupportedError: The model's layers are checkpointed in the reentrant way.
+    """
+
+    def __init__(self, policy: ParameterSelector, model: nn.Module) -> None:
+        _refuse_reentrant(model)
+        self._policy, self._model = policy, model
+        self.parameters, self._places = find_parameters(model)
+        self._trained = self._ask(Step(0))
+        self._enabled = True
+        self._handles: list[Any] = []
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of parameters that the model would train, and the step under way does not."""
+        return frozenset(self._places) - self._trained
+
+    def install(self, engine: Engine) -> None:
+        when = "at each step" if self._policy.changes else "all the time"
+        count = sum(p.num_entries for p in self.parameters if p.name in self._trained)
+        total = sum(p.num_entries for p in self.parameters)
+        engine.notes["parameters"] = (
+            f"{len(self._trained)} of {len(self.parameters)} trainable tensors, {count:,} of {total:,} numbers, "
+            f"are trained {when}{self._tell_shared()}"
+        )
+        self._handles = [hooked.register_forward_hook(_Cut()) for hooked in _find_forced(self._model)]
+
+    def remove(self) -> None:
+        self.enable(False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def enable(self, enabled: bool) -> None:
+        self._enabled = enabled
+        for name in self._places:
+            self._get(name).requires_grad_(not enabled or name in self._trained)
+
+    def start_step(self, step: Step) -> None:
+        self._trained = self._ask(step)
+        self.enable(self._enabled)
+        for name in self.frozen:
+            self._get(name).grad = None  # what is left of an earlier step would be applied once more
+
+    def _ask(self, step: Step) -> frozenset[str]:
+        step = replace(step, micro_batch=0, call=0, draw=0, rank=0)
+        chosen = frozenset(self._policy.select(self.parameters, step))
+        unknown = sorted(chosen - self._places.keys())
+        if unknown:
+            raise PolicyError(f"{type(self._policy).__name__} chose {unknown[0]!r}, which is nothing that it was shown")
+        if not chosen:
+            raise PolicyError(
+                f"{type(self._policy).__name__} chose no parameter at step {step.index}, allowed: 1 or more"
+            )
+        return chosen
+
+    def _get(self, name: str) -> nn.Parameter:
+        # By its place, since sharding (FSDP2) puts another parameter there.
+        module, key = self._places[name]
+        return cast("nn.Parameter", module._parameters[key])  # noqa: SLF001 - getattr may call a parametrization
+
+    def _tell_shared(self) -> str:
+        shared = [p for p in self.parameters if p.aliases and p.name in self._trained]
+        return "".join(f"; {p.name} is {', '.join(p.aliases)} as well: its gradient needs both" for p in shared)
+
+
+class _Cut:
+    """After embeddings whose output was made to require a gradient for its own sake: it needs none.
+
+    ``enable_input_require_grads`` does that for reentrant checkpointing; it lets the backward run down to the
+    embeddings whatever is trained.
+    """
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:  # noqa: ARG002 - torch's signature
+        forced = isinstance(output, Tensor) and output.is_leaf and output.requires_grad
+        return output.detach() if forced else None
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
+
+
+def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
+    """Find the parameters that a model would train, which are those that require a gradient.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        What a policy is shown of them, in the model's order; and by name where each one is.
+    """
+    layers, modules = LayerNumbers(model), dict(model.named_modules(remove_duplicate=False))
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    shown = tuple(
+        Parameter(first, layers.number_of(first), parameter.numel(), tuple(others))
+        for parameter, (first, *others) in names.items()
+    )
+    places = {p.name: (modules[p.name.rpartition(".")[0]], p.name.rpartition(".")[2]) for p in shown}
+    return shown, places
+
+
+def refuse_selector(policies: Iterable[Policy], wrapped: nn.Module, optimizer: object) -> None:
+    """Refuse what a parameter selector cannot be combined with, before anything changes.
+
+    Args:
+        policies: Of which one may be a parameter selector.
+        wrapped: The model as the user gave it, in DDP or compiled.
+        optimizer: That advances the step; None: every backward does.
+
+    Raises:
+        UnsupportedError: The combination is not built.
+    """
+    for policy in policies:
+        if not isinstance(policy, ParameterSelector):
+            continue
+        name = type(policy).__name__
+        if any(isinstance(module, DistributedDataParallel) for module in wrapped.modules()):
+            # DDP waits for the gradient of every parameter that required one when it was made.
+            raise UnsupportedError(f"{name} under DDP: attach first, and wrap the model in DDP afterwards")
+        if not policy.changes:
+            continue
+        refuse_several_processes(wrapped, f"{name} with another set of parameters each step")
+        if optimizer is None:
+            raise UnsupportedError(
+                f"{name} with another set of parameters each step needs attach(optimizer=...): "
+                "the set changes after the optimizer's step, which must find the gradients of the one before"
+            )
+        if "_orig_mod" in dict(wrapped.named_children()):
+            raise UnsupportedError(
+                f"{name} with another set of parameters each step and torch.compile: each set would be compiled anew"
+            )
+
+
+def _find_forced(model: nn.Module) -> Sequence[nn.Module]:
+    """Return the embeddings whose output transformers' ``enable_input_require_grads`` lets require a gradient."""
+    found: dict[nn.Module, None] = {}
+    for module in model.modules():
+        if module.__dict__.get("_require_grads_hooks"):
+            get: Any = module.get_input_embeddings
+            found[get()] = None
+    return list(found)
+
+
+def _refuse_reentrant(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        options = getattr(function, "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
+            raise UnsupportedError(
+                f"parameters that are frozen by a policy and reentrant checkpointing (at {name!r}), which runs the "
+                "backward of every layer: enable checkpointing with use_reentrant=False"
+            )

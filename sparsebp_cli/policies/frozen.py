@@ -1,0 +1,97 @@
+"""Train some parameters and leave the others as they are, for the whole run or for some steps.
+
+Fine-tuning some layers and freezing the others is as old as transfer learning and needs no paper. Training one layer at
+a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter Optimization Method for
+Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. We differ: the optimizer keeps the state of
+layers whose turn is over, and what is outside of the layers is trained all the time, unless a pattern freezes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self, final
+
+from pydantic import Field, PositiveInt, model_validator
+
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.policies.pattern import Pattern, match
+from sparsebp_cli.policy import Parameter, ParameterSelector, Step
+
+
+@dataclass(frozen=True)
+class _Cycle:
+    """Where random orders of layers are drawn: one a round through all of them."""
+
+    name: str = "the order of layers"
+
+
+@final
+class Frozen(ParameterSelector):
+    """Train the parameters that patterns name, or all but those; layers all the time, or in turn."""
+
+    train: list[Pattern] | None = Field(
+        None, description="Parameters that are trained: globs over names of parameters or modules, or /regex/."
+    )
+    freeze: list[Pattern] | None = Field(
+        None, description="Parameters that are not: globs over names of parameters or modules, or /regex/."
+    )
+    turn: Literal["layers"] | None = Field(
+        None, description="Of what is trained, decoder layers take turns; null: all of it is trained at every step."
+    )
+    order: Literal["descending", "ascending", "random"] = Field(
+        "descending", description="Of the turns: from the last layer, from the first, or another one each round."
+    )
+    every: PositiveInt = Field(1, description="Optimizer steps that a turn lasts.")
+    at_once: PositiveInt = Field(1, description="Layers that are trained in one turn.")
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Self:
+        if self.train is not None and self.freeze is not None:
+            raise ValueError("give train or freeze, not both: what train does not name is frozen")
+        if not self.train and not self.freeze and self.turn is None:
+            raise ValueError("give train, freeze or turn: else nothing is frozen")
+        for option in ("order", "every", "at_once"):
+            if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
+                raise ValueError(f"{option} needs turn: layers")
+        return self
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    @property
+    def changes(self) -> bool:
+        return self.turn is not None
+
+    def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
+        chosen = {parameter.name for parameter in parameters}
+        if self.train is not None:
+            chosen = match("train", self.train, parameters)
+        elif self.freeze is not None:
+            chosen -= match("freeze", self.freeze, parameters)
+        if not chosen:
+            raise PolicyError("freeze: the patterns leave no parameter to train")
+        if self.turn is None:
+            return chosen
+        layers = sorted({p.layer for p in parameters if p.name in chosen and p.layer is not None})
+        if not layers:
+            raise PolicyError("turn: layers: no parameter that is trained lies in a decoder layer")
+        resting = set(layers) - self._in_turn(layers, step)
+        return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
+
+    def _in_turn(self, layers: list[int], step: Step) -> set[int]:
+        num_turns = -(-len(layers) // self.at_once)
+        round_number, number = divmod(step.index // self.every, num_turns)
+        if self.order == "random":
+            import torch
+
+            generator = replace(step, index=round_number).generator(_Cycle())
+            layers = [layers[i] for i in torch.randperm(len(layers), generator=generator).tolist()]
+        elif self.order == "descending":
+            layers = layers[::-1]
+        return set(layers[number * self.at_once : (number + 1) * self.at_once])

@@ -1,0 +1,71 @@
+"""Patterns over names of parameters: globs, and regular expressions between slashes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from sparsebp_cli.errors import PolicyError, did_you_mean
+from sparsebp_cli.policy import Parameter
+
+
+def _check(pattern: str) -> str:
+    if _is_regex(pattern):
+        try:
+            re.compile(pattern[1:-1])
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return pattern
+
+
+Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check)]
+
+
+def match(option: str, patterns: Sequence[str], parameters: Iterable[Parameter]) -> set[str]:
+    """Return the parameters that any of some patterns names.
+
+    A glob must fit the whole name of the parameter, or of a module that it is in; ``*`` goes over dots as well. A
+    regular expression must be found somewhere in the parameter's name. A shared parameter answers to all its names.
+
+    Args:
+        option: Where the patterns stand, for the error.
+        patterns: ``model.layers.3``, ``*norm*``, ``/layers\\.[0-3]\\./``.
+        parameters: Among which is looked.
+
+    Returns:
+        Their (first) names.
+
+    Raises:
+        PolicyError: A pattern matches nothing.
+    """
+    known = {p.name: (p.name, *p.aliases) for p in parameters}
+    found: set[str] = set()
+    for pattern in patterns:
+        matched = {name for name, names in known.items() if any(_fits(pattern, each) for each in names)}
+        if not matched:
+            near = dict.fromkeys(place for names in known.values() for each in names for place in _places(each))
+            hint = "" if _is_regex(pattern) else did_you_mean(pattern, near)
+            raise PolicyError(f"{option}: {pattern!r} matches no parameter that the model would train{hint}")
+        found |= matched
+    return found
+
+
+def _is_regex(pattern: str) -> bool:
+    return len(pattern) > 2 and pattern.startswith("/") and pattern.endswith("/")
+
+
+def _fits(pattern: str, name: str) -> bool:
+    if _is_regex(pattern):
+        return re.search(pattern[1:-1], name) is not None
+    return any(fnmatchcase(place, pattern) for place in _places(name))
+
+
+def _places(name: str) -> Iterator[str]:
+    """The parameter, and the modules that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]

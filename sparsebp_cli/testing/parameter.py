@@ -1,0 +1,133 @@
+"""The conformance suite of parameter selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward import attach
+from sparsebp_cli.backward.parameter import find_parameters
+from sparsebp_cli.policy import Parameter, ParameterSelector, Step
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
+
+NUM_STEPS = 12
+
+
+class _Decoder(nn.Module):
+    """An embedding, four layers, a norm and a head, named as decoders name theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens, self.norm, self.lm_head = nn.Embedding(7, 8), nn.LayerNorm(8), nn.Linear(8, 7, bias=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4)
+        )
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens_BT)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+
+def check_parameter_selector(policy: ParameterSelector) -> None:
+    """Hold a parameter selector against every promise of the contract.
+
+    It is shown a decoder of four layers, ``layers.0`` to ``layers.3``, with ``embed_tokens``, ``norm`` and ``lm_head``;
+    patterns among its options must fit that.
+
+    Args:
+        policy: With the options to be checked.
+    """
+    for check in _CHECKS:
+        check(policy)
+
+
+def _check_choice(policy: ParameterSelector) -> None:
+    parameters = _shown()
+    names = {parameter.name for parameter in parameters}
+    for index in range(NUM_STEPS):
+        chosen = policy.select(parameters, Step(index, num_steps=NUM_STEPS))
+        good = isinstance(chosen, Collection) and not isinstance(chosen, str) and set(chosen) <= names
+        require(good, f"{name_of(policy)}: select must return names that it was shown, got {chosen!r}")
+        require(len(chosen) > 0, f"{name_of(policy)}: trains nothing at step {index}")
+        require(len(set(chosen)) == len(chosen), f"{name_of(policy)}: names a parameter twice at step {index}")
+
+
+def _check_repeatable(policy: ParameterSelector) -> None:
+    for index in range(NUM_STEPS):
+        states = random_states()
+        first = _choose(policy, index)
+        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
+        require(first == _choose(policy, index), f"{name_of(policy)}: decides otherwise when asked again at one step")
+        for other in (through_json(policy), through_json(policy)):
+            text = f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own"
+            require(_choose(other, index) == first, text)
+
+
+def _check_changes(policy: ParameterSelector) -> None:
+    sets = {_choose(policy, index) for index in range(NUM_STEPS)}
+    text = f"{name_of(policy)}: says that it never changes, but chose {len(sets)} sets in {NUM_STEPS} steps"
+    require(policy.changes or len(sets) == 1, text)
+
+
+def _check_exact(policy: ParameterSelector) -> None:
+    names = frozenset(parameter.name for parameter in _shown())
+    whole = all(_choose(policy, index) == names for index in range(NUM_STEPS))
+    require(not policy.exact or whole, f"{name_of(policy)}: says it is exact, but leaves parameters out")
+    require(policy.exact or not policy.unbiased, f"{name_of(policy)}: says it is unbiased, but not exact")
+
+
+def _check_gradients(policy: ParameterSelector) -> None:
+    """What is trained has the dense gradient, to the last bit; the rest has none."""
+    dense = _gradients(None, 1)[0]
+    for index, gradients in enumerate(_gradients(policy, 3)):
+        chosen = _choose(policy, index)
+        for name, gradient in gradients.items():
+            require((gradient is not None) == (name in chosen), f"{name_of(policy)}: {name} at step {index}")
+            if gradient is not None and index == 0:
+                require(equal([gradient], [_given(dense[name])]), f"{name_of(policy)}: {name} differs from dense")
+
+
+_CHECKS: tuple[Callable[[ParameterSelector], None], ...] = (
+    _check_choice,
+    _check_repeatable,
+    _check_changes,
+    _check_exact,
+    _check_gradients,
+)
+
+
+@cache
+def _shown() -> tuple[Parameter, ...]:
+    with torch.device("meta"):  # draws no weights
+        return find_parameters(_Decoder())[0]
+
+
+def _choose(policy: ParameterSelector, index: int) -> frozenset[str]:
+    return frozenset(policy.select(_shown(), Step(index, num_steps=NUM_STEPS)))
+
+
+def _gradients(policy: ParameterSelector | None, num_steps: int) -> list[dict[str, Tensor | None]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, tokens_BT = _Decoder(), torch.randint(7, (2, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    policies = [] if policy is None else [policy]
+    with attach(model, policies, optimizer=optimizer, num_steps=NUM_STEPS) as engine:
+        for _ in range(num_steps):
+            engine.backward(model(tokens_BT).logsumexp(-1).sum())
+            found.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def _given(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
