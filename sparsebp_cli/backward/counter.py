@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sparsebp_cli.backward.report import Claim, Route, SiteReport
+from sparsebp_cli.backward.score.chosen import ChosenCounter
 from sparsebp_cli.policy import Selection, Site
 
 
@@ -59,6 +60,7 @@ class Counter:
     taken_entries: int = 0
     route: Route | None = None
     untaken_route: Route | None = None
+    chosen: ChosenCounter = field(default_factory=ChosenCounter)
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Counter:

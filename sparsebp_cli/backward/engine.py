@@ -17,6 +17,7 @@ from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import pad_up, round_up
+from sparsebp_cli.backward.score.chosen import Chosen
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
@@ -204,6 +205,7 @@ class Engine:
             num_backwards=self._counter.num_backwards,
             notes=tuple(self.notes.values()),
             route=self._counter.route,
+            chosen=self._counter.chosen.total,
         )
 
     def claim(self) -> Claim:
@@ -229,6 +231,22 @@ class Engine:
             route: Of one backward.
         """
         self._counter.add_route(route)
+
+    def add_chosen(self, chosen: Chosen) -> None:
+        """Count what was chosen of a batch before its forward. Called by the parts.
+
+        Args:
+            chosen: Of one forward.
+        """
+        self._counter.chosen.add(chosen)
+
+    def take_chosen(self) -> Chosen | None:
+        """Return what was chosen of the batches since this was last called.
+
+        Returns:
+            All forwards since together; None when nothing was chosen.
+        """
+        return self._counter.chosen.take()
 
     def take_route(self) -> Route | None:
         """Return where a router let the gradient go since this was last called.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
 from sparsebp_cli.backward.trace import ModuleTrace, is_in_backward
@@ -76,6 +76,12 @@ def count_flops(modules: ModuleTrace | None = None) -> Iterator[FlopCount]:
     count = FlopCount()
     with _Counting(count, modules):
         yield count
+
+
+def counting_now() -> FlopCount | None:
+    """Return the innermost count under way in this thread; None when nothing is counted."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Counting)]
+    return modes[-1].count if modes else None
 
 
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sparsebp_cli.backward.score.chosen import Chosen
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -99,6 +101,7 @@ class Report:
         num_backwards: Backward passes that went through the engine.
         notes: How the engine carries the policy out, where that is its own choice; one sentence each.
         route: Where a router let the gradient go; None without a router, and before the first backward.
+        chosen: What was chosen of the batches before their forward, and what that cost; None where nothing was.
     """
 
     sites: tuple[SiteReport, ...]
@@ -108,6 +111,7 @@ class Report:
     num_backwards: int
     notes: tuple[str, ...] = ()
     route: Route | None = None
+    chosen: Chosen | None = None
 
     @property
     def never_called(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from sparsebp_cli.policy.discovery import FoundPolicy, find_policies, make_polic
 from sparsebp_cli.policy.example import Examples, ExampleSelector
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
+from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, TwoToFour
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
@@ -24,6 +25,7 @@ __all__ = [
     "Policy",
     "Rows",
     "Score",
+    "ScoredTokenSelector",
     "Selection",
     "Site",
     "Step",

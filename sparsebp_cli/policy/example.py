@@ -1,4 +1,7 @@
-"""The kind of policy that says which examples of a batch are backpropagated."""
+"""The kind of policy that says which examples of a batch are backpropagated.
+
+Shape letters: B examples, K kept.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +17,63 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Examples:
-    """Chosen examples.
+    """What an example selector is shown of one batch.
 
     Args:
-        index_K: Their numbers in the batch, ascending.
-        weight_K: What each one's loss is multiplied with; None: 1.
+        number: B, at least 1.
+        loss_B: The mean loss of each example's targets among the positions that were read, nats, float32, finite; of
+            an example without any, the mean of the others. None where the policy does not need it.
     """
 
-    index_K: torch.Tensor
-    weight_K: torch.Tensor | None = None
+    number: int
+    loss_B: torch.Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """Where the decision is made, for ``step.generator(examples, device)``."""
+        return "examples"
 
 
 class ExampleSelector(Policy):
-    """Answers: which examples of a batch are backpropagated? Asked before the forward that training differentiates."""
+    """Answers: which examples of a batch are backpropagated? Asked before the forward that training differentiates.
+
+    The engine runs that forward on the chosen examples alone; its loss is the mean over their targets.
+    """
 
     @property
     @abstractmethod
-    def needs_loss(self) -> bool:
-        """Whether ``choose`` reads the examples' losses; they cost a forward, which is counted."""
+    def budget(self) -> float:
+        """Share of a batch's examples that is chosen when there is a choice, in (0, 1]."""
 
     @abstractmethod
-    def choose(self, num_examples: int, loss_B: torch.Tensor | None, step: Step) -> Examples | None:
+    def needs_loss(self, step: Step) -> bool:
+        """Whether ``choose`` reads the examples' losses at a step; they cost a forward, which is counted.
+
+        Args:
+            step: When.
+
+        Returns:
+            Whether the losses are to be had.
+        """
+
+    @property
+    @abstractmethod
+    def needs_num_steps(self) -> bool:
+        """Whether ``choose`` reads ``step.num_steps`` with these options."""
+
+    @property
+    def scored_share(self) -> float:
+        """Share of the batch's positions, from the first, that the forward for the losses reads, in (0, 1]."""
+        return 1.0
+
+    @abstractmethod
+    def choose(self, examples: Examples, step: Step) -> torch.Tensor | None:
         """Choose examples.
 
         Args:
-            num_examples: B.
-            loss_B: The mean loss of each example's targets, nats, float32; None where it is not needed.
-            step: When; ``step.generator(...)`` is the only source of randomness allowed.
+            examples: The batch. Must not be changed.
+            step: When; ``step.generator(examples, device)`` is the only source of randomness allowed.
 
         Returns:
-            Those that are backpropagated; None: all of them.
+            Their numbers, int64, (K,), ascending, each once; None: all of them.
         """

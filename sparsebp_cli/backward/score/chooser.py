@@ -1,0 +1,126 @@
+"""Asks a token selector, with the scores that it needs; see :class:`~sparsebp_cli.backward.token.chooser.Chooser`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.score.batch import next_tokens, real_positions
+from sparsebp_cli.backward.score.chosen import Chosen
+from sparsebp_cli.backward.score.cost import ScoringCost
+from sparsebp_cli.backward.score.scorer import Scorer
+from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
+from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.engine import Engine
+
+REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: of the token that each position predicts
+OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy"})
+
+
+class TokenChooser:
+    """Builds what a selector is shown from the model's arguments, and asks it.
+
+    Args:
+        policy: Decides.
+        model: That is trained, with its head; without DDP.
+        reference: Whose loss is ``reference_loss``; None: the batch brings that as a column.
+
+    Raises:
+        UnsupportedError: A model cannot be scored, or the reference has another vocabulary.
+    """
+
+    def __init__(
+        self,
+        policy: TokenSelector,
+        model: nn.Module,
+        reference: nn.Module | None = None,
+    ) -> None:
+        what = f"{type(policy).__name__}, which scores tokens,"
+        self._policy = policy
+        self._count: Callable[[Chosen], None] = _forget
+        self._scorer = Scorer(model, what) if policy.needs & OWN_SCORES else None
+        self._needs_reference = "reference_loss" in policy.needs
+        self._reference = None
+        if self._needs_reference and reference is not None:
+            self._reference = Scorer(reference, f"{what} by a reference")
+            check_vocabulary(model, self._reference)
+
+    def install(self, engine: Engine) -> None:
+        """Count what is chosen with the engine.
+
+        Args:
+            engine: Asks; until it is known, nothing is counted.
+        """
+        self._count = engine.add_chosen
+
+    @property
+    def columns(self) -> frozenset[str]:
+        by_batch = self._needs_reference and self._reference is None
+        return self._policy.reads | (frozenset({REFERENCE_COLUMN}) if by_batch else frozenset())
+
+    def choose(self, arguments: Mapping[str, Any], plain_forward: Callable[..., Any], step: Step) -> TokenChoice:
+        self._check(arguments)
+        own = {name: value for name, value in arguments.items() if name not in self.columns}
+        next_BT = next_tokens(arguments["labels"])
+        target_BT = next_BT != -100
+        real_BT = real_positions(arguments, target_BT)
+        scores: dict[Score, Tensor] = {}
+        with ScoringCost(target_BT.device) as cost:
+            if self._scorer is not None:
+                scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
+            if self._reference is not None:
+                scores["reference_loss"] = self._ask_reference(self._reference, own, next_BT)
+        if self._needs_reference and self._reference is None:
+            scores["reference_loss"] = arguments[REFERENCE_COLUMN].float().masked_fill(~target_BT, 0.0)
+        columns = {name: arguments[name] for name in self._policy.reads}
+        tokens = Tokens(arguments.get("input_ids"), target_BT, real_BT, scores, columns)
+        choice = self._policy.choose(tokens, step)
+        spent = (cost.seconds, cost.flops) if scores else (0.0, 0)
+        counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
+        self._count(Chosen(*counts, *spent))
+        return choice
+
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        for name in sorted(self.columns):
+            if name not in arguments:
+                known = sorted(arguments)
+                raise UsageError(
+                    f"{type(self._policy).__name__} reads the column {name!r}, and the batch has none; it has "
+                    f"{', '.join(known)}{did_you_mean(name, known)}"
+                )
+            shape, wanted = tuple(arguments[name].shape), tuple(arguments["labels"].shape)
+            if shape != wanted:
+                raise UsageError(f"column {name!r} must have the labels' shape {wanted}, got {shape}")
+
+    @staticmethod
+    def _ask_reference(scorer: Scorer, arguments: Mapping[str, Any], next_BT: Tensor) -> Tensor:
+        if arguments.get("input_ids") is None:
+            raise UsageError("a reference model reads input_ids: the batch has none")
+        names = ("input_ids", "attention_mask", "position_ids")
+        known = {name: arguments[name] for name in names if arguments.get(name) is not None}
+        return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]
+
+
+def _forget(_: Chosen) -> None:
+    """Count nothing."""
+
+
+def check_vocabulary(model: nn.Module, reference: Scorer) -> None:
+    """Refuse a reference that does not know every token of the model.
+
+    Args:
+        model: That is trained.
+        reference: Of its reference.
+
+    Raises:
+        UnsupportedError: Its vocabulary has another size.
+    """
+    own = cast("Any", model).get_input_embeddings().num_embeddings
+    if reference.num_tokens != own:
+        raise UnsupportedError(
+            f"the reference must have the model's vocabulary of {own} tokens, got {reference.num_tokens}"
+        )

@@ -1,0 +1,142 @@
+"""Loss and entropy of every target, by a forward without gradients and without dropout.
+
+The head is multiplied for targets only, and for so many at a time that the logits stay small. Its part of the model's
+own forward is used, whatever that does to the logits (soft capping, scaling): for as long, the layers below are replaced
+by something that returns what they gave.
+
+Shape letters: B examples, T positions, N rows (= B*T), D width, V vocabulary, K rows at a time.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import Score
+
+MOST_LOGITS = 1 << 24  # entries at a time: 64 MiB in float32
+IGNORED = -100
+_LABELS = ("labels", "num_items_in_batch", "shift_labels")
+
+
+class Scorer:
+    """Scores the targets of batches with one model.
+
+    Args:
+        model: A transformers model with a language-modelling head.
+        what: Who needs the scores; the beginning of an error's sentence.
+
+    Raises:
+        UnsupportedError: The model has no such head, or its forward cannot leave the head out.
+    """
+
+    def __init__(self, model: nn.Module, what: str) -> None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
+        accepted = inspect.signature(type(model).forward).parameters
+        if head is None or not isinstance(base, nn.Module) or "logits_to_keep" not in accepted:
+            raise UnsupportedError(
+                f"{what} needs a transformers model with a language-modelling head and logits_to_keep, "
+                f"got {type(model).__name__}"
+            )
+        self.model, self._base = model, base
+        self.num_tokens: int = head.weight.shape[0]
+        self._most_rows = max(1, MOST_LOGITS // self.num_tokens)
+
+    def score(
+        self, arguments: Mapping[str, Any], next_BT: Tensor, forward: Callable[..., Any], wanted: Collection[Score]
+    ) -> dict[Score, Tensor]:
+        """Run the model and score.
+
+        Args:
+            arguments: The forward's arguments by name; labels are left out.
+            next_BT: The token that each position is to predict; -100 where there is none.
+            forward: The model's own.
+            wanted: ``loss``, ``entropy``, or both.
+
+        Returns:
+            (B, T) each, float32, 0 where there is no target.
+        """
+        target_N = next_BT.flatten()
+        found: dict[Score, Tensor] = {
+            name: torch.zeros(target_N.shape, dtype=torch.float32, device=target_N.device) for name in wanted
+        }
+        with torch.no_grad(), evaluating(self.model):
+            hidden_ND = self._hidden(arguments, forward)
+            rows = (target_N != IGNORED).nonzero()[:, 0]
+            for row_K in torch.split(rows, self._most_rows):
+                logits_KV = self._logits(hidden_ND[row_K], forward)
+                for name, score_N in found.items():
+                    score_N[row_K] = _SCORES[name](logits_KV, target_N[row_K])
+        return {name: score_N.view(next_BT.shape) for name, score_N in found.items()}
+
+    def _hidden(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Tensor:
+        """Return what the head would be given, (N, D)."""
+        given = {name: value for name, value in arguments.items() if name not in _LABELS}
+        kept: list[Tensor] = []
+        handle = self._base.register_forward_hook(lambda _, __, output: kept.append(output[0]))
+        try:
+            forward(**(given | {"use_cache": False, "logits_to_keep": 1}))
+        finally:
+            handle.remove()
+        return kept[-1].flatten(0, -2)
+
+    def _logits(self, hidden_KD: Tensor, forward: Callable[..., Any]) -> Tensor:
+        """Return the logits of some rows, float32, (K, V)."""
+        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_KD[None])
+        with _instead(self._base, lambda *_, **__: output):
+            logits: Tensor = forward(
+                input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
+            ).logits[0]
+        return logits.float()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, and each module back to what it was afterwards.
+
+    Args:
+        model: In any mode.
+
+    Yields:
+        None: As long as it is off.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+
+def _loss(logits_KV: Tensor, target_K: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits_KV, target_K, reduction="none")
+
+
+def _entropy(logits_KV: Tensor, _: Tensor) -> Tensor:
+    log_share_KV = logits_KV.log_softmax(-1)
+    return -(log_share_KV.exp() * log_share_KV).sum(-1)
+
+
+_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"loss": _loss, "entropy": _entropy}

@@ -1,0 +1,72 @@
+"""The options that example selectors share which are in force for a part of the training: from when to when, how often,
+and what share. The names and defaults are those of Composer's ``SelectiveBackprop``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from sparsebp_cli.policy import ExampleSelector, Step, choice
+
+
+class SampledExamples(ExampleSelector):
+    """An example selector that draws the same number of examples from each batch, while it is in force."""
+
+    start: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.5, description="Share of the training's steps before the first at which examples are chosen."
+    )
+    end: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.9, description="Share of the training's steps before the first at which none are chosen any more."
+    )
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
+    )
+    interrupt: NonNegativeInt = Field(
+        2, description="Every so many steps one is dense all the same; 0: none, 1: all of them."
+    )
+
+    @model_validator(mode="after")
+    def _has_time(self) -> Self:
+        if not self.start < self.end:
+            raise ValueError(f"start must be below end, got start {self.start} and end {self.end}")
+        return self
+
+    @property
+    def exact(self) -> bool:
+        return self.keep == 1.0 or self.interrupt == 1
+
+    @property
+    def budget(self) -> float:
+        return 1.0 if self.exact else self.keep
+
+    @property
+    def needs_num_steps(self) -> bool:
+        return not self.exact and (self.start > 0.0 or self.end < 1.0)
+
+    def is_choosing(self, step: Step) -> bool:
+        """Return whether examples are chosen at a step.
+
+        Args:
+            step: When; ``num_steps`` is needed where :attr:`needs_num_steps` says so.
+
+        Returns:
+            Whether it lies between start and end, and is no interruption.
+        """
+        if self.exact or (self.interrupt and (step.index + 1) % self.interrupt == 0):
+            return False
+        if not self.needs_num_steps:
+            return True
+        assert step.num_steps is not None
+        return self.start <= step.index / step.num_steps < self.end
+
+    def count_chosen(self, number: int) -> int:
+        """Return how many of a batch's examples are chosen.
+
+        Args:
+            number: B.
+
+        Returns:
+            At least 1.
+        """
+        return choice.count_kept(self.keep, number)

@@ -1,0 +1,69 @@
+"""Train a part of the tokens: those that the data marks, or those of largest score.
+
+Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://arxiv.org/abs/2404.07965, for ``score:
+excess``. We differ: their share is taken within the batch, ours also within each example, and what is not trained can be
+left out of the backward (``mode``), where theirs multiplies all of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self, final
+
+from pydantic import Field, model_validator
+
+from sparsebp_cli.policy import Score, ScoredTokenSelector, Step, Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NEEDS: dict[str, frozenset[Score]] = {
+    "mask": frozenset(),
+    "random": frozenset(),
+    "loss": frozenset({"loss"}),
+    "entropy": frozenset({"entropy"}),
+    "excess": frozenset({"loss", "reference_loss"}),
+}
+
+
+@final
+class SelectedTokens(ScoredTokenSelector):
+    """Train the marked tokens, or those of largest loss, excess loss, entropy, or random ones."""
+
+    score: Literal["mask", "random", "loss", "excess", "entropy"] = Field(
+        description="mask: all that the data marks; loss, entropy: the model's own at this step; excess: its loss less "
+        "the reference's; random: the control at the same budget."
+    )
+
+    @model_validator(mode="after")
+    def _has_budget(self) -> Self:
+        given = [name for name in ("keep", "band") if getattr(self, name) is not None]
+        if self.score == "mask" and (given or self.within != "batch"):
+            raise ValueError(f"score: mask trains all that the data marks: leave out {(*given, 'within')[0]}")
+        if self.score != "mask" and not given:
+            raise ValueError(f"score: {self.score} needs keep, a share in (0, 1], or band, two quantiles")
+        if self.score == "random" and self.band is not None:
+            raise ValueError("score: random has no quantiles: give keep in place of band")
+        if self.score == "excess" and self.reference is None:
+            raise ValueError("score: excess needs reference: a model, by name or path")
+        return self
+
+    @property
+    def unbiased(self) -> bool:
+        drawn = self.score == "random" and self.within == "batch" and self.mask_column is None
+        return self.exact or (drawn and self.carries_all)
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return _NEEDS[self.score]
+
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        import torch
+
+        if self.score == "mask":
+            return None
+        if self.score == "random":
+            device = tokens.target_BT.device
+            return torch.rand(tokens.target_BT.shape, generator=step.generator(tokens, device), device=device)
+        if self.score == "excess":
+            return tokens.scores["loss"] - tokens.scores["reference_loss"]
+        return tokens.scores[self.score]

@@ -1,0 +1,36 @@
+"""Backpropagate examples drawn uniformly: the control of every example selector at the same budget.
+
+Minibatches drawn without replacement, as in Angela H. Jiang et al., "Accelerating Deep Learning by Focusing on the
+Biggest Losers" (2019), https://arxiv.org/abs/1910.00762, whose baseline it is. We differ: it takes the same schedule as
+the policy that it is held against.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from sparsebp_cli.policies.sampled import SampledExamples
+from sparsebp_cli.policy import Examples, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@final
+class Uniform(SampledExamples):
+    """Backpropagate random examples; nothing is computed to choose them."""
+
+    @property
+    def unbiased(self) -> bool:
+        return self.exact  # a mean over targets of examples with unequal many targets is not, and they may be unequal
+
+    def needs_loss(self, step: Step) -> bool:  # noqa: ARG002 - never
+        return False
+
+    def choose(self, examples: Examples, step: Step) -> Tensor | None:
+        import torch
+
+        if not self.is_choosing(step):
+            return None
+        order = torch.randperm(examples.number, generator=step.generator(examples))
+        return order[: self.count_chosen(examples.number)].sort().values

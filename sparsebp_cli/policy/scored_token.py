@@ -1,0 +1,139 @@
+"""Token selectors that give every position a score and train the largest: the options that they share.
+
+All choices are by count, and nothing waits for a device: a position is kept when its rank is below a number that stays
+a tensor. Shape letters: B examples, T positions.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from sparsebp_cli.policy.contract import Step
+from sparsebp_cli.policy.token import TokenChoice, Tokens, TokenSelector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Quantile = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ScoredTokenSelector(TokenSelector):
+    """A token selector whose decision is a score. A plugin's own scorer is :meth:`score_tokens`, :attr:`needs` and
+    :attr:`unbiased`."""
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Share of the targets that is trained, those of largest score, in (0, 1]; null: all, or band."
+    )
+    within: Literal["batch", "example"] = Field(
+        "batch", description="From what the share is kept: all targets of the batch, or those of each example."
+    )
+    band: tuple[Quantile, Quantile] | None = Field(
+        None,
+        description="In place of keep: train the targets whose score lies between these two quantiles, [0.2, 0.7].",
+    )
+    keep_warmup_steps: NonNegativeInt = Field(
+        0, description="Optimizer steps over which the kept share falls from 1 to keep, by the same factor each step."
+    )
+    mask_column: str | None = Field(
+        None, description="Column of the data that marks the tokens that may be trained; null: all that have a label."
+    )
+    carry: Literal["trained", "real", "column"] = Field(
+        "trained",
+        description="Positions that carry gradient in mode detach: the trained ones, all but padding, or those that "
+        "carry_column marks.",
+    )
+    carry_column: str | None = Field(
+        None, description="Column of the data that marks the tokens at which gradient is carried."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.keep is not None and self.band is not None:
+            raise ValueError("keep and band both say what is trained: give one of them")
+        if self.band is not None and not self.band[0] < self.band[1]:
+            raise ValueError(f"band must be [low, high] with low below high, got [{self.band[0]}, {self.band[1]}]")
+        if self.keep_warmup_steps and self.keep is None:
+            raise ValueError("keep_warmup_steps needs keep")
+        if (self.carry == "column") != (self.carry_column is not None):
+            raise ValueError("carry: column and carry_column go together: give both or neither")
+        if self.carry != "trained" and self.mode == "exact":
+            raise ValueError(f"carry: {self.carry} needs mode: detach; in mode exact the gradient flows where it does")
+        return self
+
+    @abstractmethod
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        """Say how much each position is wanted.
+
+        Args:
+            tokens: The batch. Must not be changed.
+            step: When; ``step.generator(tokens, device)`` is the only source of randomness allowed.
+
+        Returns:
+            (B, T), finite; the largest are trained. What it says of a position that is no target is not read. None:
+            all targets are trained.
+        """
+
+    @property
+    def exact(self) -> bool:
+        all_trained = self.mask_column is None and self.band in (None, (0.0, 1.0)) and self.keep in (None, 1.0)
+        return all_trained and self.carries_all
+
+    @property
+    def carries_all(self) -> bool:
+        """Whether the gradient is that of the masked loss, with these options."""
+        return self.mode == "exact" or self.carry == "real"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        return frozenset(name for name in (self.mask_column, self.carry_column) if name is not None)
+
+    @property
+    def budget(self) -> float | None:
+        if self.mask_column is not None:
+            return None
+        return self.band[1] - self.band[0] if self.band is not None else self.keep or 1.0
+
+    def choose(self, tokens: Tokens, step: Step) -> TokenChoice:
+        trained_BT = tokens.target_BT
+        if self.mask_column is not None:
+            trained_BT = trained_BT & _at_predictor(tokens.columns[self.mask_column])
+        score_BT = self.score_tokens(tokens, step)
+        if score_BT is not None:
+            trained_BT = self._largest(score_BT, trained_BT, step)
+        if self.carry == "trained":
+            return TokenChoice(trained_BT, trained_BT)
+        carries_BT = tokens.real_BT
+        if self.carry_column is not None:
+            carries_BT = carries_BT & (tokens.columns[self.carry_column] != 0)
+        return TokenChoice(trained_BT, carries_BT | trained_BT)
+
+    def _largest(self, score_BT: Tensor, candidate_BT: Tensor, step: Step) -> Tensor:
+        """Return the candidates between two ranks, of the whole batch or of each example."""
+        import torch
+
+        shape = candidate_BT.shape
+        groups = shape[0] if self.within == "example" else 1
+        candidate = candidate_BT.reshape(groups, -1)
+        score = score_BT.reshape(groups, -1).masked_fill(~candidate, -torch.inf)
+        order = score.argsort(dim=1, descending=True, stable=True)  # candidates first: their scores are finite
+        number = candidate.sum(1, keepdim=True)
+        low, high = self.band or (0.0, 1.0)
+        share = self._keep_at(step) if self.band is None else high - low
+        count = (share * number.double()).round().clamp(min=1).minimum(number)  # half to even, as Python's round()
+        first = ((1.0 - high) * number.double()).round().minimum(number - count)
+        rank = torch.arange(candidate.shape[1], device=candidate.device)
+        return torch.zeros_like(candidate).scatter(1, order, (rank >= first) & (rank < first + count)).view(shape)
+
+    def _keep_at(self, step: Step) -> float:
+        keep, steps = 1.0 if self.keep is None else self.keep, self.keep_warmup_steps
+        return keep if step.index >= steps else keep ** (step.index / steps)
+
+
+def _at_predictor(column_BT: Tensor) -> Tensor:
+    """Return at each position whether the column marks the token that it predicts."""
+    from torch.nn.functional import pad
+
+    return pad(column_BT[:, 1:] != 0, (0, 1))
