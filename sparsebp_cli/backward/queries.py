@@ -8,15 +8,14 @@ Shape letters: B examples, T positions, D width, K kept, P a part of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparsebp_cli.backward.branch import Branch, Call, attention_name, replaced
+from sparsebp_cli.backward.cache import Captured, Capturing, Giving, silence
 from sparsebp_cli.backward.kept import known
 
 
@@ -47,10 +46,10 @@ def compute_keys_values(branch: Branch, call: Call, normed: Tensor) -> tuple[Ten
         Keys and values as the core hands them to a cache.
     """
     assert branch.attention is not None
-    with replaced([*known(branch, call, None), *_silence(branch.core, branch.attention.query)]):
+    with replaced([*known(branch, call, None), *silence(branch.core, branch.attention.query)]):
         try:
-            branch.run_core(normed, call, **{branch.attention.cache: _Capture()})
-        except _CapturedError as captured:
+            branch.run_core(normed, call, **{branch.attention.cache: Capturing()})
+        except Captured as captured:
             return captured.keys, captured.values
     raise AssertionError(f"{branch.name} computes without asking its cache")
 
@@ -73,8 +72,8 @@ def run_queries(
     """
     layout, seen = branch.attention, slice(0, queries.num_keys)
     assert layout is not None
-    changes = _take(branch, call, queries) | {layout.cache: _Given(keys[:, :, seen], values[:, :, seen])}
-    silent = _silence(branch.core, () if layout.fused else layout.key_value)
+    changes = _take(branch, call, queries) | {layout.cache: Giving(keys[:, :, seen], values[:, :, seen])}
+    silent = silence(branch.core, () if layout.fused else layout.key_value)
     with replaced([*known(branch, call, queries.index_BP.flatten()), *silent]):
         return branch.run_core(normed_BPD, call, **changes)
 
@@ -106,46 +105,3 @@ def _take(branch: Branch, call: Call, queries: Queries) -> dict[str, Any]:
         key = torch.arange(queries.num_keys, device=position_BP.device)
         changes["attention_mask"] = (position_BP[:, :, None] >= key)[:, None]
     return changes
-
-
-def _silence(core: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """Linears give zeros of one head without computing, norms what they get: their output is not wanted."""
-    silent: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
-    for name in names:
-        module = getattr(core, name)
-        width = getattr(module, "nf", getattr(module, "out_features", None))
-        silent.append((module, _same if width is None else partial(_zeros, getattr(core, "head_dim", width))))
-    return silent
-
-
-def _zeros(width: int, x: Tensor) -> Tensor:
-    return x.new_zeros(()).expand(*x.shape[:-1], width)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-class _CapturedError(Exception):
-    """Ends a core's forward once its keys and values are there."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values = keys, values
-
-
-class _Capture:
-    """A cache that takes the keys and values and goes no further."""
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> NoReturn:
-        raise _CapturedError(keys, values)
-
-
-class _Given:
-    """A cache that gives keys and values, whatever is added to it."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        self.keys, self.values = keys, values
-
-    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
