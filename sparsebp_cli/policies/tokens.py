@@ -1,8 +1,8 @@
 """Train a part of the tokens: those that the data marks, or those of largest score.
 
 Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://arxiv.org/abs/2404.07965, for ``score:
-excess``. We differ: their share is taken within the batch, ours also within each example, and what is not trained can be
-left out of the backward (``mode``), where theirs multiplies all of it.
+excess``. We differ: their share is taken within the batch, ours also within each example, and what is not trained can
+be left out of the backward (``mode``), where theirs multiplies all of it.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ class TokenChooser:
         columns = {name: arguments[name] for name in self._policy.reads}
         tokens = Tokens(arguments.get("input_ids"), target_BT, real_BT, scores, columns)
         choice = self._policy.choose(tokens, step)
-        spent = (cost.seconds, cost.flops) if scores else (0.0, 0)
         counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
-        self._count(Chosen(*counts, *spent))
+        asked = self._scorer is not None or self._reference is not None
+        self._count(Chosen(*counts, scoring_seconds=cost.seconds * asked, scoring_flops=cost.flops))
         return choice
 
     def _check(self, arguments: Mapping[str, Any]) -> None:

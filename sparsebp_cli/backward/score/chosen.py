@@ -19,6 +19,8 @@ class Chosen:
         trained: Of these, those whose loss counts.
         real: Positions that are no padding.
         carried: Of these, those that carry gradient.
+        examples: Examples that there was a choice among.
+        chosen_examples: Of these, those that were backpropagated.
         scoring_seconds: Wall time of the forwards that were run for scores, the reference model's included.
         scoring_flops: Their FLOPs; 0 unless they ran under :func:`~sparsebp_cli.backward.count_flops`.
     """
@@ -27,6 +29,8 @@ class Chosen:
     trained: Number = 0
     real: Number = 0
     carried: Number = 0
+    examples: int = 0
+    chosen_examples: int = 0
     scoring_seconds: float = 0.0
     scoring_flops: int = 0
 

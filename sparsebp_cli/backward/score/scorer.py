@@ -1,8 +1,8 @@
 """Loss and entropy of every target, by a forward without gradients and without dropout.
 
 The head is multiplied for targets only, and for so many at a time that the logits stay small. Its part of the model's
-own forward is used, whatever that does to the logits (soft capping, scaling): for as long, the layers below are replaced
-by something that returns what they gave.
+own forward is used, whatever that does to the logits (soft capping, scaling): for as long, the layers below it are
+replaced by something that returns what they gave.
 
 Shape letters: B examples, T positions, N rows (= B*T), D width, V vocabulary, K rows at a time.
 """

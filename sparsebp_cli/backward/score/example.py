@@ -1,0 +1,188 @@
+"""Carries out which examples of a batch are backpropagated: the forward that is differentiated runs on these alone.
+
+The loss stays one of targets: where the caller gives ``num_items_in_batch``, the targets of the whole step, that number
+is multiplied with the share of this batch's targets that the chosen examples hold.
+
+Shape letters: B examples, T positions, K kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from sparsebp_cli.backward.score.batch import next_tokens
+from sparsebp_cli.backward.score.chosen import Chosen
+from sparsebp_cli.backward.score.cost import ScoringCost
+from sparsebp_cli.backward.score.scorer import IGNORED, Scorer, evaluating
+from sparsebp_cli.backward.site import Bound
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import Examples, ExampleSelector, Step
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.engine import Engine
+
+Arguments = Mapping[str, Any]
+
+
+@final
+class ExamplePart:
+    """An example selector at work in one model; see :class:`~sparsebp_cli.backward.part.Part`.
+
+    Args:
+        policy: Chooses.
+        model: A transformers model whose forward computes the loss, or what peft has made of one.
+
+    Raises:
+        UnsupportedError: There is no such model.
+    """
+
+    def __init__(self, policy: ExampleSelector, model: nn.Module) -> None:
+        found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if found is None:
+            raise UnsupportedError(
+                f"{type(policy).__name__} chooses examples in the forward of a transformers model that is given "
+                f"labels, got {type(model).__name__}"
+            )
+        self._policy, self._model = policy, found
+        head: Any = found.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
+
+    def install(self, engine: Engine) -> None:
+        self._before = self._model.__dict__.get("forward")
+        self._bound = BoundExamples(self._model, self._policy, self._scorer, engine, self._before)
+        self._model.__dict__["forward"] = self._bound
+
+    def remove(self) -> None:
+        self._bound.is_attached = False
+        if self._model.__dict__.get("forward") is not self._bound:
+            return  # wrapped by somebody else since, who gives it back; without us it is the model's own
+        del self._model.__dict__["forward"]
+        if self._before is not None:
+            self._model.__dict__["forward"] = self._before
+
+    def enable(self, enabled: bool) -> None:
+        """Nothing to do: the forward asks the engine."""
+
+    def start_step(self, step: Step) -> None:
+        """Nothing to do: the forward asks the engine."""
+
+
+class BoundExamples(Bound):
+    """The model's ``forward``: its own, on the examples that the policy chooses.
+
+    Args:
+        model: Whose forward it is.
+        policy: Chooses.
+        scorer: Of language models; None for a classification.
+        engine: Knows the step, and counts.
+        before: What stood in the forward's place; None: the class's own.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: Engine, before: Any
+    ) -> None:
+        self.is_attached = True
+        self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
+        self._signature = inspect.signature(type(model).forward)
+        # What chooses tokens below is asked about the chosen examples, and counts their targets.
+        self._counts_all = not isinstance(before, Bound)
+        self._inner: Callable[..., Any] = before or type(model).forward.__get__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        training = self._model.training and torch.is_grad_enabled()
+        if not (self.is_attached and training and self._engine.enabled):
+            return self._inner(*args, **kwargs)
+        arguments = self._name(args, kwargs)
+        labels = arguments.get("labels")
+        if labels is None:
+            raise UsageError(
+                f"{type(self._policy).__name__} needs the labels among the model's arguments: logits of chosen "
+                "examples do not fit the labels of all of them"
+            )
+        step, targets_B = self._engine.now(), _count_targets(labels)
+        with ScoringCost(labels.device) as cost:
+            loss_B = self._losses(arguments) if self._policy.needs_loss(step) else None
+        index_K = self._policy.choose(Examples(len(labels), loss_B), step)
+        spent = {"scoring_seconds": cost.seconds, "scoring_flops": cost.flops} if loss_B is not None else {}
+        if index_K is None:
+            self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
+            return self._inner(**arguments)
+        index_K = index_K.to(labels.device)
+        targets, kept = targets_B.sum(), targets_B[index_K].sum()
+        self._count(targets, kept, len(labels), len(index_K), spent)
+        chosen = {name: _take(name, value, index_K, len(labels)) for name, value in arguments.items()}
+        if arguments.get("num_items_in_batch") is not None:
+            share = kept / targets.clamp(min=1)
+            chosen["num_items_in_batch"] = (arguments["num_items_in_batch"] * share).clamp(min=1.0)
+        return self._inner(**chosen)
+
+    def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not args:
+            return kwargs
+        bound = self._signature.bind(self._model, *args, **kwargs).arguments
+        further = [name for name, p in self._signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+        named = {name: value for name, value in list(bound.items())[1:] if name not in further}
+        return named | {key: value for name in further for key, value in bound.get(name, {}).items()}
+
+    def _losses(self, arguments: Arguments) -> Tensor:
+        """Return the mean loss of each example's targets in the part that is read."""
+        labels = arguments["labels"]
+        length = _length(arguments)
+        read = max(2, math.ceil(self._policy.scored_share * length))
+        part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
+        if labels.ndim == 1:
+            return self._classify(part, labels)
+        assert self._scorer is not None
+        next_BT = next_tokens(part["labels"])
+        loss_B = self._scorer.score(part, next_BT, self._inner, {"loss"})["loss"].sum(1)
+        count_B = (next_BT != IGNORED).sum(1)
+        mean_B, has_B = loss_B / count_B.clamp(min=1), count_B > 0
+        others = (mean_B * has_B).sum() / has_B.sum().clamp(min=1)
+        return torch.where(has_B, mean_B, others)
+
+    def _classify(self, arguments: Arguments, label_B: Tensor) -> Tensor:
+        if label_B.is_floating_point():
+            raise UsageError(
+                f"{type(self._policy).__name__} classifies: labels must be whole numbers, got {label_B.dtype}"
+            )
+        with torch.no_grad(), evaluating(self._model):
+            logits = self._inner(**{name: value for name, value in arguments.items() if name != "labels"}).logits
+        return nn.functional.cross_entropy(logits.float(), label_B, reduction="none")
+
+    def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: dict[str, Any]) -> None:
+        trained = kept if self._counts_all else kept - kept
+        asked = targets if self._counts_all else targets - kept
+        self._engine.add_chosen(Chosen(asked, trained, examples=number, chosen_examples=chosen, **spent))
+
+
+def _count_targets(labels: Tensor) -> Tensor:
+    """Return how many predictions of each example the labels train."""
+    return torch.ones_like(labels) if labels.ndim == 1 else (labels[:, 1:] != IGNORED).sum(1)
+
+
+def _length(arguments: Arguments) -> int:
+    """Return T."""
+    given = arguments.get("input_ids")
+    return int((arguments["inputs_embeds"] if given is None else given).shape[1])
+
+
+def _take(name: str, value: Any, index_K: Tensor, number: int) -> Any:
+    """Return an argument's part of the chosen examples."""
+    by_example = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == number
+    return value[index_K] if by_example and (value.ndim > 1 or name == "labels") else value
+
+
+def _cut(name: str, value: Any, length: int, read: int) -> Any:
+    """Return an argument's part of the first positions."""
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    if name == "attention_mask" and value.ndim == 4:
+        return value[..., : min(read, value.shape[-2]), :read]
+    return value[:, :read] if value.shape[1] == length else value
