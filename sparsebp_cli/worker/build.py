@@ -27,6 +27,7 @@ from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.stop import StopRequest
+from sparsebp_cli.worker.trainable import NO_DENSE, freezes
 
 NO_PROBE = (
     "target.sharding: fsdp2 runs without probes (measure.probe_every): weights that are gathered for a layer cannot be "
@@ -90,9 +91,12 @@ def build_training(
         num_steps=recipe.training.max_steps,
     )
     schedule = build_schedule(recipe.training, optimizer)
-    facts = _facts(plan, model, data, accelerator)  # before the model is cut into parts
-    if ranks.is_sharded:
-        shard(model, optimizer, accelerator.device)
+    with engine.disabled():  # what is trained over the whole run, not at its first step
+        facts = _facts(plan, model, data, accelerator)  # before the model is cut into parts
+        if ranks.is_sharded:
+            shard(model, optimizer, accelerator.device)
+    if ranks.count > 1 and freezes(engine):
+        journal.write("note", level="info", text=NO_DENSE)
     prepared = accelerator.prepare_model(model, evaluation_mode=ranks.is_sharded)  # with which it is not put into DDP
     prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     if ranks.count > 1:

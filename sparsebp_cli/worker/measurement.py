@@ -18,6 +18,7 @@ from sparsebp_cli.worker.peak import PeakMemory
 from sparsebp_cli.worker.probe import run_probe
 from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal
 from sparsebp_cli.worker.stopwatch import Stopwatch
+from sparsebp_cli.worker.trainable import trainable_parameters
 
 Values = dict[str, float | None]
 
@@ -82,7 +83,7 @@ class Measurement:
             assert policy is not None
             self.journal.write("layers", step=step, values=self._layer_values(policy.report, fidelity))
         if self._proof is not None:
-            self._movement = Movement((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+            self._movement = Movement(trainable_parameters(self.model, self.engine).items())
         if self._movement is None or self.device.type != "cpu":  # else it is in the memory that the step is judged by
             self.peak.resume()
         return values

@@ -12,7 +12,7 @@ from datetime import timedelta
 from typing import Any, Self
 
 from sparsebp_cli.errors import DataError, UnsupportedError
-from sparsebp_cli.policy import EdgeRouter, make_policy
+from sparsebp_cli.policy import EdgeRouter, ParameterSelector, make_policy
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
 LONGEST_WAIT = timedelta(minutes=30)  # for another rank, such as for the first while it writes a checkpoint
@@ -43,8 +43,11 @@ def refuse_processes(recipe: Recipe) -> None:
     options = process_options(recipe)
     alone = f"works in one process, got target.processes: {options.processes}"
     for entry in recipe.policy:
-        if isinstance(make_policy(entry.name, **entry.options), EdgeRouter):
+        policy = make_policy(entry.name, **entry.options)
+        if isinstance(policy, EdgeRouter):
             raise UnsupportedError(f"policy {entry.name}: {alone}")
+        if isinstance(policy, ParameterSelector) and policy.changes:
+            raise UnsupportedError(f"policy {entry.name} with another set of parameters each step: {alone}")
     if recipe.backward.sites == "nodes":  # parameters' gradients are cut there, before they are summed over the ranks
         raise UnsupportedError(f"backward.sites: nodes {alone}")
     if options.sharding == "none":

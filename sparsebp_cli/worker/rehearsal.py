@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward import Engine, Report
 from sparsebp_cli.worker.generators import capture_rng, restore_rng
 from sparsebp_cli.worker.sharding import whole
+from sparsebp_cli.worker.trainable import trainable_parameters
 
 Way = Literal["dense", "policy"]
 
@@ -52,7 +53,7 @@ class Rehearsal:
 
     def __enter__(self) -> Self:
         """Note what will be put back."""
-        self._rng = capture_rng()
+        self._rng, self._trainable = capture_rng(), trainable_parameters(self.model, self.engine)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
         return self
 
@@ -100,12 +101,8 @@ class Rehearsal:
 
     def outcome(self) -> Outcome:
         """Return what the pass under way has left so far."""
-        trained = {
-            name: None if p.grad is None else whole(p.grad)
-            for name, p in self.model.named_parameters()
-            if p.requires_grad
-        }
-        return Outcome(trained, self.engine.report())
+        gradients = {name: None if p.grad is None else whole(p.grad) for name, p in self._trainable.items()}
+        return Outcome(gradients, self.engine.report())
 
     def _rewind(self) -> None:
         restore_rng(self._rng)

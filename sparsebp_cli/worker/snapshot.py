@@ -10,6 +10,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
 from sparsebp_cli.worker.generators import capture_rng, restore_rng
 from sparsebp_cli.worker.sharding import fill, gather, gather_optimizer, load_optimizer
+from sparsebp_cli.worker.trainable import trainable_parameters
 
 if TYPE_CHECKING:
     from sparsebp_cli.worker.training import Training
@@ -64,5 +65,5 @@ def restore(training: Training, snapshot: Snapshot) -> None:
 def _weights(training: Training) -> dict[str, Tensor]:
     """Trained parameters, and the buffers that transformers would save."""
     saved = training.bare.state_dict()
-    trained = {name: p for name, p in training.bare.named_parameters() if p.requires_grad}
-    return trained | {name: b for name, b in training.bare.named_buffers() if name in saved}
+    buffers = {name: b for name, b in training.bare.named_buffers() if name in saved}
+    return trainable_parameters(training.bare, training.engine) | buffers

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
@@ -31,6 +30,7 @@ from sparsebp_cli.worker.sharding import apart, gather, unwrap, whole
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch
+from sparsebp_cli.worker.trainable import measurable, trainable_parameters
 
 Batch = dict[str, Tensor]
 
@@ -81,9 +81,9 @@ class Training:
 
     def __post_init__(self) -> None:
         self.bare = unwrap(self.model)
-        self.parameters = [p for p in self.bare.parameters() if p.requires_grad]
+        self.parameters = list(trainable_parameters(self.bare, self.engine).values())
         self.measurement = Measurement(
-            _without_probe(self.plan.recipe) if self.ranks.is_sharded else self.plan.recipe,
+            measurable(self.plan.recipe, self.ranks, self.engine),
             self.journal,
             self.bare,
             self.engine,
@@ -240,7 +240,3 @@ class Training:
         weights = gather(model.state_dict(keep_vars=True), keep=self.ranks.is_first) if self.ranks.is_sharded else None
         if self.ranks.is_first:
             save_model(model, self.tokenizer, self.run, weights)
-
-
-def _without_probe(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"measure": recipe.measure.model_copy(update={"probe_every": None})})

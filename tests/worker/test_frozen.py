@@ -1,0 +1,141 @@
+"""Frozen parameters in whole runs: what is trained changes from step to step, and nothing else of a run does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.run import History
+from sparsebp_cli.run.metric import METRICS
+from sparsebp_cli.worker.process import refuse_processes
+from tests.worker.conftest import FORKS, LLAMA, start, work
+from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_recipe, make_run, train, train_as_rank, weights_of
+from tests.worker.test_resume import result, wait_for
+
+__all__ = ["make_recipe"]  # a fixture
+
+DROPPING = LLAMA | {"attention_dropout": 0.1, "num_hidden_layers": 3}
+TURNS = {"name": "frozen", "freeze": ["*embed_tokens*"], "turn": "layers", "order": "random", "every": 2}
+TOP = {"name": "frozen", "train": ["model.layers.1.mlp", "lm_head"]}
+
+
+def _history(run: Any) -> History:
+    assert work(run) == 0, (run.path / "worker.log").read_text()
+    return History.load(run.path)
+
+
+@pytest.mark.parametrize("optim", ["adamw", "adafactor"])
+def test_a_killed_run_whose_layers_take_turns_resumes_to_identical_weights_and_state(
+    tiny_recipe, prepared, optim
+) -> None:
+    recipe = tiny_recipe(
+        model={"config": DROPPING},
+        policy=[TURNS],
+        training={"max_steps": 30, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "optim": optim},
+        checkpoint={"every": 3},  # in the middle of turns, and before every layer has had its first
+    )
+    straight, broken = prepared(recipe), prepared(recipe)
+    assert work(straight) == 0
+    process = start(broken)
+    wait_for(broken, lambda: len(History.load(broken.path).series("train/loss")) > 4, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert work(broken) == 0
+    assert result(straight) == result(broken)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sections"),
+    [
+        ([TURNS], {}),
+        ([TURNS, {"name": "topk", "keep": 0.25}], {"backward": {"sites": "branches"}}),
+        ([TOP, {"name": "random", "keep": 0.5, "error_feedback": True}], {}),
+        ([TURNS], {"backward": {"checkpointing": "full"}}),
+        ([{"name": "frozen", "train": ["*layers.2*"]}], {"model": {"config": DROPPING, "lora": {"r": 4}}}),
+    ],
+    ids=["turns", "turns and rows of branches", "top and rows", "checkpointing", "lora"],
+)
+def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, policy, sections) -> None:
+    often = {"probe_every": 1, "fidelity_every": 1, "eval_every": 2, "eval_batches": 2}
+    never = often | {"probe_every": None, "fidelity_every": None}
+    shared = {"model": {"config": DROPPING}, "policy": policy, "training": {"max_steps": 5}} | sections
+    measured, plain = (prepared(tiny_recipe(**shared, measure=measure)) for measure in (often, never))
+    told, expected = _history(measured), _history(plain)
+    ours, theirs = weights_of(measured), weights_of(plain)
+    assert all(torch.equal(ours[key], tensor) for key, tensor in theirs.items())
+    for name in expected.metrics:
+        if not METRICS[name].timing:
+            assert told.series(name) == expected.series(name), name
+    assert set(told.series("fidelity/cosine")) == set(range(1, 6))
+
+
+def test_a_run_counts_what_it_trains_over_all_steps_and_moves_what_has_its_turn(tiny_recipe, prepared) -> None:
+    turns = TURNS | {"order": "ascending", "every": 1, "train": None, "freeze": ["*embed_tokens*", "lm_head", "*norm*"]}
+    measure = {"probe_every": 1, "fidelity_every": None}
+    history = _history(
+        prepared(tiny_recipe(model={"config": DROPPING}, policy=[turns], training={"max_steps": 4}, measure=measure))
+    )
+    facts = history.facts
+    assert facts["num_trainable_parameters"] == facts["num_parameters"]
+    assert list(history.series("proof/moved_tensors").values()) == [7.0] * 4  # the linears of one layer
+    gradients = history.series("memory/gradient_bytes")
+    layer = 4 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    assert list(gradients.values()) == [layer] * 4
+    executed = history.series("flops/backward_executed")
+    assert executed[3] < executed[2] < executed[1] == executed[4]  # the further up, the shorter the backward
+
+
+def test_a_pattern_that_matches_nothing_ends_the_run_with_a_hint(tiny_recipe, prepared) -> None:
+    run = prepared(tiny_recipe(policy=[{"name": "frozen", "freeze": ["model.layer.0"]}]))
+    assert work(run) == 2
+    text = History.load(run.path).ends[-1]["text"]
+    assert "freeze: 'model.layer.0' matches no parameter that the model would train" in text
+    assert "did you mean model.layers.0?" in text
+
+
+def test_two_processes_with_frozen_parameters_train_as_one_does(make_recipe, tmp_path) -> None:
+    case: dict[str, Any] = {"policy": [TOP], "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}}
+    one = make_run(make_recipe(**case), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
+        train([one])
+    two = {way: make_run(make_recipe(2, way, **case), tmp_path) for way in ("none", "fsdp2")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [FORKS.Process(target=train_as_rank, args=(list(two.values()), rank, port)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    logs = "\n".join(file.read_text() for file in sorted(tmp_path.glob("rank-*.log")))
+    assert [process.exitcode for process in processes] == [0, 0], logs
+    expected, begin = (
+        History.load(one.path),
+        load_file(one.path / "checkpoints" / "step-00000004" / "weights.safetensors"),
+    )
+    for run in two.values():
+        found = History.load(run.path)
+        for name in ("train/loss", "train/grad_norm", "eval/loss"):
+            assert found.series(name) == pytest.approx(expected.series(name), rel=RELATIVE), name
+        assert found.facts["num_trainable_parameters"] == expected.facts["num_trainable_parameters"]
+        assert "runs without probes and fidelity" in str(found.notes)
+        ours, theirs = weights_of(run), weights_of(one)
+        for key, tensor in theirs.items():
+            torch.testing.assert_close(ours[key], tensor, rtol=0, atol=ABSOLUTE)
+            moved = not torch.equal(tensor, begin[key])
+            assert moved == (key.startswith("model.layers.1.mlp") or key == "lm_head.weight"), key
+
+
+def test_turns_on_several_processes_are_refused_by_name(make_recipe) -> None:
+    with pytest.raises(UnsupportedError, match="policy frozen with another set of parameters each step: works in one"):
+        refuse_processes(make_recipe(2, policy=[TURNS]))
