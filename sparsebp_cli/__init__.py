@@ -18,20 +18,32 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward import Engine, attach
+    from sparsebp_cli.backward import Engine, GradStore, attach
     from sparsebp_cli.policy import find_policies, make_policy
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
 
 __version__ = version("sparsebp")
-__all__ = ["Engine", "PolicyCallback", "PolicyTrainer", "__version__", "attach", "find_policies", "make_policy"]
+__all__ = [
+    "Engine",
+    "GradStore",
+    "PolicyCallback",
+    "PolicyTrainer",
+    "__version__",
+    "attach",
+    "find_policies",
+    "make_policy",
+    "memory_trace",
+]
 
 _ROOMS = {
     "attach": "sparsebp_cli.backward",
     "Engine": "sparsebp_cli.backward",
+    "GradStore": "sparsebp_cli.backward",
     "PolicyCallback": "sparsebp_cli.trainer",
     "PolicyTrainer": "sparsebp_cli.trainer",
     "find_policies": "sparsebp_cli.policy",
     "make_policy": "sparsebp_cli.policy",
+    "memory_trace": "sparsebp_cli.backward",
 }
 
 

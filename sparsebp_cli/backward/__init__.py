@@ -4,7 +4,9 @@ from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.fidelity import Fidelity, GradientComparison, compare_gradients
 from sparsebp_cli.backward.flops import FlopCount, count_flops
+from sparsebp_cli.backward.grad_store import GradStore
 from sparsebp_cli.backward.memory import SavedBytes, saved_bytes, tensor_bytes
+from sparsebp_cli.backward.memory_trace import MemoryTrace, memory_trace
 from sparsebp_cli.backward.movement import Moved, Movement
 from sparsebp_cli.backward.proof import Overclaim, PassCount, Proof
 from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport
@@ -15,7 +17,9 @@ __all__ = [
     "Engine",
     "Fidelity",
     "FlopCount",
+    "GradStore",
     "GradientComparison",
+    "MemoryTrace",
     "ModuleTrace",
     "Moved",
     "Movement",
@@ -29,6 +33,7 @@ __all__ = [
     "attach",
     "compare_gradients",
     "count_flops",
+    "memory_trace",
     "saved_bytes",
     "tensor_bytes",
 ]

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.bench.result import Benchmark, Row
-from sparsebp_cli.compare.draw.style import COLOURS, MARKERS, OPTIONS, check_path, grid_lines, save
+from sparsebp_cli.compare.draw.style import COLOURS, MARKERS, grid_lines
+from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

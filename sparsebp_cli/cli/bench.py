@@ -83,7 +83,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"there is no folder {str(out.parent)!r} for the JSON")
     if png is not None:
-        from sparsebp_cli.compare.draw.style import check_path
+        from sparsebp_cli.run.picture import check_path
 
         check_path(png)
     from sparsebp_cli.cli.measuring import measure

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from sparsebp_cli.compare.comparison import Comparison
-from sparsebp_cli.compare.draw.style import OPTIONS, check_path, save
 from sparsebp_cli.compare.view import View
+from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
 
 def picture(comparison: Comparison, path: Path, view: View | None = None) -> Path:

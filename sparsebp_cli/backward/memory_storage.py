@@ -1,0 +1,56 @@
+"""Which tensors with a storage of their own are in something: a wrapping tensor, or an optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_DEPTH = 6  # of objects in objects: states of optimizers are two deep
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors that hold a tensor's data: itself, or what a wrapping one (float8, sharded) is made of.
+
+    Args:
+        tensor: Any; a sparse one is its indices and values.
+
+    Yields:
+        Tensor: With a storage.
+    """
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    elif tensor.is_sparse:
+        yield tensor._indices()  # noqa: SLF001 - the public one refuses tensors that are not coalesced
+        yield tensor._values()  # noqa: SLF001 - the same
+    elif not tensor.is_mkldnn and not tensor.is_meta:
+        yield tensor
+
+
+def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Yield every tensor in a value.
+
+    Args:
+        value: A tensor, a container of values, or an object with values, such as the projector of a low-rank optimizer.
+        depth: How many levels are looked into.
+
+    Yields:
+        Tensor: As it is found; one that is there twice comes twice.
+    """
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Any = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    elif hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
+        inner = vars(value).values()
+    if depth > 0:
+        for child in inner:
+            yield from tensors_in(child, depth - 1)

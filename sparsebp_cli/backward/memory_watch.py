@@ -1,0 +1,148 @@
+"""Notes into the allocator's record what storages are for, while a step runs. Nothing of the step is changed by it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
+
+from sparsebp_cli.backward.memory_record import MemoryRecord
+from sparsebp_cli.backward.memory_storage import plain_tensors, tensors_in
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.run.memory import Part
+
+
+class MemoryWatch:
+    """Tells weights, gradients, optimizer state and saved activations. A context manager, inside that of the record.
+
+    Args:
+        record: Receives the notes.
+        model: Of which the weights are.
+        optimizer: Of its parameters; None: no state is told.
+
+    Raises:
+        UnsupportedError: ``optimizer`` is none of PyTorch's kind.
+    """
+
+    def __init__(self, record: MemoryRecord, model: nn.Module, optimizer: Any) -> None:
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        if inner is not None and not isinstance(inner, torch.optim.Optimizer):
+            raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+        self._record, self._model = record, model
+        self._optimizer: torch.optim.Optimizer | None = inner
+        self._stack = ExitStack()
+        self._watched: dict[int, weakref.ref[Any]] = {}
+
+    def __enter__(self) -> MemoryWatch:
+        """Note what is there, and begin.
+
+        Returns:
+            This.
+        """
+        self._note_all()
+        for parameter in self._parameters():
+            if parameter.requires_grad:
+                self._stack.callback(_hook_first(parameter, self._note_gradient))
+        if self._optimizer is not None:
+            before = self._optimizer.register_step_pre_hook(lambda *_: self._note_gradients())
+            self._stack.callback(before.remove)
+        self._stack.enter_context(_packs_noted(lambda value: self._note(value, "activations")))
+        self._stack.enter_context(saved_tensors_hooks(_detached, lambda tensor: tensor))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Note what has come, and end."""
+        self._stack.close()
+        self._note_all()
+        self._watched.clear()
+
+    def _note_all(self) -> None:
+        for tensor in (*self._parameters(), *self._model.buffers()):
+            self._note(tensor, "weights")
+        self._note_gradients()
+        if self._optimizer is not None:
+            self._note(self._optimizer.state, "optimizer")
+
+    def _parameters(self) -> list[Tensor]:
+        groups: list[Any] = [] if self._optimizer is None else self._optimizer.param_groups
+        found = [*self._model.parameters(), *(parameter for group in groups for parameter in group["params"])]
+        return list({id(parameter): parameter for parameter in found}.values())
+
+    def _note_gradients(self) -> None:
+        for parameter in self._parameters():
+            self._note_gradient(parameter)
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._note(parameter.grad, "gradients")
+
+    def _note(self, value: Any, part: Part) -> None:
+        for tensor in tensors_in(value):
+            self._record.note(tensor, part)
+            for plain in plain_tensors(tensor):
+                self._watch(plain.untyped_storage())
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        """The allocator of a CPU does not tell when a block of before the record is taken back."""
+        address, num_bytes = storage.data_ptr(), storage.nbytes()
+        known = self._watched.get(address)
+        if not address or (known is not None and known() is storage):
+            return
+        gone = partial(self._gone, address, num_bytes)
+        self._watched[address] = weakref.ref(storage, gone)
+
+    def _gone(self, address: int, num_bytes: int, reference: weakref.ref[Any]) -> None:
+        if self._watched.get(address) is reference:
+            del self._watched[address]
+            self._record.note_block(address, num_bytes, "gone")
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()  # the tensor itself would keep its own graph alive
+
+
+@contextmanager
+def _packs_noted(note: Callable[[Any], None]) -> Iterator[None]:
+    """Note what is really kept wherever tensors are saved: of several nested hooks PyTorch asks the innermost alone.
+
+    So those of activation checkpointing would hide what they keep, and what its second forward keeps.
+    """
+    original = saved_tensors_hooks.__enter__
+
+    def enter(self: saved_tensors_hooks) -> None:
+        def pack(tensor: Tensor) -> Any:
+            try:
+                packed = self.pack_hook(tensor)
+            except BaseException:  # how checkpointing ends its second forward, with this tensor kept
+                note(tensor)
+                raise
+            if isinstance(packed, Tensor | tuple | list):
+                note(packed)
+            return packed
+
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, self.unpack_hook)  # noqa: SLF001 - as PyTorch does
+
+    saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        saved_tensors_hooks.__enter__ = original  # type: ignore[method-assign]
+
+
+def _hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Put a hook in front of others: an eager update has taken the gradient away when its own hook ends."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - there is no public way to order them
+    others = {key: value for key, value in hooks.items() if key != handle.id}
+    mine = hooks[handle.id]
+    hooks.clear()
+    hooks[handle.id] = mine
+    hooks.update(others)
+    return handle.remove

@@ -1,0 +1,133 @@
+"""Live bytes over one training step, in five parts: what the journal keeps of it, and what pictures are drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any, Literal, get_args
+
+Part = Literal["weights", "gradients", "optimizer", "activations", "workspace"]
+Phase = Literal["forward", "backward", "update"]
+PARTS: tuple[Part, ...] = get_args(Part)
+PHASES: tuple[Phase, ...] = get_args(Phase)
+MOST_POINTS = 300  # of a curve in the journal: more than a picture has room for
+
+
+@dataclass(frozen=True)
+class MemorySplit:
+    """Bytes that are live at one moment; every storage is in one part and counts once.
+
+    Args:
+        weights: Parameters, trained or not, and buffers.
+        gradients: What is or becomes the ``.grad`` of a parameter.
+        optimizer: Tensors of the optimizer's state.
+        activations: What a forward has saved for the backward, for as long as it lives; also in a forward that runs
+            again inside the backward.
+        workspace: All else that was allocated in the step: results that nothing saved, gradients on their way,
+            temporaries of operators and of the optimizer.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    workspace: int = 0
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return sum(astuple(self))
+
+
+@dataclass(frozen=True)
+class MemoryPoint:
+    """What is live from one allocation or release to the next.
+
+    Args:
+        seconds: Since the step began, by the clock of a step that was watched, which is slower than others.
+        phase: Of the step.
+        split: The bytes.
+    """
+
+    seconds: float
+    phase: Phase
+    split: MemorySplit
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """Live bytes over one step.
+
+    Args:
+        points: In the order of time; at least one.
+    """
+
+    points: tuple[MemoryPoint, ...]
+
+    @property
+    def peak(self) -> MemoryPoint:
+        """The first moment at which most is live."""
+        return max(self.points, key=lambda point: point.split.total)
+
+    @property
+    def highest(self) -> MemorySplit:
+        """The most that each part takes in the step, each at a moment of its own."""
+        return MemorySplit(*(max(getattr(point.split, part) for point in self.points) for part in PARTS))
+
+    def within(self, phase: Phase) -> MemoryPoint | None:
+        """Return the moment of a phase at which most is live.
+
+        Args:
+            phase: Which.
+
+        Returns:
+            The first such moment; None when the step has no such phase.
+        """
+        points = [point for point in self.points if point.phase == phase]
+        return MemoryCurve(tuple(points)).peak if points else None
+
+    def thin(self, most: int = MOST_POINTS) -> MemoryCurve:
+        """Return a curve of fewer points with the same peak, first and last point.
+
+        Args:
+            most: Points at most, at least 4. Of each stretch of neighbours the highest and the lowest point stay.
+
+        Returns:
+            The curve; itself when it is small.
+        """
+        if len(self.points) <= most:
+            return self
+        inner, stretches = range(1, len(self.points) - 1), (most - 2) // 2
+        kept = {0, len(self.points) - 1}
+        for number in range(stretches):
+            stretch = inner[len(inner) * number // stretches : len(inner) * (number + 1) // stretches]
+            kept |= {max(stretch, key=self._total), min(stretch, key=self._total)}
+        return MemoryCurve(tuple(self.points[index] for index in sorted(kept)))
+
+    def to_values(self) -> dict[str, Any]:
+        """Return the thinned curve as the journal keeps it: phases by number, times in whole microseconds."""
+        points = [
+            [round(point.seconds * 1e6), PHASES.index(point.phase), *astuple(point.split)]
+            for point in self.thin().points
+        ]
+        return {"columns": ["microseconds", "phase", *PARTS], "points": points, "highest": list(astuple(self.highest))}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> MemoryCurve:
+        """Return what :meth:`to_values` has written.
+
+        Args:
+            values: From the journal.
+
+        Returns:
+            The curve.
+        """
+        return cls(
+            tuple(
+                MemoryPoint(micros / 1e6, PHASES[phase], MemorySplit(*parts))
+                for micros, phase, *parts in values["points"]
+            )
+        )
+
+    def _total(self, index: int) -> int:
+        return self.points[index].split.total
