@@ -13,6 +13,7 @@ from sparsebp_cli.backward.attribution import is_watched
 from sparsebp_cli.backward.binding import Binding
 from sparsebp_cli.backward.branching import BranchBinding
 from sparsebp_cli.backward.decision import Decision
+from sparsebp_cli.backward.eager.choice import choose_update
 from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
@@ -20,9 +21,12 @@ from sparsebp_cli.backward.parameter import ParameterPart, refuse_selector
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.backward.routing import Routing
+from sparsebp_cli.backward.score.check import check_scoring
+from sparsebp_cli.backward.score.example import ExamplePart
 from sparsebp_cli.backward.site import Bound, LinearBinding
+from sparsebp_cli.backward.token.part import make_parts
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import EdgeRouter, GradientSelector, ParameterSelector, Policy
+from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
 
 
 def attach(  # noqa: PLR0913 - each is one choice of the user
@@ -32,12 +36,15 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     sites: str = "linears",
     optimizer: torch.optim.Optimizer | None = None,
     update: str = "deferred",
+    max_grad_norm: float | None = None,
+    eager_clip: str | None = None,
     segments: int | None = None,
     checkpointing: str = "none",
     engine: str = "fast",
     exclude: Iterable[str] = (),
     seed: int = 0,
     num_steps: int | None = None,
+    reference: nn.Module | str | None = None,
 ) -> Engine:
     """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
 
@@ -49,7 +56,11 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             ``branches``, the output of every residual branch; ``nodes``, every gradient in the autograd graph. Routers
             are asked at ``nodes``.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
-        update: When parameters change: ``deferred``, by the optimizer after the backward.
+        update: When parameters change: ``deferred``, by the optimizer after the backward; ``eager``, inside the
+            backward, as soon as a parameter's gradient is complete, which is then freed.
+        max_grad_norm: Under ``eager``, what gradients are clipped to, greater than 0; None: they are not.
+        eager_clip: By which norm they are clipped: ``parameter``, each by its own; ``previous``, by that of all
+            together in the step before; ``exact``, by that of all together, which a backward of its own finds first.
         segments: Not built; None.
         checkpointing: What branches keep for their backward where rows are selected: ``none``, what their linears
             gave; ``sparse``, their input, and the kept rows are multiplied again.
@@ -58,6 +69,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         exclude: Globs over module names; what matches stays dense.
         seed: Of random decisions.
         num_steps: Optimizer steps of the whole training; policies with a schedule over all of it need it.
+        reference: A model whose loss of each token a policy compares with; ``batch``: each batch brings that loss as
+            ``reference_loss``, (B, T), at the position that predicts the token.
 
     Returns:
         The engine; as a context manager it detaches at the end.
@@ -67,7 +80,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             ``sites``, ``update`` or ``segments``, a model that is attached or offloaded.
         UsageError: ``engine`` is unknown, ``exclude`` matches nothing, or the model has no linear.
     """
-    for key, value, built in (("update", update, "deferred"), ("segments", segments, None)):
+    for key, value, built in (("segments", segments, None),):
         if value != built:
             raise UnsupportedError(f"{key}={value!r} is not built; built: {built!r}")
     if checkpointing not in ("none", "sparse"):
@@ -82,6 +95,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
     policy, decision = next(asked_at_sites, None), None
     refuse_selector(policies, model, optimizer)
+    check_scoring(policies, num_steps, reference)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     if isinstance(policy, EdgeRouter):
@@ -92,6 +106,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     else:
         decision = None if policy is None else Decision(policy, len(LayerNumbers(model).layers))
         binding = _BINDINGS[sites](model, exclude)
+    tokens = make_parts(policies, model, reference, sites)
+    eager = choose_update(wrapped, optimizer, update, (max_grad_norm, eager_clip), sites=sites)
     return Engine(
         binding,
         decision,
@@ -100,7 +116,11 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         stores=checkpointing == "none",
         seed=seed,
         num_steps=num_steps,
-        parts=[make(policy, model) for kind, make in _PARTS.items() for policy in policies if isinstance(policy, kind)],
+        parts=[
+            *tokens,
+            *(make(policy, model) for kind, make in _PARTS.items() for policy in policies if isinstance(policy, kind)),
+            *eager,
+        ],
     )
 
 
@@ -112,7 +132,10 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
 
 
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
-_PARTS: dict[Any, Callable[[Any, nn.Module], Part]] = {ParameterSelector: ParameterPart}
+_PARTS: dict[Any, Callable[[Any, nn.Module], Part]] = {
+    ParameterSelector: ParameterPart,
+    ExampleSelector: ExamplePart,
+}
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -135,7 +158,7 @@ def _refuse_attached(model: nn.Module) -> None:
 def _refuse_rivals(policies: Sequence[Policy]) -> None:
     """Refuse kinds that are not built, and two policies that answer one question."""
     first: dict[Any, Policy] = {}
-    kinds: tuple[Any, ...] = (GradientSelector, EdgeRouter, *_PARTS)
+    kinds: tuple[Any, ...] = (GradientSelector, EdgeRouter, TokenSelector, *_PARTS)
     for policy in policies:
         kind = next((kind for kind in kinds if isinstance(policy, kind)), None)
         if kind is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -14,6 +15,7 @@ from sparsebp_cli.backward.binding import Binding, Work
 from sparsebp_cli.backward.clock import Clock
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
+from sparsebp_cli.backward.eager import EagerUpdate
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import pad_up, round_up
@@ -63,17 +65,20 @@ class Engine:
         self._step: Step | None = None  # the backward under way
         self._counter = Counter.of(binding.names)
         self._attached = True
+        self.eager = next((part for part in self.parts if isinstance(part, EagerUpdate)), None)
         binding.install(self)
         for part in self.parts:
             part.install(self)
         self._start_step(self.now())
 
-    def backward(self, loss: Tensor, backward: Callable[[Tensor], object] | None = None) -> None:
+    def backward(self, loss: Tensor, backward: Callable[..., object] | None = None, *, is_last: bool = True) -> None:
         """Run the backward pass, with the policy asked at every site.
 
         Args:
             loss: As for ``loss.backward()``.
             backward: What runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``.
+            is_last: Of the micro-batches whose gradients one step adds up. Under ``update='eager'`` parameters change
+                in this one's pass; else it does not matter.
 
         Raises:
             UsageError: The engine is detached, or a backward is under way.
@@ -85,12 +90,18 @@ class Engine:
         self._counter.start_backward()
         self._step = self.now()
         try:
-            with self._binding.around(loss) as instead:
-                (backward or torch.Tensor.backward)(loss if instead is None else instead)
+            if self.eager is None or not is_last or self._clock.draw:  # a probe changes nothing
+                self._differentiate(loss, backward)
+            else:
+                self.eager.run(loss, partial(self._differentiate, loss, backward))
         finally:
             self._step = None
         self._counter.num_backwards += 1
         self._clock.count_backward()
+
+    def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: Any) -> None:
+        with self._binding.around(loss) as instead:
+            (backward or torch.Tensor.backward)(loss if instead is None else instead, **options)
 
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""

@@ -59,7 +59,7 @@ class OwnLinear(nn.Linear):
     ("options", "error", "text"),
     [
         ({"sites": "edges"}, UsageError, "sites must be one of linears.*, got 'edges'"),
-        ({"update": "eager"}, UnsupportedError, "update='eager' is not built; built: 'deferred'"),
+        ({"update": "eager"}, UsageError, "update='eager' needs optimizer="),
         ({"segments": 4}, UnsupportedError, "segments=4 is not built"),
         ({"engine": "quick"}, UsageError, "engine must be fast or reference, got 'quick'"),
         ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense answer the same question"),

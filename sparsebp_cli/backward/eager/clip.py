@@ -1,0 +1,82 @@
+"""How gradients are clipped that are never there together.
+
+The arithmetic is that of :func:`torch.nn.utils.clip_grad_norm_`, on one gradient at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from sparsebp_cli.errors import UsageError, did_you_mean
+
+CLIPS = ("parameter", "previous", "exact")
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """What is clipped to what.
+
+    Args:
+        max_norm: Greater than 0; None: nothing is clipped.
+        by: ``parameter``, each gradient by its own norm; ``previous``, all by the norm that the gradients of the step
+            before had together, and at the first step each by its own; ``exact``, all by their norm together, which a
+            backward pass of its own finds out first.
+
+    Raises:
+        UsageError: ``max_norm`` is out of range, ``by`` is unknown, or one is given without the other.
+    """
+
+    max_norm: float | None = None
+    by: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.by is not None and self.by not in CLIPS:
+            raise UsageError(
+                f"eager_clip must be one of {', '.join(CLIPS)}, got {self.by!r}{did_you_mean(str(self.by), CLIPS)}"
+            )
+        if self.max_norm is not None and not self.max_norm > 0.0:
+            raise UsageError(f"max_grad_norm must be greater than 0, got {self.max_norm}")
+        if self.max_norm is not None and self.by is None:
+            raise UsageError(
+                f"max_grad_norm={self.max_norm} with update='eager' needs eager_clip={', '.join(map(repr, CLIPS))}: "
+                "the norm of all gradients is not known when the first parameter is updated"
+            )
+        if self.by is not None and self.max_norm is None:
+            raise UsageError(f"eager_clip={self.by!r} clips nothing without max_grad_norm")
+
+    def clip(self, parameter: Tensor, norm: Tensor, total_norm: Tensor | None) -> None:
+        """Clip the gradient of one parameter.
+
+        Args:
+            parameter: With its gradient.
+            norm: The gradient's own.
+            total_norm: Of all gradients of this step or the one before; None: not known.
+        """
+        if self.max_norm is None:
+            return
+        by = norm if self.by == "parameter" or total_norm is None else total_norm
+        clip_grads_with_norm_([parameter], self.max_norm, by)
+
+
+def norm_of(gradient: Tensor) -> Tensor:
+    """Return the 2-norm of one gradient, on its device."""
+    return get_total_norm([gradient])
+
+
+def total_of(norms: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of all gradients together.
+
+    Args:
+        norms: Of each, at least one, in the order of the parameters: the order of a sum shows in its last bits.
+
+    Returns:
+        A tensor of no dimension.
+    """
+    first = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)
+    return total

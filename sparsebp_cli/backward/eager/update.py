@@ -1,0 +1,245 @@
+"""The optimizer's step inside the backward: a parameter changes when its gradient is complete, and the gradient goes.
+
+After Lv, Yang, Liu, Gao, Guo, Qiu: Full Parameter Fine-tuning for Large Language Models with Limited Resources
+(LOMO), 2023, https://arxiv.org/abs/2306.09782. We differ: any optimizer of PyTorch's kind takes part, a hook looks at
+its own parameter alone (LOMO's looks at all of them), and what is shared is updated once, by the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.eager.arrival import Arrivals
+from sparsebp_cli.backward.eager.clip import Clipping, norm_of, total_of
+from sparsebp_cli.backward.eager.single import SingleStep
+from sparsebp_cli.errors import DivergedError, UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.policy import Step
+
+
+@dataclass(frozen=True)
+class EagerReport:
+    """What happened in the last pass that updated.
+
+    Args:
+        num_early: Parameters that were updated while the pass ran.
+        waited: Names of those that were updated when it had ended.
+        gradient_bytes: Most bytes of gradients that were there at a time, among those that arrived at parameters.
+        gradient_norm: 2-norm of all gradients together, before they were clipped.
+    """
+
+    num_early: int
+    waited: tuple[str, ...]
+    gradient_bytes: int
+    gradient_norm: float
+
+
+@dataclass
+class _Pass:
+    """One backward pass under way.
+
+    Args:
+        finishes: What is done with a complete gradient, given its norm.
+        early: Whether that happens as soon as it is complete; else when the pass has ended.
+    """
+
+    finishes: Callable[[Tensor, Tensor], None]
+    early: bool = True
+    done: set[Tensor] = field(default_factory=set)
+    waiting: dict[Tensor, None] = field(default_factory=dict)
+    norms: dict[Tensor, Tensor] = field(default_factory=dict)
+    held: dict[Tensor, int] = field(default_factory=dict)
+    bytes_now: int = 0
+    bytes_most: int = 0
+
+    def hold(self, parameter: Tensor) -> None:
+        """Count a gradient that is there."""
+        if parameter.grad is not None and parameter not in self.held:
+            self.held[parameter] = parameter.grad.nbytes
+            self.bytes_now += parameter.grad.nbytes
+            self.bytes_most = max(self.bytes_most, self.bytes_now)
+
+
+class EagerUpdate:
+    """Updates parameters while a backward runs; see :class:`~sparsebp_cli.backward.part.Part`.
+
+    Args:
+        model: With the parameters; the optimizer may have more, which are updated in the same way.
+        optimizer: Whose update of one parameter looks at no other.
+        clipping: What gradients are clipped to.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping) -> None:
+        self.clipping = clipping
+        self._single = SingleStep(optimizer)
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        self._arrivals = Arrivals(model, self._single.parameters)
+        self._hooks: dict[Tensor, Any] = {}
+        self._pass: _Pass | None = None
+        self._total: Tensor | None = None  # norm of all gradients of the last step
+        self._has_updated = False  # since the optimizer's last own step
+        self._settling: Any = None
+        self.report: EagerReport | None = None
+
+    def install(self, engine: Engine) -> None:
+        self._engine = engine
+        # The optimizer's own step finds no gradients; what it counts in its groups is then as after one step.
+        self._settling = self._single.optimizer.register_step_post_hook(lambda *_: self._single.settle())
+        self._hook_parameters()
+
+    def remove(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+        self._settling.remove()
+        self._arrivals.remove()
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: outside of :meth:`run` a backward leaves its gradients where they are."""
+
+    def start_step(self, step: Step) -> None:  # noqa: ARG002 - all steps are alike
+        self._has_updated = False
+
+    @property
+    def previous_norm(self) -> float | None:
+        """Norm of all gradients of the last step; None before the first."""
+        return None if self._total is None else float(self._total)
+
+    @previous_norm.setter
+    def previous_norm(self, value: float | None) -> None:
+        self._total = None if value is None else torch.tensor(value)
+
+    def run(self, loss: Tensor, differentiate: Callable[..., None]) -> None:
+        """Run a backward pass that updates.
+
+        Args:
+            loss: What is differentiated.
+            differentiate: Runs the pass, with the arguments of ``loss.backward``.
+
+        Raises:
+            UsageError: Parameters were updated in this step before, or one got a gradient after its update.
+            DivergedError: A gradient is not finite.
+        """
+        if self._has_updated:
+            raise UsageError(
+                "update='eager' has updated the parameters in this step already: call optimizer.step() after each "
+                "engine.backward(loss), or engine.backward(loss, is_last=False) for all but its last micro-batch"
+            )
+        is_exact = self.clipping.by == "exact"
+        # Gradients of earlier micro-batches are there to the end anyway: then one pass is enough.
+        looks_first = is_exact and not self._held()
+        if looks_first:
+            under_way = _Pass(lambda parameter, _: _free(parameter))
+            # The same step and draw: policies decide in both passes alike.
+            with self._engine.probing(draw=self._engine.now().draw), self._passing(loss, under_way):
+                differentiate(retain_graph=True)
+                self._finish_all(under_way)
+            self._total = self._total_of(under_way)
+            self._check_total(self._total, num_updated=0)
+        self._single.start()
+        self._has_updated = True
+        under_way = _Pass(self._update, early=looks_first or not is_exact)
+        with self._passing(loss, under_way):
+            differentiate()
+            num_early, late = len(under_way.done), self._held()
+            if not under_way.early and late:
+                self._total = total_of([norm_of(_gradient(p)) for p in late])
+                self._check_total(self._total, num_updated=0)
+            self._finish_all(under_way)
+        self._total = self._total_of(under_way)
+        self._check_total(self._total, num_updated=len(under_way.done))
+        waited = tuple(self._name(p) for p in late)
+        self.report = EagerReport(num_early, waited, under_way.bytes_most, float(self._total))
+
+    def _update(self, parameter: Tensor, norm: Tensor) -> None:
+        self.clipping.clip(parameter, norm, self._total)
+        self._single.update(parameter)
+        _free(parameter)
+
+    @contextmanager
+    def _passing(self, loss: Tensor, under_way: _Pass) -> Iterator[None]:
+        self._hook_parameters()
+        self._arrivals.survey(loss)
+        self._pass = under_way
+        for parameter in self._held():
+            under_way.hold(parameter)
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    def _hook_parameters(self) -> None:
+        """A parameter that is frozen takes no hook; it may be thawed later."""
+        for parameter in self._single.parameters:
+            if parameter.requires_grad and parameter not in self._hooks:
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks[parameter] = hook(self._arrive)
+
+    def _arrive(self, parameter: Tensor) -> None:
+        under_way = self._pass
+        if under_way is None:
+            return
+        if parameter in under_way.done:
+            raise UsageError(
+                f"{self._name(parameter)} got another gradient after its update: it is used where neither the graph "
+                "nor the forward of the model shows it; use update='deferred'"
+            )
+        if parameter in under_way.waiting:
+            return
+        under_way.hold(parameter)
+        if under_way.early and self._arrivals.is_complete(parameter):
+            self._finish(under_way, parameter)
+        else:
+            under_way.waiting[parameter] = None
+
+    def _finish(self, under_way: _Pass, parameter: Tensor) -> None:
+        norm = norm_of(_gradient(parameter))
+        if norm.device.type == "cpu" and not math.isfinite(norm):  # elsewhere one would have to wait for each
+            self._refuse(norm, self._name(parameter), len(under_way.done))
+        under_way.norms[parameter] = norm
+        under_way.finishes(parameter, norm)
+        under_way.bytes_now -= under_way.held.pop(parameter)
+        under_way.done.add(parameter)
+
+    def _finish_all(self, under_way: _Pass) -> None:
+        """Finish what waited, and what earlier micro-batches alone have reached, in the optimizer's order."""
+        for parameter in self._held():
+            self._finish(under_way, parameter)
+
+    def _total_of(self, under_way: _Pass) -> Tensor:
+        norms = [under_way.norms[p] for p in self._single.parameters if p in under_way.norms]
+        return total_of(norms) if norms else torch.zeros(())
+
+    def _check_total(self, total: Tensor, num_updated: int) -> None:
+        if not math.isfinite(total):
+            self._refuse(total, "the sum", num_updated)
+
+    def _refuse(self, norm: Tensor, where: str, num_updated: int) -> None:
+        done = f"{num_updated} of {len(self._hooks)} parameters were updated" if num_updated else "nothing was updated"
+        raise DivergedError(
+            f"the gradient norm is {float(norm)} at step {self._engine.now().index + 1}, first in {where}; {done}"
+        )
+
+    def _held(self) -> list[Tensor]:
+        return [p for p in self._single.parameters if p.grad is not None]
+
+    def _name(self, parameter: Tensor) -> str:
+        return self._names.get(parameter, "a parameter of the optimizer that is not in the model")
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _free(parameter: Tensor) -> None:
+    parameter.grad = None
