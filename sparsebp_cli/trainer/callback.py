@@ -167,8 +167,7 @@ class PolicyCallback(TrainerCallback):
     def _step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._counts_next and self.engine is not None:
             self._counts_next = False
-            bare = self._trainer.accelerator.unwrap_model(model)
-            self._counted = count_step(bare, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs))
+            self._counted = count_step(model, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs))
         return step(model, inputs, *args, **kwargs)
 
     def _dense(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,15 +23,15 @@ def count_step(
     """Run a forward and backward under counters, and leave no trace of it.
 
     Args:
-        model: That is trained, without what it is wrapped into.
+        model: That is trained, as the trainer calls it.
         engine: Attached to it.
         inputs: The micro-batch; a copy is handed on, for a loss may take things out of it.
         step: Computes the loss of a micro-batch and differentiates it through the engine.
 
     Returns:
-        Metric values by name; empty when there are gradients already, which would be lost.
+        Metric values by name; empty where something is compiled, or there are gradients already, which would be lost.
     """
-    if any(parameter.grad is not None for parameter in model.parameters()):
+    if is_compiled(model) or any(parameter.grad is not None for parameter in model.parameters()):
         return {}
     with (
         Rehearsal(model, engine, _forward, _backward) as rehearsal,
@@ -44,6 +44,13 @@ def count_step(
         metric.FORWARD_FLOPS.name: float(flops.forward.total()),
         metric.BACKWARD_EXECUTED.name: float(flops.backward.total() + flops.recomputed.total()),
     }
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether anything in a model is compiled: counters would keep it uncompiled for good (torch 2.13)."""
+    from torch._dynamo.eval_frame import OptimizedModule  # no public name
+
+    return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())  # noqa: SLF001 - the same
 
 
 def _forward() -> Tensor:

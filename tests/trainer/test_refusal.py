@@ -1,0 +1,98 @@
+"""What is wrong, or not built, is said in one line when the trainer is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+import sparsebp_cli as sbp
+from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
+
+from .conftest import Make, is_free, make_arguments, make_examples, make_model
+
+ROWS = {"name": "topk", "keep": 0.25, "along": "rows"}
+
+
+def refuse(
+    door: Make, folder: Path, kind: type[Exception], match: str, policies: Any = (ROWS,), **options: Any
+) -> None:
+    model = make_model()
+    with pytest.raises(kind, match=match) as caught:
+        door(Trainer, policies, options, model=model, args=make_arguments(folder), train_dataset=make_examples(2))
+    assert "\n" not in str(caught.value)
+    assert [name for name, module in model.named_modules() if "forward" in vars(module)] == []
+
+
+@pytest.mark.parametrize(
+    ("policies", "kind", "match"),
+    [
+        ("topk", UsageError, "policies must be a list, got 'topk'"),
+        (ROWS, UsageError, "policies must be a list"),
+        (["topp"], PolicyError, "unknown policy 'topp'.*did you mean topk"),
+        ([{**ROWS, "keep": 1.5}], PolicyError, "policy 'topk': keep: .*1.5"),
+        ([{"keep": 0.5}], PolicyError, "needs its name"),
+        ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
+        ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "answer the same question"),
+    ],
+)
+def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:
+    refuse(door, tmp_path, kind, match, policies)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "match"),
+    [
+        ({"sites": "lines"}, UsageError, "sites must be one of linears, branches, nodes, got 'lines'"),
+        ({"exclude": ["lm_haed"]}, UsageError, "matches no linear of the model; did you mean lm_head"),
+        ({"engine": "quick"}, UsageError, "engine must be fast or reference"),
+        ({"checkpointing": "sparse"}, UnsupportedError, "needs sites='branches'"),
+        ({"attach_options": {"optimizer": None}}, UsageError, "the trainer's own is used"),
+        ({"attach_options": {"num_steps": 3}}, UsageError, "the trainer's max_steps is used"),
+        ({"attach_options": {"segment": 3}}, UsageError, "unknown option 'segment'.*did you mean segments"),
+        ({"attach_options": {"update": "eager"}}, UnsupportedError, "update='eager' in a transformers.Trainer"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:
+    refuse(door, tmp_path, kind, match, **options)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "match"),
+    [
+        ("is_deepspeed_enabled", True, "DeepSpeed"),
+        ("is_fsdp_enabled", True, "FSDP"),
+        ("is_model_parallel", True, "a model on several devices"),
+        ("is_distributed_loading_by_transformers", True, "sharded when it is loaded"),
+        ("args.use_liger_kernel", True, "use_liger_kernel: its fused loss"),
+        ("args.optim", "adalomo", "optim='adalomo'"),
+        ("args._n_gpu", 2, "DataParallel"),
+        ("args.parallelism_config", object(), "parallelism_config"),
+    ],
+)
+def test_what_a_trainer_may_be_told_that_is_not_built(
+    attribute: str, value: Any, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer: Any = Trainer(model=make_model(), args=make_arguments(tmp_path), train_dataset=make_examples(2))
+    owner = trainer.args if attribute.startswith("args.") else trainer
+    monkeypatch.setattr(owner, attribute.removeprefix("args."), value, raising=False)
+    with pytest.raises(UnsupportedError, match=f"not built with .*{match}"):
+        sbp.PolicyCallback([ROWS]).join(trainer)
+    assert is_free(trainer)
+    assert not any(name in vars(trainer) for name in ("train", "log", "training_step"))
+
+
+def test_an_attached_model_is_refused(door: Make, tmp_path: Path) -> None:
+    model = make_model()
+    with (
+        sbp.attach(model, []),
+        pytest.raises(UnsupportedError, match="the model is already attached"),
+    ):
+        door(Trainer, [ROWS], {}, model=model, args=make_arguments(tmp_path), train_dataset=make_examples(2))
+
+
+def test_both_names_are_those_of_the_package() -> None:
+    assert {"PolicyTrainer", "PolicyCallback"} <= set(sbp.__all__)
+    assert issubclass(sbp.PolicyTrainer, Trainer)

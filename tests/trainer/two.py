@@ -1,0 +1,60 @@
+"""One of two processes that train together; told by test_processes.py. Writes what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from sparsebp_cli.trainer import PolicyTrainer
+from tests.trainer.conftest import differing, make_arguments, make_examples, make_model, weights
+
+ROWS = [{"name": "random", "keep": 0.5, "along": "rows", "within": "example", "error_feedback": True}]
+
+
+def main(folder: Path) -> dict[str, Any]:
+    """Train plainly, densely through the engine, and with a policy: in one go and resumed."""
+
+    def train(kind: type[Trainer], name: str, resume: Path | None = None, **options: Any) -> Any:
+        trainer = kind(
+            model=make_model(attention_dropout=0.1),
+            args=make_arguments(
+                folder / name,
+                max_steps=6,
+                save_strategy="steps",
+                save_steps=3,
+                gradient_accumulation_steps=2,
+                ddp_backend="gloo",
+                logging_steps=2,
+            ),
+            train_dataset=make_examples(32),
+            **options,
+        )
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+        return trainer
+
+    plain, dense = train(Trainer, "plain"), train(PolicyTrainer, "dense", policies=["dense"], log_flops_every=2)
+    whole = train(PolicyTrainer, "rows", policies=ROWS, log_flops_every=2)
+    again = train(PolicyTrainer, "again", folder / "rows" / "checkpoint-3", policies=ROWS, log_flops_every=None)
+    return {
+        "wrapped": type(whole.model_wrapped).__name__,
+        "dense": differing(weights(plain.model), weights(dense.model)),
+        "resumed": differing(weights(whole.model), weights(again.model)),
+        "changed": len(differing(weights(plain.model), weights(whole.model))),
+        "sum": sum(value.double().sum().item() for value in weights(whole.model).values()),
+        "state": sorted(file.name for file in (folder / "rows" / "checkpoint-3").glob("sparsebp-*")),
+        "flops": [log.get("flops/backward_executed") for log in whole.state.log_history],
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    place = Path(sys.argv[1])
+    found = main(place)
+    (place / f"found-{os.environ['RANK']}.json").write_text(json.dumps(found), encoding="utf-8")
+    torch.distributed.destroy_process_group()
