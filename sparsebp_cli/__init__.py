@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward import Engine, GradStore, attach
+    from sparsebp_cli.backward import Engine, GradStore, attach, segmented_backward
     from sparsebp_cli.policy import find_policies, make_policy
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
 
@@ -33,6 +33,7 @@ __all__ = [
     "find_policies",
     "make_policy",
     "memory_trace",
+    "segmented_backward",
 ]
 
 _ROOMS = {
@@ -44,6 +45,7 @@ _ROOMS = {
     "find_policies": "sparsebp_cli.policy",
     "make_policy": "sparsebp_cli.policy",
     "memory_trace": "sparsebp_cli.backward",
+    "segmented_backward": "sparsebp_cli.backward",
 }
 
 

@@ -23,6 +23,7 @@ from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.score.check import check_scoring
 from sparsebp_cli.backward.score.example import ExamplePart
+from sparsebp_cli.backward.segment.check import make_segments
 from sparsebp_cli.backward.site import Bound, LinearBinding
 from sparsebp_cli.backward.token.part import make_parts
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -38,7 +39,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     update: str = "deferred",
     max_grad_norm: float | None = None,
     eager_clip: str | None = None,
-    segments: int | None = None,
+    segments: int | Sequence[str] | None = None,
     checkpointing: str = "none",
     engine: str = "fast",
     exclude: Iterable[str] = (),
@@ -61,7 +62,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         max_grad_norm: Under ``eager``, what gradients are clipped to, greater than 0; None: they are not.
         eager_clip: By which norm they are clipped: ``parameter``, each by its own; ``previous``, by that of all
             together in the step before; ``exact``, by that of all together, which a backward of its own finds first.
-        segments: Not built; None.
+        segments: In how many parts of the layers, or by the first module of each, forward and backward are run: only
+            the inputs of these are kept, and all but the last are computed again. None: in one.
         checkpointing: What branches keep for their backward where rows are selected: ``none``, what their linears
             gave; ``sparse``, their input, and the kept rows are multiplied again.
         engine: ``fast`` multiplies only what was selected; ``reference`` masks the gradient and multiplies all;
@@ -80,9 +82,6 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             ``sites``, ``update`` or ``segments``, a model that is attached or offloaded.
         UsageError: ``engine`` is unknown, ``exclude`` matches nothing, or the model has no linear.
     """
-    for key, value, built in (("segments", segments, None),):
-        if value != built:
-            raise UnsupportedError(f"{key}={value!r} is not built; built: {built!r}")
     if checkpointing not in ("none", "sparse"):
         raise UsageError(f"checkpointing must be none or sparse, got {checkpointing!r}")
     if checkpointing == "sparse" and sites != "branches":
@@ -120,6 +119,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             *tokens,
             *(make(policy, model) for kind, make in _PARTS.items() for policy in policies if isinstance(policy, kind)),
             *eager,
+            *make_segments(model, segments, policies=policies, sites=sites),
         ],
     )
 

@@ -1,0 +1,82 @@
+"""What a :class:`~sparsebp_cli.backward.grad_store.GradStore` is asked by: parameters and their names."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from sparsebp_cli.errors import UsageError, did_you_mean
+
+Key = Tensor | str
+
+
+class Keys:
+    """The keys that are allowed.
+
+    Args:
+        model: Whose parameters they are; None: any leaf that requires grad, and any name.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.model = model
+        self._parameters: dict[str, Tensor] = {}
+        if model is not None:
+            self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {parameter: name for name, parameter in reversed(self._parameters.items())}
+
+    def resolve(self, key: Key) -> Key:
+        """Return the key under which an entry stands: the parameter, where it is known.
+
+        Args:
+            key: What the user gave.
+
+        Returns:
+            A leaf, or a name of no model.
+
+        Raises:
+            UsageError: It cannot be a key, or is foreign to the model.
+        """
+        if isinstance(key, str):
+            if self.model is None:
+                return key
+            if key not in self._parameters:
+                near = did_you_mean(key, self._parameters)
+                raise UsageError(f"{type(self.model).__name__} has no parameter {key!r}{near}")
+            key = self._parameters[key]
+        elif not isinstance(key, Tensor):
+            raise UsageError(f"a key must be a parameter or its name, got {type(key).__name__}")
+        elif self.model is not None and key not in self._names:
+            raise UsageError(f"{self.describe(key)} is not a parameter of {type(self.model).__name__}")
+        if not key.is_leaf or not key.requires_grad:
+            why = "does not require grad" if key.is_leaf else "was computed"
+            raise UsageError(f"{self.describe(key)} {why}; allowed: parameters and inputs that require grad, or names")
+        return key
+
+    def find(self, key: object) -> Key | None:
+        """Return the same, and None for what cannot be a key."""
+        if isinstance(key, str):
+            return self._parameters.get(key, key)
+        return key if isinstance(key, Tensor) else None
+
+    def describe(self, key: Key) -> str:
+        """Return what errors call a key."""
+        if isinstance(key, str):
+            return repr(key)
+        return repr(self._names[key]) if key in self._names else f"a tensor of shape {tuple(key.shape)}"
+
+    def check_fit(self, key: Key, grad: Tensor, like: Tensor, *, on_device: bool = True) -> None:
+        """Refuse a gradient that does not fit.
+
+        Args:
+            key: Whose it is.
+            grad: The gradient.
+            like: What it must be like.
+            on_device: Whether it must be on the same device as well.
+
+        Raises:
+            UsageError: It does not fit.
+        """
+        if grad.shape != like.shape:
+            allowed = f"allowed: {tuple(like.shape)}"
+            raise UsageError(f"{self.describe(key)}: the gradient has shape {tuple(grad.shape)}, {allowed}")
+        if on_device and grad.device != like.device:
+            raise UsageError(f"{self.describe(key)}: the gradient is on {grad.device}, allowed: {like.device}")

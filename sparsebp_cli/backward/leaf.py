@@ -1,0 +1,67 @@
+"""The leaves of an autograd graph, to which a backward pass gives gradients, and how a leaf takes one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """Find the leaves that require grad below some tensors.
+
+    Args:
+        outputs: With a graph; a leaf that requires grad is its own leaf; others have none.
+
+    Returns:
+        Each once, in the order in which they are met.
+    """
+    leaves: dict[Tensor, None] = {}
+    found: dict[Node, None] = {}
+    for output in outputs:
+        if output.grad_fn is not None:
+            found[output.grad_fn] = None
+        elif output.requires_grad:
+            leaves[output] = None
+    waiting = list(found)
+    while waiting:
+        node = waiting.pop()
+        if node.name() == _LEAF:
+            variable: Tensor = node.variable  # type: ignore[attr-defined]
+            leaves[variable] = None
+        for child, _ in node.next_functions:
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(leaves)
+
+
+def accumulate(leaf: Tensor, grad: Tensor, *, is_spare: bool) -> None:
+    """Add a gradient to a leaf's ``.grad`` as autograd does, and call the hooks that wait for it.
+
+    Args:
+        leaf: A parameter, or an input that requires grad.
+        grad: Of its shape; brought to its device and dtype.
+        is_spare: Whether nobody else uses the tensor ``grad``, so that it may become ``.grad`` itself.
+    """
+    here = grad.to(leaf.device, leaf.dtype)
+    if leaf.grad is None:
+        if here.is_sparse or ((is_spare or here is not grad) and here.stride() == leaf.stride()):
+            leaf.grad = here
+        else:  # laid out as the parameter is, since that orders the sums of a norm
+            leaf.grad = torch.empty_like(leaf, requires_grad=False).copy_(here)
+    elif leaf.grad.is_sparse or here.is_sparse:
+        leaf.grad = leaf.grad + here
+    else:
+        leaf.grad += here
+    # Autograd's own accumulation would run the hooks of `register_hook` as well, a second time.
+    hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public name; tests hold it
+    for hook in list(hooks.values()):
+        hook(leaf)

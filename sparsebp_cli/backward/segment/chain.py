@@ -1,0 +1,159 @@
+"""Segmented backward of modules that run one after the other, without a model around them and without ``attach``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from sparsebp_cli.backward.grad_store import GradStore
+from sparsebp_cli.backward.segment.cut import split
+from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions
+from sparsebp_cli.errors import UnsupportedError, UsageError
+
+Module = Callable[[Any], Any]
+
+
+def segmented_backward(
+    segments: Iterable[Module | Sequence[Module]],
+    x: Any,
+    loss_fn: Callable[[Any], Tensor],
+    *,
+    num_segments: int | None = None,
+    store: GradStore | None = None,
+) -> tuple[Tensor, GradStore]:
+    """Run forward and backward segment by segment, so that no two of them hold their activations at once.
+
+    The forward runs each segment without a graph and keeps its input alone. Then, from the last segment to the first,
+    each is run with a graph and differentiated; the gradient of its input goes on to the segment before, and those of
+    parameters are added to one store, in which weights that segments share are summed. The last segment runs once, the
+    others twice: dropout, autocast and running statistics are as if they had run once.
+
+        loss, store = sbp.segmented_backward(model, x, lambda y: mse_loss(y, target), num_segments=4)
+        store.apply()
+        optimizer.step()
+
+    Args:
+        segments: An ``nn.Sequential``, or modules or functions of one argument; each is a segment, and so is a sequence
+            of them.
+        x: Of the first segment. What a segment gives is the next one's only argument, as in ``nn.Sequential``: a
+            tensor, or tuples, lists and dicts of tensors.
+        loss_fn: From the last segment's output to a loss of one number. It may have parameters of its own.
+        num_segments: Join the entries of ``segments`` to so many; None: as they stand.
+        store: Where gradients are added, such as over micro-batches; None: a new one.
+
+    Returns:
+        The loss, without a graph, and the store. An ``x`` that requires grad has its gradient in the store.
+
+    Raises:
+        UsageError: There are no segments, fewer than ``num_segments``, gradients are disabled, ``x`` was computed, or
+            the loss is not one number that depends on something trained.
+        UnsupportedError: A segment changes its input in place.
+    """
+    parts = _join(segments, num_segments)
+    if not torch.is_grad_enabled():
+        raise UsageError("segmented_backward needs gradients: call it outside of torch.no_grad()")
+    if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in tree_flatten(x)[0]):
+        raise UsageError("x was computed: give x.detach().requires_grad_(), and take its gradient out with store.pop")
+    passed: list[_Pass] = []
+    value, reaches = x, any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(x)[0])
+    for number, part in enumerate(parts[:-1]):
+        reaches = reaches or any(_is_trained(module) for module in part)
+        passed.append(_Pass(number, part, value))
+        value = passed[-1].run_without_graph(wants_grad=reaches)
+        if not reaches:
+            passed.pop()  # nothing before it is trained, and it is not run again
+    loss = loss_fn(_run(parts[-1], value))
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(f"loss_fn must return one number, got {got}")
+    found = GradStore()
+    found.backward(loss)
+    loss = loss.detach()
+    del value
+    while passed:
+        passed.pop().run_backward(found)
+    return loss, found if store is None else store.merge(found)
+
+
+class _Pass:
+    """One segment between its forward and its backward.
+
+    Args:
+        number: Of the segment, from 0.
+        part: What runs.
+        value: Its input.
+    """
+
+    def __init__(self, number: int, part: Sequence[Module], value: Any) -> None:
+        self._number, self._part, self._value = number, part, value
+        self._outputs: list[Any] = []
+
+    def run_without_graph(self, *, wants_grad: bool) -> Any:
+        """Return the output: leaves, which require grad if that is wanted."""
+        tensors = [leaf for leaf in tree_flatten(self._value)[0] if isinstance(leaf, Tensor)]
+        versions = Versions()
+        for tensor in tensors:
+            versions.note(tensor)
+        self._surrounding = Surrounding((m for m in self._part if isinstance(m, nn.Module)), tensors)
+        with torch.no_grad(), self._surrounding.without_cache():
+            output = _run(self._part, self._value)
+        self._surrounding.settle()
+        if versions.find_changed() is not None:
+            raise UnsupportedError(f"segment {self._number} changes its input in place: begin it with another module")
+        output = tree_map(lambda leaf: _as_leaf(leaf, wants_grad=wants_grad), output)
+        self._outputs = tree_flatten(output)[0]
+        return output
+
+    def run_backward(self, store: GradStore) -> None:
+        """Run with a graph, take the output's gradients out of the store, and put in what follows from them."""
+        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._outputs]
+        grads = [store.pop(leaf, None) if wants else None for leaf, wants in zip(self._outputs, wanted, strict=True)]
+        self._outputs = []
+        if all(grad is None for grad in grads):
+            return
+        with self._surrounding.again():
+            outputs = tree_flatten(_run(self._part, self._value))[0]
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        del outputs
+        if pairs:
+            store.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+
+
+def _join(segments: Iterable[Module | Sequence[Module]], num_segments: int | None) -> list[list[Module]]:
+    parts: list[list[Module]] = [list(e) if isinstance(e, Sequence) else [e] for e in segments]
+    for part in parts:
+        for module in part:
+            if not callable(module):
+                raise UsageError(f"a segment must be a module or a function, got {type(module).__name__}")
+    if not parts or (num_segments is not None and not 1 <= num_segments <= len(parts)):
+        wanted = f"{num_segments} segments of " if num_segments is not None else ""
+        raise UsageError(
+            f"there must be at least one module, and no more segments than modules, got {wanted}{len(parts)}"
+        )
+    if num_segments is None:
+        return parts
+    starts = split(len(parts), num_segments)
+    ends = [*starts[1:], len(parts)]
+    return [[module for part in parts[a:b] for module in part] for a, b in zip(starts, ends, strict=True)]
+
+
+def _run(part: Sequence[Module], value: Any) -> Any:
+    for module in part:
+        value = module(value)
+    return value
+
+
+def _is_trained(module: Module) -> bool:
+    """Whether gradients end in it; of a function nobody knows."""
+    return not isinstance(module, nn.Module) or any(p.requires_grad for p in module.parameters())
+
+
+def _as_leaf(leaf: Any, *, wants_grad: bool) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    leaf = leaf.detach()
+    return leaf.requires_grad_(wants_grad and (leaf.is_floating_point() or leaf.is_complex()))

@@ -1,0 +1,104 @@
+"""Where a model is cut into segments, and what cannot be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Modules that run one after the other, each on what the one before gave.
+
+    Args:
+        owner: Whose forward runs them.
+        names: In the model.
+        modules: One for each name; a module that is shared stands there several times.
+    """
+
+    owner: nn.Module
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
+
+def find_layers(model: nn.Module) -> Layers:
+    """Find the layers of a model.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The entries of its list of modules, else of its ``nn.Sequential``, that holds most parameters.
+
+    Raises:
+        UnsupportedError: It has neither.
+    """
+    for kind in (nn.ModuleList, nn.Sequential):
+        named = [(name, m) for name, m in model.named_modules() if isinstance(m, kind) and len(m) > 0]
+        if not named:
+            continue
+        name, found = max(named, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
+        inside = {n: m for n, m in found.named_modules(remove_duplicate=False) if n and "." not in n}
+        owner = model.get_submodule(name.rpartition(".")[0]) if kind is nn.ModuleList else found
+        names = tuple(f"{name}.{child}" if name else child for child in inside)
+        return Layers(owner, names, tuple(inside.values()))
+    raise UnsupportedError(
+        f"segments: {type(model).__name__} has no list of layers (nn.ModuleList or nn.Sequential); "
+        "cut it by hand and call segmented_backward"
+    )
+
+
+def cut(segments: int | Sequence[str], layers: Layers) -> tuple[range, ...]:
+    """Cut layers into segments.
+
+    Args:
+        segments: How many, as equal as they can be, the longer ones first; or the first module of each.
+        layers: All of them.
+
+    Returns:
+        The layers' numbers, a range for each segment.
+
+    Raises:
+        UsageError: It is neither, there are fewer layers than segments, or names are unknown, not in order, or do not
+            begin with the first layer.
+    """
+    starts = _count(segments, layers) if isinstance(segments, int) else _look_up(segments, layers)
+    return tuple(range(first, end) for first, end in zip(starts, [*starts[1:], len(layers.names)], strict=True))
+
+
+def _count(segments: int, layers: Layers) -> list[int]:
+    if isinstance(segments, bool) or not 1 <= segments <= len(layers.names):
+        allowed = f"1 to {len(layers.names)}, the number of layers, or a list of module names"
+        raise UsageError(f"segments must be {allowed}, got {segments}")
+    return split(len(layers.names), segments)
+
+
+def split(num_layers: int, num_segments: int) -> list[int]:
+    """Return the first layer of each segment: as equal as they can be, the longer ones first."""
+    short, longer = divmod(num_layers, num_segments)
+    return [number * short + min(number, longer) for number in range(num_segments)]
+
+
+def _look_up(segments: Sequence[str], layers: Layers) -> list[int]:
+    if isinstance(segments, str) or not segments or not all(isinstance(name, str) for name in segments):
+        raise UsageError(f"segments must be a number of segments or a list of module names, got {segments!r}")
+    for name in segments:
+        if name not in layers.names:
+            known = f"{layers.names[0]} to {layers.names[-1]}"
+            raise UsageError(
+                f"segments: no layer is called {name!r}; layers: {known}{did_you_mean(name, layers.names)}"
+            )
+    starts = [layers.names.index(name) for name in segments]
+    for before, after in pairwise(segments):
+        if layers.names.index(after) <= layers.names.index(before):
+            raise UsageError(f"segments: {after!r} does not come after {before!r}: name each segment's first module")
+    if starts[0]:
+        raise UsageError(
+            f"segments: the first must begin with the first layer, {layers.names[0]!r}, got {segments[0]!r}"
+        )
+    return starts

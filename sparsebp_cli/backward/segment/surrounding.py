@@ -1,0 +1,112 @@
+"""What a forward finds beside its arguments, noted for running it again: random generators, autocast, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.dropout import capture_generators, generators_at
+
+
+@dataclass
+class _Buffer:
+    """One buffer of one module, as it was when the forward began.
+
+    Args:
+        module: Whose.
+        name: In the module.
+        tensor: The buffer itself.
+        version: Counts changes in place.
+        value: A copy.
+    """
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    value: Tensor
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the module has changed it, in place or by another tensor, since it was noted."""
+        return getattr(self.module, self.name) is not self.tensor or _version(self.tensor) != self.version
+
+
+class Surrounding:
+    """Noted when it is made, which is just before the forward.
+
+    Args:
+        modules: That will run; their buffers are noted, such as running statistics.
+        tensors: Arguments; their devices and those of the modules have generators that may be drawn from.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> None:
+        inner = {id(m): m for module in modules for m in module.modules()}.values()
+        devices = {t.device for t in tensors} | {p.device for m in inner for p in m.parameters(recurse=False)}
+        kinds = {device.type for device in devices} | {"cpu"}
+        self._generators = {device: capture_generators(device) for device in devices or {torch.device("cpu")}}
+        self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds - {"meta"}]
+        self._buffers = [
+            _Buffer(module, name, tensor, _version(tensor), tensor.clone())
+            for module in inner
+            for name, tensor in module.named_buffers(recurse=False)
+        ]
+
+    def settle(self) -> None:
+        """Forget what the forward, which has ended, did not change."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.is_changed]
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """Run with autocast as it is, but without its cache: a weight that is cast without a graph has none later on.
+
+        Yields:
+            None: As long as autocast has no cache.
+        """
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False))
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run as the forward was run. Afterwards generators and buffers are as they were before.
+
+        Yields:
+            None: As long as everything is as it was.
+        """
+        now = [(buffer, getattr(buffer.module, buffer.name)) for buffer in self._buffers]
+        with ExitStack() as stack:
+            stack.enter_context(self.without_cache())
+            for device, states in self._generators.items():
+                stack.enter_context(generators_at(states, device))
+            try:
+                for buffer, _ in now:
+                    setattr(buffer.module, buffer.name, buffer.value.clone())
+                yield
+            finally:
+                for buffer, tensor in now:
+                    setattr(buffer.module, buffer.name, tensor)
+
+
+class Versions:
+    """Tensors that must not be changed in place, since a forward that is run again begins with them."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[Tensor, int]] = {}
+
+    def note(self, tensor: Tensor) -> None:
+        """Remember a tensor as it is."""
+        self._noted.setdefault(id(tensor), (tensor, _version(tensor)))
+
+    def find_changed(self) -> Tensor | None:
+        """Return one that was changed since, if there is one."""
+        return next((tensor for tensor, version in self._noted.values() if _version(tensor) != version), None)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own counter; has no other name
