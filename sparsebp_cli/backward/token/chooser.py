@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparsebp_cli.policy import Step
 from sparsebp_cli.policy.token import TokenChoice
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.engine import Engine
 
 
 class Chooser(Protocol):
@@ -26,6 +29,9 @@ class Chooser(Protocol):
         Returns:
             Two boolean tensors of the labels' shape.
         """
+
+    def install(self, engine: Engine) -> None:
+        """Be told whose clock and counters these are, before the first choice."""
 
     @property
     def columns(self) -> frozenset[str]:

@@ -1,0 +1,165 @@
+"""The arguments of a decoder layer, cut down to some queries and the keys that they may look at.
+
+Shape letters: B examples, T positions, Q queries, S keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.backward.token.rows import Rows
+from sparsebp_cli.errors import UnsupportedError
+
+_KNOWN = {"attention_mask", "position_embeddings", "position_ids", "cache_position"}
+_SWITCHES = ("output_attentions", "output_hidden_states")
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Which rows ask, and which they look at.
+
+    Args:
+        queries: Positions that ask.
+        keys: Groups of positions that are looked at, one after the other.
+        slot_BQ: Where each query's own key stands among the keys.
+    """
+
+    queries: Rows
+    keys: tuple[Rows, ...]
+    slot_BQ: Tensor
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the keys are the queries' own, in their order: then causal means what it always means."""
+        return len(self.keys) == 1 and self.keys[0] is self.queries
+
+    @classmethod
+    def of(cls, queries: Rows, *before: Rows) -> View:
+        """Return queries that look at some rows and at their own.
+
+        Args:
+            queries: Positions that ask.
+            *before: Groups whose keys stand before their own.
+
+        Returns:
+            The view.
+        """
+        first = sum(len(rows) for rows in before)
+        slot_BQ = first + torch.arange(len(queries), device=queries.position_BK.device).expand_as(queries.position_BK)
+        return cls(queries, (*before, queries), slot_BQ)
+
+
+@dataclass
+class Cutter:
+    """Cuts every layer's arguments; what layers share is cut once.
+
+    Args:
+        implementation: transformers' name of the attention function: ``eager`` or ``sdpa``.
+    """
+
+    implementation: str
+    _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)  # with what has the id, alive
+
+    def cut(self, arguments: dict[str, Any], view: View, *, mask: bool = True) -> dict[str, Any]:
+        """Cut down.
+
+        Args:
+            arguments: Of the layer by name, without the hidden states and the cache.
+            view: Queries and keys.
+            mask: Whether attention will be computed at all.
+
+        Returns:
+            The arguments for these queries.
+
+        Raises:
+            UnsupportedError: An argument is not known.
+        """
+        changed: dict[str, Any] = {"attention_mask": None}
+        if mask:
+            changed["attention_mask"] = self._once(_cut_mask, arguments.get("attention_mask"), view)
+        if arguments.get("position_embeddings") is not None:
+            changed["position_embeddings"] = self._once(_cut_embeddings, arguments["position_embeddings"], view)
+        if arguments.get("position_ids") is not None:
+            changed["position_ids"] = self._once(_cut_ids, arguments["position_ids"], view)
+        return arguments | changed
+
+    def check(self, arguments: dict[str, Any]) -> None:
+        """Refuse what cannot be cut.
+
+        Args:
+            arguments: As for :meth:`cut`.
+
+        Raises:
+            UnsupportedError: An argument is not known.
+        """
+        unknown = [k for k, v in arguments.items() if k not in _KNOWN and isinstance(v, Tensor) and v.dim() > 0]
+        unknown += [name for name in ("is_causal", *_SWITCHES) if arguments.get(name)]
+        mask, parts = arguments.get("attention_mask"), arguments.get("position_embeddings")
+        if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
+            unknown.append("an attention_mask that is not of four dimensions")
+        if mask is None and self.implementation != "sdpa":
+            unknown.append("no attention_mask")
+        if parts is not None and not (isinstance(parts, tuple) and all(part.dim() == 3 for part in parts)):
+            unknown.append("position_embeddings that are not of three dimensions")
+        if unknown:
+            raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
+
+    def _once(self, function: Any, value: Any, view: View) -> Any:
+        key = (id(value), id(view))
+        if key not in self._known:
+            self._known[key] = ((value, view), function(value, view))
+        return self._known[key][1]
+
+
+def _cut_embeddings(parts: tuple[Tensor, ...], view: View) -> tuple[Tensor, ...]:
+    return tuple(view.queries.take(part) for part in parts)
+
+
+def _cut_ids(ids_BT: Tensor, view: View) -> Tensor:
+    return view.queries.take(ids_BT)
+
+
+def _cut_mask(mask: Tensor | None, view: View) -> Tensor | None:
+    """Return who looks at whom, or None where that is plain causal attention among the queries themselves."""
+    if mask is None and view.is_own:  # rows ascend, and what fills up stands behind them
+        return None
+    query_BQ = view.queries.position_BK
+    key_BS = torch.cat([rows.position_BK for rows in view.keys], 1)
+    valid_BS = torch.cat([rows.valid_BK for rows in view.keys], 1)
+    if all(rows.shared for rows in (view.queries, *view.keys)) and all(rows.is_full for rows in view.keys):
+        query_BQ, key_BS, valid_BS = query_BQ[:1], key_BS[:1], valid_BS[:1]
+    causal = (query_BQ[:, :, None] >= key_BS[:, None, :])[:, None]
+    allowed = causal if mask is None else _gather(mask, query_BQ, key_BS)
+    allowed = _exclude(allowed, valid_BS[:, None, None, :], view.slot_BQ[: len(allowed)])
+    if view.is_own and allowed.dtype == torch.bool and _is_causal(allowed, view.queries.valid_BK[: len(allowed)]):
+        return None
+    return allowed
+
+
+def _gather(mask: Tensor, query_BQ: Tensor, key_BS: Tensor) -> Tensor:
+    num_examples = max(len(mask), len(query_BQ))
+    example = torch.arange(num_examples, device=mask.device)[:, None, None]
+    query, key = query_BQ[:, :, None], key_BS[:, None, :]
+    whole = mask.expand(num_examples, -1, -1, -1)
+    return whole.transpose(0, 1)[:, example, query, key].transpose(0, 1)
+
+
+def _exclude(allowed: Tensor, valid: Tensor, slot_BQ: Tensor) -> Tensor:
+    """Let nobody look at rows that only fill up, and let every row look at itself: one that sees nothing is no number,
+    and no number times nothing is none either."""
+    slot = slot_BQ[:, None, :, None].expand(len(allowed), allowed.shape[1], -1, 1)
+    if allowed.dtype == torch.bool:
+        return (allowed & valid).scatter(3, slot, value=True)
+    lowest = torch.finfo(allowed.dtype).min
+    return allowed.masked_fill(~valid, lowest).scatter(3, slot, 0.0)
+
+
+def _is_causal(allowed: Tensor, valid_BQ: Tensor) -> bool:
+    """Whether every row that was asked for looks at all before it; one wait for the device, once for all layers."""
+    size = allowed.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=allowed.device).tril()
+    return bool(((allowed == causal) | ~valid_BQ[:, None, :, None]).all())

@@ -1,0 +1,158 @@
+"""The decoder in a model, as far as token selection needs to know it, or one line why it is not known."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+from torch import nn
+
+from sparsebp_cli.backward.branch import attention_name
+from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.layout import GROUP, AttentionLayout, find_layouts
+from sparsebp_cli.errors import UnsupportedError
+
+BUILT = ("eager", "sdpa")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer.
+
+    Args:
+        name: In the causal language model.
+        module: The layer.
+        core: Its attention.
+        attention: The attention's linears.
+    """
+
+    name: str
+    module: nn.Module
+    core: nn.Module
+    attention: AttentionLayout
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A causal language model of transformers.
+
+    Args:
+        model: With its head.
+        head: What makes logits.
+        layers: In their order.
+    """
+
+    model: nn.Module
+    head: nn.Module
+    layers: tuple[Layer, ...]
+
+    @property
+    def implementation(self) -> str:
+        """transformers' name of the attention function.
+
+        Raises:
+            UnsupportedError: Which keys it looks at without a mask is not known.
+        """
+        names = {attention_name(layer.core) for layer in self.layers}
+        name = names.pop() if len(names) == 1 else None
+        if name not in BUILT:
+            raise UnsupportedError(f"token selection needs attention {' or '.join(BUILT)}, got {name!r}")
+        return name
+
+
+def find_decoder(model: nn.Module) -> Decoder:
+    """Find the decoder in a model.
+
+    Args:
+        model: A causal language model of transformers, or what wraps one, such as peft.
+
+    Returns:
+        The decoder.
+
+    Raises:
+        UnsupportedError: There is none, or its architecture is not known.
+    """
+    causal = next((module for module in model.modules() if _has_head(module)), None)
+    if causal is None:
+        raise UnsupportedError(f"token selection needs a causal language model of transformers, got {_name(model)}")
+    config = cast("Any", causal).config
+    for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
+        if getattr(config, option, False):
+            raise UnsupportedError(f"token selection needs a decoder alone; {_name(causal)} has {option}")
+    layouts, numbers = find_layouts(), LayerNumbers(causal)
+    layers = []
+    for number, module in enumerate(numbers.layers):
+        branches = layouts.get(_name(module), ())
+        found = next(((branch.core, branch.attention) for branch in branches if branch.attention is not None), None)
+        core = None if found is None else getattr(module, found[0], None)
+        if found is None or not isinstance(core, nn.Module):
+            raise UnsupportedError(
+                f"token selection does not know {_name(module)}: a plugin can tell its attention, as a tuple of "
+                f"BranchLayout under the entry-point group {GROUP} with the name {_name(module)}"
+            )
+        layers.append(Layer(f"{numbers.prefix}{number}", module, core, found[1]))
+    if not layers:
+        raise UnsupportedError(f"{_name(causal)} has no list of layers")
+    decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
+    _ = decoder.implementation
+    return decoder
+
+
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module's forward by their names.
+
+    Args:
+        module: Its class's own forward tells the names.
+        args: As given.
+        kwargs: As given.
+
+    Returns:
+        All of them that were given.
+    """
+    return dict(zip(_names(cast("Any", type(module))), args, strict=False)) | kwargs
+
+
+def first_name(module: nn.Module) -> str:
+    """Return the name of the first argument of a module's forward."""
+    return _names(cast("Any", type(module)))[0]
+
+
+@contextmanager
+def unchecked(module: nn.Module) -> Iterator[None]:
+    """Run a layer without its own checkpointing, which takes its cache away.
+
+    Args:
+        module: The layer.
+
+    Yields:
+        None: As long as it runs.
+    """
+    before = module.__dict__.get("gradient_checkpointing")
+    if before:
+        module.__dict__["gradient_checkpointing"] = False
+    try:
+        yield
+    finally:
+        if before:
+            module.__dict__["gradient_checkpointing"] = before
+
+
+@cache
+def _names(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _has_head(module: nn.Module) -> bool:
+    loaded = sys.modules.get("transformers.modeling_utils")  # a model that is one has loaded it
+    if loaded is None or not isinstance(module, loaded.PreTrainedModel):
+        return False
+    return "labels" in _names(cast("Any", type(module))) and module.get_output_embeddings() is not None
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__

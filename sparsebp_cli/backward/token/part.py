@@ -1,0 +1,204 @@
+"""Token selection at work in one model: its forward asks which positions are trained, and computes what they need.
+
+With labels, in training, with gradients, the model's forward returns the loss of the trained positions and no logits.
+A loss of the user's own is computed without labels: then :meth:`TokenPart.give` tells what the script keeps from the
+model, and the logits of all positions come back, zeros where a position is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.branch import call_module, replaced
+from sparsebp_cli.backward.score.chooser import TokenChooser
+from sparsebp_cli.backward.site import Bound, check_free
+from sparsebp_cli.backward.token.chooser import Chooser
+from sparsebp_cli.backward.token.decoder import Decoder, by_name, find_decoder
+from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits
+from sparsebp_cli.backward.token.plan import Marks, Plan, make_plan, read_marks
+from sparsebp_cli.backward.token.reference import detached
+from sparsebp_cli.backward.token.stack import Stack, no_graph
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policy import Policy, Step, TokenSelector
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.engine import Engine
+
+_NO_LABELS = (
+    "{} chooses positions by the labels, and the model was called in training without any: pass labels, or give them "
+    "by engine.columns(labels=...) where your own loss takes them out of the batch, or use engine.disabled()"
+)
+_UNKNOWN = ("past_key_values", "output_hidden_states", "output_attentions", "logits_to_keep", "shift_labels")
+
+
+@final
+class TokenPart:
+    """See :class:`~sparsebp_cli.backward.part.Part`.
+
+    Args:
+        policy: Its ``mode`` says how choices are carried out.
+        decoder: The model.
+        chooser: Asks the policy.
+
+    Raises:
+        UnsupportedError: The model is attached, or has a forward of its own.
+    """
+
+    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: Chooser) -> None:
+        self.policy, self.decoder, self.chooser = policy, decoder, chooser
+        self.given: dict[str, Tensor] = {}
+        check_free("the model", decoder.model)
+        for layer in decoder.layers:
+            check_free(layer.name, layer.module)
+        check_loss(decoder.model)
+
+    def install(self, engine: Engine) -> None:
+        self.chooser.install(engine)
+        self._forward = BoundDecoder(self, engine)
+        self.decoder.model.forward = self._forward
+
+    def remove(self) -> None:
+        self._forward.is_removed = True
+        if self.decoder.model.__dict__.get("forward") is self._forward:  # else somebody has wrapped it
+            del self.decoder.model.__dict__["forward"]
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the forward asks the engine."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: choices are made in the forward."""
+
+    def give(self, **columns: Tensor) -> None:
+        """Give columns of the coming batch that the script keeps from the model, such as labels and a mask of its own.
+
+        Args:
+            **columns: By name; they count until the next call.
+        """
+        self.given = columns
+
+
+class BoundDecoder(Bound):
+    """The ``forward`` of a causal language model.
+
+    Args:
+        part: Says what is chosen, and how.
+        engine: Whether it is in force, and the step.
+    """
+
+    def __init__(self, part: TokenPart, engine: Engine) -> None:
+        self.part, self.engine, self.is_removed = part, engine, False
+        self._model = part.decoder.model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if args and args[0] is self._model:  # accelerate binds what it once wrapped as a method
+            args = args[1:]
+        arguments = by_name(self._model, args, kwargs)
+        columns = self.part.chooser.columns
+        own = {name: value for name, value in arguments.items() if name not in columns}
+        if self.is_removed or not (self.engine.enabled and self._model.training and torch.is_grad_enabled()):
+            return call_module(self._model, **own)
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("token selection is not built for torch.compile: rows differ from step to step")
+        return self._select(arguments, own)
+
+    def _select(self, arguments: dict[str, Any], own: dict[str, Any]) -> Any:
+        known = self.part.given | {name: value for name, value in arguments.items() if value is not None}
+        labels, given = known.get("labels"), own.get("labels") is not None
+        if labels is None:
+            raise UsageError(_NO_LABELS.format(type(self.part.policy).__name__))
+        self._check(own, labels)
+        choice = self.part.chooser.choose(known, self._plain, self.engine.now())
+        marks = read_marks(choice, labels, own.get("attention_mask"))
+        return_dict = own.pop("return_dict", None)
+        own |= {"labels": None, "use_cache": False, "return_dict": True}
+        num_items = own.pop("num_items_in_batch", None)
+        if self.engine.reference or marks.is_whole:
+            output = self._run_all(own, labels if given else None, num_items, marks)
+        else:
+            output = self._run_rows(own, labels, num_items, marks, with_loss=given)
+        return output.to_tuple() if return_dict is False else output
+
+    def _check(self, own: Mapping[str, Any], labels: Tensor) -> None:
+        for name in _UNKNOWN:
+            value = own.get(name)
+            if isinstance(value, Tensor) or value:
+                raise UnsupportedError(f"token selection does not know what to do with {name} in training")
+        first = next(own[name] for name in ("input_ids", "inputs_embeds") if own.get(name) is not None)
+        if labels.shape != first.shape[:2]:
+            shapes = f"{tuple(first.shape[:2])}, got {tuple(labels.shape)}"
+            raise UsageError(f"labels must have the inputs' examples and positions {shapes}")
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return call_module(self._model, *args, **kwargs)
+        with no_graph(next(self._model.parameters()).device):
+            return call_module(self._model, *args, **kwargs)
+
+    def _run_all(self, own: dict[str, Any], labels: Tensor | None, num_items: Any, marks: Marks) -> Any:
+        """Compute everything: the reference, and what is done where nothing can be left out."""
+        if labels is not None:
+            own["labels"] = labels if marks.is_whole else masked_labels(labels, marks)
+            if num_items is not None:
+                own["num_items_in_batch"] = scale(num_items, marks)
+        if marks.is_whole or self.part.policy.mode == "exact":
+            return call_module(self._model, **own)
+        with detached(self.part.decoder, marks.carries.to(next(self._model.parameters()).device)):
+            return call_module(self._model, **own)
+
+    def _run_rows(self, own: dict[str, Any], labels: Tensor, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
+        plan = make_plan(marks, labels, self.part.policy.mode)
+        stack, head = Stack(self.part.decoder, plan, labels.shape[1]), self.part.decoder.head
+        cut = partial(_run_head, head, head.__dict__.get("forward"), len(plan.label_N))
+        with stack.installed(), replaced([(head, cut)]):
+            output = call_module(self._model, **own)
+        return self._finish(output, plan, num_items, marks, with_loss=with_loss)
+
+    def _finish(self, output: Any, plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
+        logits, output.logits = output.logits, None
+        if with_loss:
+            loss = row_loss(self._model, logits, plan.label_N, scale(num_items, marks))
+            output.loss = loss if plan.num_trained else loss * 0.0
+        elif plan.num_trained:
+            output.logits = spread_logits(logits[0], marks)
+        else:
+            output.logits = logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()
+        return output
+
+
+def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> Tensor:
+    """Run the head for the trained rows; what only fills up a shape stands behind them."""
+    rows_1ND = hidden.flatten(0, -2)[None, :num_rows]
+    return cast("Tensor", call_module(head, rows_1ND) if covered is None else covered(rows_1ND))
+
+
+def make_parts(
+    policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None, sites: str
+) -> list[TokenPart]:
+    """Return the part of the token selector among some policies.
+
+    Args:
+        policies: Of any kind.
+        model: Without DDP.
+        reference: A model whose loss is compared with; any other value: each batch brings that loss.
+        sites: Where gradient policies are asked.
+
+    Returns:
+        The part, not yet installed; none without a token selector.
+
+    Raises:
+        UnsupportedError: The model's architecture is not known, it is attached, or ``sites`` do not go with tokens.
+    """
+    policy = next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
+    if policy is None:
+        return []
+    if sites != "linears":  # branches and nodes hold on to tensors by their place among all positions
+        raise UnsupportedError(f"{type(policy).__name__} needs sites='linears', got {sites!r}")
+    decoder = find_decoder(model)
+    scores = reference if isinstance(reference, nn.Module) else None
+    return [TokenPart(policy, decoder, TokenChooser(policy, decoder.model, scores))]

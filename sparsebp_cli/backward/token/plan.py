@@ -1,0 +1,140 @@
+"""Which rows of a batch are computed, which with a graph, and which reach the head.
+
+Shape letters: B examples, T positions, K rows that carry gradient, R of them trained, N trained rows of all examples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.backward.token.rows import Rows
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy.token import TokenChoice
+
+IGNORED = -100  # a label that trains nothing, as in PyTorch's cross entropy
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What is known of every position of a batch, on the CPU, all (B, T).
+
+    Args:
+        target: Whether the labels train the position's prediction.
+        real: Whether the position is no padding.
+        trained: Whether its loss counts.
+        carries: Whether it carries gradient, as the policy chose.
+    """
+
+    target: Tensor
+    real: Tensor
+    trained: Tensor
+    carries: Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing can be left out: each real position but an example's last is trained."""
+        follows = torch.zeros_like(self.real)
+        follows[:, :-1] = self.real[:, 1:]
+        return bool((self.trained | ~(self.real & follows)).all())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of one forward.
+
+    Args:
+        carried: Computed with a graph, in the order of their positions.
+        dropped: Computed without one, since carried rows look at their keys; None: there are none.
+        is_prompt: Whether every dropped position precedes every carried one of its example.
+        trained: Whose outputs the head reads, as numbers of carried rows.
+        asked: The same, as positions.
+        label_N: What they predict, example by example.
+        num_trained: N, without the one row that stands in for none.
+    """
+
+    carried: Rows
+    dropped: Rows | None
+    is_prompt: bool
+    trained: Rows
+    asked: Rows
+    label_N: Tensor
+    num_trained: int
+
+
+def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None) -> Marks:
+    """Bring a choice to the CPU, and check it.
+
+    Args:
+        choice: The policy's.
+        labels_BT: As the model takes them: position t predicts the label at t + 1.
+        mask: The model's ``attention_mask``; only one of two dimensions tells padding.
+
+    Returns:
+        What is known of every position.
+
+    Raises:
+        UsageError: The choice is not what a token selector may return.
+    """
+    labels = labels_BT.cpu()
+    target = torch.zeros_like(labels, dtype=torch.bool)
+    target[:, :-1] = labels[:, 1:] != IGNORED
+    real = torch.ones_like(target) if mask is None or mask.dim() != 2 else mask.cpu().bool()
+    for name in ("trained_BT", "carries_BT"):
+        given = getattr(choice, name)
+        if given.dtype != torch.bool or given.shape != target.shape:
+            got = f"{given.dtype} of shape {tuple(given.shape)}"
+            raise UsageError(f"{name} of a TokenChoice must be torch.bool of shape {tuple(target.shape)}, got {got}")
+    trained, carries = choice.trained_BT.cpu(), choice.carries_BT.cpu()
+    if (trained & ~target).any():
+        raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions that the labels do not train")
+    if (trained & ~carries).any():
+        raise UsageError(f"{int((trained & ~carries).sum())} trained positions are not among those of carries_BT")
+    return Marks(target, real, trained, carries)
+
+
+def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"]) -> Plan:
+    """Say which rows are computed, and how.
+
+    Args:
+        marks: Of the batch.
+        labels_BT: As the model takes them.
+        mode: ``exact``: all rows up to the last trained one of the batch carry gradient; ``detach``: those that the
+            policy chose.
+
+    Returns:
+        The plan.
+    """
+    device, num_trained = labels_BT.device, int(marks.trained.sum())
+    trained = marks.trained.clone()
+    if num_trained == 0:  # a forward must compute something; its loss is multiplied by 0
+        trained[0, 0] = True
+    length = trained.shape[1]
+    last_B1 = (trained * torch.arange(length)).amax(1, keepdim=True)
+    reaches = torch.arange(length) <= last_B1
+    needed = (marks.real | trained) & reaches & trained.any(1, keepdim=True)
+    if mode == "exact":  # columns, so that rows stay where they are and the kernels are the model's own
+        carried_BT, dropped_BT = needed.any(0).expand_as(trained), torch.zeros_like(trained)
+    else:
+        carried_BT, dropped_BT = needed & (marks.carries | trained), needed & ~(marks.carries | trained)
+    carried, dropped = Rows.of(carried_BT, device, valid_BT=needed), Rows.of(dropped_BT, device)
+    assert carried is not None
+    trained_BK = trained.gather(1, carried.position_BK.cpu()) & carried.valid_BK.cpu()
+    rows = Rows.of(trained_BK, device)
+    assert rows is not None
+    label_N = labels_BT.roll(-1, 1)[trained.to(device)]
+    if num_trained == 0:
+        label_N = label_N.clamp(min=0)
+    is_prompt = _is_prompt(carried_BT, dropped_BT)
+    return Plan(carried, dropped, is_prompt, rows, carried.among(rows), label_N, num_trained)
+
+
+def _is_prompt(carried_BT: Tensor, dropped_BT: Tensor) -> bool:
+    length = carried_BT.shape[1]
+    position_T = torch.arange(length)
+    first_B = torch.where(carried_BT, position_T, length).amin(1)
+    last_B = torch.where(dropped_BT, position_T, -1).amax(1)
+    return bool((last_B < first_B).all())
