@@ -9,11 +9,21 @@ import json
 
 from pydantic import ValidationError
 
-from sparsebp_cli.policy import EdgeRouter, GradientSelector, ParameterSelector, Policy, find_policies
+from sparsebp_cli.policy import (
+    EdgeRouter,
+    ExampleSelector,
+    GradientSelector,
+    ParameterSelector,
+    Policy,
+    TokenSelector,
+    find_policies,
+)
+from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.parameter import check_parameter_selector
 from sparsebp_cli.testing.promise import require, through_json
 from sparsebp_cli.testing.router import check_router
 from sparsebp_cli.testing.selector import check_keep_all, check_selector
+from sparsebp_cli.testing.token import check_token_selector
 
 
 def check_policy(policy: str | type[Policy], **options: object) -> None:
@@ -31,10 +41,14 @@ def check_policy(policy: str | type[Policy], **options: object) -> None:
     if isinstance(made, ParameterSelector):
         check_parameter_selector(made)
         return
+    if isinstance(made, TokenSelector):
+        check_token_selector(made)
+        return
+    if isinstance(made, ExampleSelector):
+        check_example_selector(made)
+        return
     if not isinstance(made, GradientSelector):
-        raise AssertionError(
-            f"{policy_class.__name__} is neither a GradientSelector nor an EdgeRouter: no suite for it"
-        )
+        raise AssertionError(f"{policy_class.__name__} answers no question that there is a suite for")
     check_selector(made)
     if "keep" in policy_class.model_fields:
         check_keep_all(_make(policy_class, options | {"keep": 1.0}))

@@ -38,12 +38,17 @@ _FITTING: dict[str, list[Any]] = {
     "train": [["lm_head", "layers.3"]],
     "freeze": [["*norm*"], ["/layers\\.[01]\\./"]],
     "turn": ["layers"],
+    "reference": ["austen-llama"],
+    "band": [[0.25, 0.75]],
+    "mask_column": ["loss_mask"],
+    "carry_column": ["prompt"],
 }
 
 
 def _values(option: str, schema: dict[str, Any]) -> list[Any]:
     if option in _BY_ENGINE | _FITTING:
         return (_BY_ENGINE | _FITTING)[option]
+    schema = schema.get("anyOf", [schema])[0]  # an option that may be null, which is its default
     if "enum" in schema:
         return list(schema["enum"])
     if schema.get("type") == "boolean":

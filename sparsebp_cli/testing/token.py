@@ -1,0 +1,186 @@
+"""The conformance suite of token selectors. Each broken promise is an ``AssertionError`` of one sentence.
+
+Shape letters: B examples, T positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.policy import Step, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+
+_LATE = Step(100_000, seed=1, num_steps=200_000)  # after every schedule's beginning
+_NUM_DRAWS = 400
+_NUM_SIGMAS = 6.0  # a true promise fails once in 500 million entries, and the seeds are fixed
+
+
+def check_token_selector(policy: TokenSelector) -> None:
+    """Hold a token selector against every promise of the contract.
+
+    Args:
+        policy: With the options to be checked.
+    """
+    for check in _CHECKS:
+        check(policy)
+
+
+def _check_choice(policy: TokenSelector) -> None:
+    name = name_of(policy)
+    for tokens in _batches(policy):
+        for step in (Step(0), _LATE):
+            choice = policy.choose(tokens, step)
+            for what, chosen_BT in (("trained_BT", choice.trained_BT), ("carries_BT", choice.carries_BT)):
+                good = chosen_BT.dtype == torch.bool and chosen_BT.shape == tokens.target_BT.shape
+                require(good, f"{name}: {what} must be boolean and {tuple(tokens.target_BT.shape)}")
+            inside = not bool((choice.trained_BT & ~tokens.target_BT).any())
+            require(inside, f"{name}: trains a position that is no target")
+            inside = not bool((choice.carries_BT & ~tokens.real_BT).any())
+            require(inside, f"{name}: padding carries gradient")
+            carried = not bool((choice.trained_BT & ~choice.carries_BT).any())
+            require(carried, f"{name}: a trained position carries no gradient")
+
+
+def _check_repeatable(policy: TokenSelector) -> None:
+    for tokens in _batches(policy):
+        shown = [t for t in _tensors(tokens) if t is not None]
+        before, states = [t.clone() for t in shown], random_states()
+        first = policy.choose(tokens, _LATE)
+        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
+        same = all(torch.equal(a, b) for a, b in zip(before, shown, strict=True))
+        require(same, f"{name_of(policy)}: changes a tensor that it is shown")
+        again = policy.choose(tokens, _LATE)
+        require(_same(first, again), f"{name_of(policy)}: decides otherwise when asked again at the same step")
+
+
+def _check_scores(policy: TokenSelector) -> None:
+    """What lies outside of the targets, and what is not asked for, has no say."""
+    for tokens in _batches(policy):
+        noisy = {
+            name: torch.where(tokens.target_BT, score_BT, torch.full_like(score_BT, 1e6))
+            for name, score_BT in tokens.scores.items()
+        }
+        same = _same(policy.choose(tokens, _LATE), policy.choose(replace(tokens, scores=noisy), _LATE))
+        require(same, f"{name_of(policy)}: reads the score of a position that is no target")
+
+
+def _check_budget(policy: TokenSelector) -> None:
+    budget = policy.budget
+    if budget is None:
+        return
+    require(0.0 < budget <= 1.0, f"{name_of(policy)}: budget must be in (0, 1], got {budget}")
+    for tokens in _batches(policy):
+        trained = int(policy.choose(tokens, _LATE).trained_BT.sum())
+        number_B = [number for number in tokens.target_BT.sum(1).tolist() if number]
+        least = sum(math.floor(budget * number + 1e-9) for number in number_B)
+        most = sum(max(1, math.ceil(budget * number - 1e-9)) for number in number_B)
+        text = f"{name_of(policy)}: trains {trained} of {sum(number_B)} targets, its budget {budget} means {least} to"
+        require(least <= trained <= most, f"{text} {most}")
+
+
+def _check_draws(policy: TokenSelector) -> None:
+    def differs(*steps: Step) -> bool:
+        return any(
+            not _same(policy.choose(tokens, _LATE), policy.choose(tokens, step))
+            for tokens in _batches(policy)
+            for step in steps
+        )
+
+    if not differs(*(replace(_LATE, draw=draw) for draw in range(1, 9))):
+        return  # not a random policy
+    for what in ("index", "micro_batch", "seed", "rank"):
+        first = getattr(_LATE, what)
+        others = [replace(_LATE, **{what: first + number}) for number in range(1, 9)]
+        require(differs(*others), f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+
+
+def _check_exact(policy: TokenSelector) -> None:
+    if not policy.exact:
+        return
+    for tokens in _batches(policy):
+        for step in (Step(0), _LATE):
+            choice = policy.choose(tokens, step)
+            flows = policy.mode == "exact" or torch.equal(choice.carries_BT, tokens.real_BT)
+            dense = flows and torch.equal(choice.trained_BT, tokens.target_BT)
+            require(dense, f"{name_of(policy)}: says it is exact, but trains otherwise than dense")
+
+
+def _check_unbiased(policy: TokenSelector) -> None:
+    """The loss is a mean over what is trained: each target's part in it must have the dense one as its mean."""
+    if not policy.unbiased:
+        return
+    for tokens in _batches(policy):
+        if not tokens.target_BT.any():
+            continue
+        choices = [policy.choose(tokens, replace(_LATE, draw=draw)) for draw in range(1, _NUM_DRAWS + 1)]
+        flows = policy.mode == "exact" or all(torch.equal(c.carries_BT, tokens.real_BT) for c in choices)
+        require(flows, f"{name_of(policy)}: says it is unbiased, but some positions carry no gradient")
+        parts = torch.stack([c.trained_BT.double() / c.trained_BT.sum() for c in choices])
+        wanted = tokens.target_BT.double() / tokens.target_BT.sum()
+        bound = _NUM_SIGMAS * parts.std(0) / math.sqrt(_NUM_DRAWS) + 1e-9
+        worst = float(((parts.mean(0) - wanted).abs() - bound).max())
+        require(worst <= 0, f"{name_of(policy)}: says it is unbiased, but some targets are trained more often")
+
+
+def _check_resume(policy: TokenSelector) -> None:
+    for tokens in _batches(policy):
+        mine, copied = policy.choose(tokens, _LATE), through_json(policy).choose(tokens, _LATE)
+        require(_same(mine, copied), f"{name_of(policy)}: decides otherwise after a way through JSON")
+    fresh = [through_json(policy).choose(tokens, _LATE) for tokens in _batches(policy)]
+    used = through_json(policy)
+    for index in range(3):
+        for tokens in _batches(policy):
+            used.choose(tokens, Step(index))
+    later = [used.choose(tokens, _LATE) for tokens in _batches(policy)]
+    same = all(_same(a, b) for a, b in zip(fresh, later, strict=True))
+    require(same, f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own")
+
+
+_CHECKS: tuple[Callable[[TokenSelector], None], ...] = (
+    _check_choice,
+    _check_repeatable,
+    _check_scores,
+    _check_budget,
+    _check_draws,
+    _check_exact,
+    _check_unbiased,
+    _check_resume,
+)
+
+
+def _batches(policy: TokenSelector) -> Iterator[Tokens]:
+    """Examples of one length; of several, padded left and right, prompts masked; one target alone; none at all. Only
+    what the policy says that it reads is there."""
+    generator = torch.Generator().manual_seed(0)
+    for number, (num_examples, length) in enumerate(((2, 9), (3, 16), (1, 8), (2, 8))):
+        ids_BT = torch.randint(0, 50, (num_examples, length), generator=generator)
+        real_BT = torch.ones(num_examples, length, dtype=torch.bool)
+        target_BT = real_BT.clone()
+        if number == 1:
+            real_BT[0, 12:], real_BT[1, :4] = False, False
+            target_BT = real_BT & (torch.arange(length) > 5)
+            target_BT[0, 11] = False
+        elif number == 2:
+            target_BT = torch.arange(length)[None] == 3
+        elif number == 3:
+            target_BT = torch.zeros_like(real_BT)
+        target_BT[:, -1] = False
+        scores = {
+            name: torch.randn(ids_BT.shape, generator=generator).abs().masked_fill(~target_BT, 0.0)
+            for name in sorted(policy.needs)
+        }
+        columns = {name: torch.randint(0, 2, ids_BT.shape, generator=generator) for name in sorted(policy.reads)}
+        yield Tokens(ids_BT, target_BT, real_BT, scores, columns)
+
+
+def _tensors(tokens: Tokens) -> list[Tensor | None]:
+    return [tokens.input_ids_BT, tokens.target_BT, tokens.real_BT, *tokens.scores.values(), *tokens.columns.values()]
+
+
+def _same(one: TokenChoice, other: TokenChoice) -> bool:
+    return torch.equal(one.trained_BT, other.trained_BT) and torch.equal(one.carries_BT, other.carries_BT)

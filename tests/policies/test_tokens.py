@@ -1,0 +1,286 @@
+"""Token selectors keep the contract with every combination of options, and the suite catches each broken promise."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from sparsebp_cli.policies.tokens import SelectedTokens
+from sparsebp_cli.policy import Score, ScoredTokenSelector, Step, TokenChoice, Tokens
+from sparsebp_cli.testing import check_policy
+
+SCORES: list[dict[str, Any]] = [
+    {"score": "mask"},
+    {"score": "random", "keep": 0.3},
+    {"score": "random", "keep": 0.5, "within": "example"},
+    {"score": "loss", "keep": 0.5},
+    {"score": "loss", "keep": 0.1, "within": "example"},
+    {"score": "loss", "band": [0.25, 0.75]},
+    {"score": "loss", "band": [0.0, 0.4], "within": "example"},
+    {"score": "entropy", "keep": 0.5, "keep_warmup_steps": 5},
+    {"score": "entropy", "keep": 1.0},
+    {"score": "excess", "keep": 0.6, "reference": "austen-llama"},
+    {"score": "excess", "band": [0.5, 1.0], "reference": "austen-llama", "reference_scores": "fly"},
+]
+FLOWS: list[dict[str, Any]] = [
+    {},
+    {"mode": "detach"},
+    {"mode": "detach", "carry": "real"},
+    {"mode": "detach", "carry": "column", "carry_column": "prompt"},
+    {"mask_column": "loss_mask"},
+    {"mode": "detach", "mask_column": "loss_mask", "carry": "real"},
+]
+
+
+@pytest.mark.parametrize(("score", "flow"), list(itertools.product(SCORES, FLOWS)), ids=str)
+def test_every_combination_keeps_the_contract(score, flow) -> None:
+    check_policy("tokens", **score, **flow)
+
+
+def shown(score_BT: Tensor | None = None, target_BT: Tensor | None = None, **columns: Tensor) -> Tokens:
+    shape = (2, 8)
+    real_BT = torch.ones(shape, dtype=torch.bool)
+    real_BT[1, 6:] = False
+    if target_BT is None:
+        target_BT = real_BT.clone()
+        target_BT[0, 7] = target_BT[1, 5] = False
+    scores: dict[Score, Tensor] = {} if score_BT is None else {"loss": score_BT, "entropy": -score_BT}
+    return Tokens(torch.zeros(shape, dtype=torch.int64), target_BT, real_BT, scores, columns)
+
+
+def chosen(tokens: Tokens, step: Step | None = None, **options: Any) -> TokenChoice:
+    return SelectedTokens.model_validate_json(json.dumps(options)).choose(tokens, step or Step(0))
+
+
+SCORE_BT = torch.tensor([[3.0, 1, 2, 9, 4, 8, 5, 99], [7.0, 0, 6, 0.5, 2.5, 99, 99, 99]])  # 99: no target
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"keep": 0.25}, [[3, 5], [0]]),  # 3 of 12
+        ({"keep": 0.5}, [[3, 4, 5, 6], [0, 2]]),
+        ({"keep": 0.01}, [[3], []]),
+        ({"keep": 0.4, "within": "example"}, [[3, 5, 6], [0, 2]]),  # 3 of 7, 2 of 5
+        ({"band": [0.5, 1.0]}, [[3, 4, 5, 6], [0, 2]]),
+        ({"band": [0.25, 0.5]}, [[0, 2], [4]]),
+        ({"band": [0.0, 0.25]}, [[1], [1, 3]]),
+        ({"band": [0.4, 0.8], "within": "example"}, [[4, 5, 6], [2, 4]]),
+        ({"keep": 1.0}, [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4]]),
+    ],
+    ids=str,
+)
+def test_the_targets_of_largest_loss_are_trained_by_count(options, wanted) -> None:
+    choice = chosen(shown(SCORE_BT), score="loss", **options)
+    assert [row.nonzero()[:, 0].tolist() for row in choice.trained_BT] == [sorted(row) for row in wanted]
+
+
+def test_entropy_and_excess_choose_by_their_own_score() -> None:
+    lowest = chosen(shown(SCORE_BT), score="entropy", keep=0.25).trained_BT
+    assert torch.equal(lowest, chosen(shown(SCORE_BT), score="loss", band=[0.0, 0.25]).trained_BT)
+    tokens = shown(SCORE_BT)
+    tokens = Tokens(
+        None, tokens.target_BT, tokens.real_BT, {"loss": SCORE_BT, "reference_loss": SCORE_BT * 2 - SCORE_BT.sqrt()}
+    )  # excess: sqrt(loss) - loss, largest where the loss is 0.25
+    choice = chosen(tokens, score="excess", keep=0.1, reference="austen-llama")
+    assert choice.trained_BT.nonzero().tolist() == [[1, 3]]
+
+
+def test_the_mask_speaks_of_tokens_and_is_heeded_where_they_are_predicted() -> None:
+    column_BT = torch.zeros(2, 8, dtype=torch.int64)
+    column_BT[0, 3] = column_BT[1, 0] = column_BT[1, 6] = 1  # the first token has no predictor, 6 is padding
+    choice = chosen(shown(mask=column_BT), score="mask", mask_column="mask")
+    assert choice.trained_BT.nonzero().tolist() == [[0, 2]]
+    assert torch.equal(choice.carries_BT, choice.trained_BT)
+    column_BT = torch.ones(2, 8)
+    column_BT[0, :4] = 0
+    choice = chosen(shown(SCORE_BT, mask=column_BT), score="loss", keep=0.25, mask_column="mask")
+    assert int(choice.trained_BT.sum()) == 2  # a quarter of the 9 that may be trained
+    assert not choice.trained_BT[0, :3].any()
+    nothing = chosen(shown(SCORE_BT, mask=column_BT * 0), score="loss", keep=0.25, mask_column="mask")
+    assert not nothing.trained_BT.any()
+
+
+def test_what_carries_gradient_is_apart_from_what_is_trained() -> None:
+    column_BT = torch.zeros(2, 8)
+    column_BT[:, 1] = column_BT[1, 7] = 1  # padding carries nothing
+    options = {"score": "loss", "keep": 0.25, "mode": "detach"}
+    trained_BT = chosen(shown(SCORE_BT), **options).trained_BT
+    real = chosen(shown(SCORE_BT), **options, carry="real")
+    assert torch.equal(real.carries_BT, shown().real_BT)
+    marked = chosen(shown(SCORE_BT, prompt=column_BT), **options, carry="column", carry_column="prompt")
+    expected_BT = trained_BT.clone()
+    expected_BT[:, 1] = True
+    assert torch.equal(marked.carries_BT, expected_BT)
+    assert torch.equal(marked.trained_BT, trained_BT)
+
+
+def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
+    tokens = Tokens(None, torch.ones(1, 1000, dtype=torch.bool), torch.ones(1, 1000, dtype=torch.bool))
+    options = {"score": "random", "keep": 0.25, "keep_warmup_steps": 2}
+    counts = [int(chosen(tokens, Step(index), **options).trained_BT.sum()) for index in range(4)]
+    assert counts == [1000, 500, 250, 250]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"score": "loss"}, "score: loss needs keep"),
+        ({"score": "mask", "keep": 0.5}, "score: mask trains all that the data marks: leave out keep"),
+        ({"score": "mask", "within": "example"}, "leave out within"),
+        ({"score": "random", "band": [0.1, 0.2]}, "random has no quantiles"),
+        ({"score": "excess", "keep": 0.5}, "score: excess needs reference"),
+        ({"score": "loss", "keep": 0.5, "reference": "austen-llama"}, "reference is read by no score"),
+        ({"score": "loss", "keep": 0.5, "band": [0.1, 0.2]}, "give one of them"),
+        ({"score": "loss", "band": [0.5, 0.2]}, r"low below high, got \[0.5, 0.2\]"),
+        ({"score": "loss", "band": [0.5, 1.2]}, "less than or equal to 1"),
+        ({"score": "loss", "keep": 0.0}, "greater than 0"),
+        ({"score": "loss", "band": [0.1, 0.5], "keep_warmup_steps": 3}, "keep_warmup_steps needs keep"),
+        ({"score": "mask", "carry": "column", "mode": "detach"}, "go together"),
+        ({"score": "mask", "carry_column": "prompt", "mode": "detach"}, "go together"),
+        ({"score": "mask", "carry": "real"}, "carry: real needs mode: detach"),
+        ({"score": "los", "keep": 0.5}, "Input should be 'mask', 'random', 'loss', 'excess' or 'entropy'"),
+    ],
+    ids=str,
+)
+def test_options_that_make_no_sense_are_refused(options, text) -> None:
+    with pytest.raises(ValidationError, match=text):
+        SelectedTokens.model_validate_json(json.dumps(options))
+
+
+class _Half(ScoredTokenSelector):
+    """Keeps the contract: the first half of the targets. Each policy below breaks one promise."""
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset()
+
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        return -torch.arange(tokens.target_BT.numel(), dtype=torch.float32).view(tokens.target_BT.shape)
+
+
+class _Given(_Half):
+    def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
+        raise NotImplementedError
+
+    def choose(self, tokens: Tokens, step: Step) -> TokenChoice:
+        return self.change(super().choose(tokens, step), tokens, step)
+
+
+class _TrainsPadding(_Given):
+    def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
+        return TokenChoice(tokens.real_BT, tokens.real_BT)
+
+
+class _CarriesPadding(_Given):
+    def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
+        return TokenChoice(choice.trained_BT, torch.ones_like(choice.trained_BT))
+
+
+class _CarriesNothing(_Given):
+    def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
+        return TokenChoice(choice.trained_BT, torch.zeros_like(choice.trained_BT))
+
+
+class _TrainsAll(_Given):
+    def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
+        return TokenChoice(tokens.target_BT, tokens.target_BT)
+
+
+class _TrainsTooFew(_Given):
+    def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
+        few_BT = choice.trained_BT & (choice.trained_BT.flatten().cumsum(0).view(choice.trained_BT.shape) <= 1)
+        return TokenChoice(few_BT, few_BT)
+
+
+class _GivesNumbers(_Given):
+    def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
+        return TokenChoice(choice.trained_BT.float(), choice.carries_BT)
+
+
+class _UsesGlobalGenerator(_Half):
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        return torch.rand(tokens.target_BT.shape)
+
+
+class _SameAtEveryStep(_Half):
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        return torch.rand(tokens.target_BT.shape, generator=torch.Generator().manual_seed(step.draw))
+
+
+class _ChangesTargets(_Half):
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        tokens.target_BT[:, 0] = False
+        return super().score_tokens(tokens, step)
+
+
+class _ReadsElsewhere(_Half):
+    """Centres a score by the mean of all positions, and trains nothing where that is negative."""
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset({"loss"})
+
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        loss_BT = tokens.scores["loss"]
+        return (loss_BT - loss_BT.mean(1, keepdim=True)).abs()
+
+
+class _SaysExact(_Half):
+    @property
+    def exact(self) -> bool:
+        return True
+
+
+class _SaysUnbiased(_Half):
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+
+class _DetachedAndUnbiased(_SaysUnbiased):
+    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
+        return torch.rand(tokens.target_BT.shape, generator=step.generator(tokens))
+
+
+def test_half_keeps_the_contract() -> None:
+    check_policy(_Half, keep=0.5)
+    check_policy(_DetachedAndUnbiased, keep=0.5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (_TrainsPadding, "trains a position that is no target"),
+        (_CarriesPadding, "padding carries gradient"),
+        (_CarriesNothing, "a trained position carries no gradient"),
+        (_TrainsAll, "its budget 0.5 means"),
+        (_TrainsTooFew, "its budget 0.5 means"),
+        (_GivesNumbers, "trained_BT must be boolean"),
+        (_UsesGlobalGenerator, "global random generator"),
+        (_SameAtEveryStep, "draws the same for every index"),
+        (_ChangesTargets, "changes a tensor that it is shown"),
+        (_ReadsElsewhere, "reads the score of a position that is no target"),
+        (_SaysExact, "says it is exact"),
+        (_SaysUnbiased, "some targets are trained more often"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_broken_promise_is_caught(policy, text) -> None:
+    with pytest.raises(AssertionError, match=text):
+        check_policy(policy, keep=0.5)
+
+
+def test_a_biased_mode_is_caught() -> None:
+    with pytest.raises(AssertionError, match="some positions carry no gradient"):
+        check_policy(_DetachedAndUnbiased, keep=0.5, mode="detach")
