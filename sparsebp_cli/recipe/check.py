@@ -38,7 +38,8 @@ def check_recipe(tree: Node) -> Recipe:
         findings += [_add_home(finding) for finding in word_errors(error, Recipe, data)]
     backward = data.get("backward")
     sites = backward.get("sites", "linears") if isinstance(backward, dict) else "linears"
-    policies = _check_policies(data.get("policy") or [{"name": "dense"}], sites, findings)
+    is_cut = isinstance(backward, dict) and backward.get("segments") is not None
+    policies = _check_policies(data.get("policy") or [{"name": "dense"}], sites, findings, is_cut=is_cut)
     target = _check_target(data.get("target", {}), findings)
     if recipe is not None and not findings:
         return recipe.model_copy(update={"policy": policies, "target": target})
@@ -47,7 +48,7 @@ def check_recipe(tree: Node) -> Recipe:
     raise place.error(first.text, first.key)
 
 
-def _check_policies(entries: Any, sites: object, findings: list[Finding]) -> list[PolicyEntry]:
+def _check_policies(entries: Any, sites: object, findings: list[Finding], *, is_cut: bool) -> list[PolicyEntry]:
     """Check the options of each policy; what is wrong is added to the findings."""
     policies: list[PolicyEntry] = []
     first_of_kind: dict[str, tuple[int, str]] = {}
@@ -68,6 +69,8 @@ def _check_policies(entries: Any, sites: object, findings: list[Finding]) -> lis
         if found.kind == "EdgeRouter" and sites in ("linears", "branches"):
             text = f"{name!r} routes at graph nodes: needs backward.sites: nodes, got {sites}"
             findings.append(Finding(("policy", index, "name"), text))
+        if found.kind == "TokenSelector" and is_cut:
+            findings.append(Finding(("policy", index, "name"), f"{name!r} with backward.segments is not built"))
         if found.kind in first_of_kind:
             other, other_name = first_of_kind[found.kind]
             both = f"{other_name!r} (policy.{other}) and {name!r}"

@@ -14,7 +14,8 @@ from sparsebp_cli.recipe.change import apply_change
 from sparsebp_cli.recipe.check import check_recipe
 from sparsebp_cli.recipe.document import read_document
 from sparsebp_cli.recipe.place import Node, Place
-from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.recipe.section import NAME_PATTERN
 from sparsebp_cli.recipe.shorthand import write_out
 
 LARGEST_BYTES = 64 * 1024

@@ -7,18 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from sparsebp_cli.policy.phrase import show
-
-Share = Annotated[float, Field(gt=0.0, le=1.0)]
-PositiveInt = Annotated[int, Field(ge=1)]
-CountFromZero = Annotated[int, Field(ge=0)]
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-
-
-class Section(BaseModel):
-    """A part of a recipe: strict types, no unknown keys, no NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+from sparsebp_cli.recipe.backward import BackwardSection
+from sparsebp_cli.recipe.section import CountFromZero, Name, PositiveInt, Section
 
 
 class LoraSection(Section):
@@ -89,32 +79,6 @@ class PolicyEntry(BaseModel):
     def options(self) -> dict[str, Any]:
         """The policy's own options."""
         return dict(self.__pydantic_extra__ or {})
-
-
-class BackwardSection(Section):
-    """How a step is executed. None of these changes which gradient is meant."""
-
-    engine: Literal["fast", "reference"] = Field(
-        "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."
-    )
-    sites: Literal["linears", "branches", "nodes"] = Field(
-        "linears", description="Where policies are asked: every linear, residual branch, or node of the graph."
-    )
-    exclude: list[str] = Field(
-        default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
-    )
-    update: Literal["deferred"] = Field("deferred", description="When parameters change: after the backward pass.")
-    checkpointing: Literal["none", "sparse", "full"] = Field(
-        "none",
-        description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer "
-        "is computed again. sparse: each branch's input, and the kept rows are.",
-    )
-
-    @model_validator(mode="after")
-    def _sparse_needs_branches(self) -> Self:
-        if self.checkpointing == "sparse" and self.sites != "branches":
-            raise ValueError(f"checkpointing: sparse needs sites: branches, got {self.sites}")
-        return self
 
 
 class TrainingSection(Section):

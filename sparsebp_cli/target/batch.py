@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from sparsebp_cli.recipe.schema import PositiveInt
+from sparsebp_cli.recipe.section import PositiveInt
 from sparsebp_cli.target.container import ContainerOptions, Mount, Size
 
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[\w./@+-]*$")]

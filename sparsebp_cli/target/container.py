@@ -10,7 +10,8 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.recipe.schema import PositiveInt, TargetOptions
+from sparsebp_cli.recipe.schema import TargetOptions
+from sparsebp_cli.recipe.section import PositiveInt
 
 DATA = "/data"
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)

@@ -84,6 +84,7 @@ def build_training(
         sites=recipe.backward.sites,
         optimizer=optimizer,
         update=recipe.backward.update,
+        segments=recipe.backward.segments,
         checkpointing="none" if recipe.backward.checkpointing == "full" else recipe.backward.checkpointing,
         engine=recipe.backward.engine,
         exclude=recipe.backward.exclude,

@@ -52,6 +52,8 @@ def refuse_processes(recipe: Recipe) -> None:
         raise UnsupportedError(f"backward.sites: nodes {alone}")
     if options.sharding == "none":
         return
+    if recipe.backward.segments is not None:  # a part of the weights is gathered for each layer's forward alone
+        raise UnsupportedError(f"backward.segments is not built with target.sharding: {options.sharding}; use DDP")
     if recipe.training.optim in (
         "adagrad",
         "adafactor",

@@ -1,0 +1,51 @@
+"""The section ``backward`` of a recipe."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from sparsebp_cli.recipe.section import PositiveInt, Section
+
+
+class BackwardSection(Section):
+    """How a step is executed. None of these changes which gradient is meant."""
+
+    engine: Literal["fast", "reference"] = Field(
+        "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."
+    )
+    sites: Literal["linears", "branches", "nodes"] = Field(
+        "linears", description="Where policies are asked: every linear, residual branch, or node of the graph."
+    )
+    exclude: list[str] = Field(
+        default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
+    )
+    update: Literal["deferred"] = Field("deferred", description="When parameters change: after the backward pass.")
+    checkpointing: Literal["none", "sparse", "full"] = Field(
+        "none",
+        description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer "
+        "is computed again. sparse: each branch's input, and the kept rows are.",
+    )
+
+    segments: PositiveInt | Annotated[list[str], Field(min_length=1)] | None = Field(
+        None,
+        description="In how many parts of the layers forward and backward are run, or the names of the first module of "
+        "each: their inputs are kept, and all but the last part are computed again. null: in one.",
+    )
+
+    @model_validator(mode="after")
+    def _sparse_needs_branches(self) -> Self:
+        if self.checkpointing == "sparse" and self.sites != "branches":
+            raise ValueError(f"checkpointing: sparse needs sites: branches, got {self.sites}")
+        return self
+
+    @model_validator(mode="after")
+    def _segments_stand_alone(self) -> Self:
+        if self.segments is None:
+            return self
+        if self.checkpointing == "full":
+            raise ValueError("segments and checkpointing: full do the same: keep one of them")
+        if self.sites == "nodes":
+            raise ValueError("segments hide the nodes of their layers: needs sites: linears or branches, got nodes")
+        return self
