@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.need import claim_needed
+from sparsebp_cli.backward.part import DensePass, PassClaim
 from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Policy, Step
@@ -77,6 +79,10 @@ class ParameterPart:
         self.enable(self._enabled)
         for name in self.frozen:
             self._get(name).grad = None  # what is left of an earlier step would be applied once more
+
+    def claim(self, dense: DensePass) -> PassClaim:
+        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.part.Claiming`."""
+        return claim_needed(self._model, dense, [self._get(name) for name in self.frozen])
 
     def _ask(self, step: Step) -> frozenset[str]:
         step = replace(step, micro_batch=0, call=0, draw=0, rank=0)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.flops import FlopCount
+    from sparsebp_cli.backward.trace import ModuleTrace
     from sparsebp_cli.policy import Step
 
 
@@ -23,3 +29,49 @@ class Part(Protocol):
 
     def start_step(self, step: Step) -> None:
         """Prepare for an optimizer step: called when attached, after each step of the optimizer, and on resume."""
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """A part whose policy reads columns of the batch."""
+
+    def give(self, **columns: Tensor) -> None:
+        """Be given columns that the model's forward will not get; they count until the next call."""
+
+
+@dataclass(frozen=True)
+class DensePass:
+    """A forward and backward pass of the model without policies, under counters.
+
+    Args:
+        loss: That was differentiated; its graph is there, what it saved is not.
+        trace: Knows which module made a node of the graph.
+        flops: What was executed, by module.
+    """
+
+    loss: Tensor
+    trace: ModuleTrace
+    flops: FlopCount
+
+
+@dataclass(frozen=True)
+class PassClaim:
+    """Which share of a dense pass's FLOPs a policy claims to leave, by module; a module that is not named keeps all.
+
+    Shares of several policies are multiplied.
+
+    Args:
+        backward: Of the backward, in [0, 1].
+        recomputed: Of forwards that run again inside the backward, in [0, 1].
+    """
+
+    backward: Mapping[str, float] = field(default_factory=dict)
+    recomputed: Mapping[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Claiming(Protocol):
+    """A part whose policy claims to leave work of the backward undone; others claim nothing."""
+
+    def claim(self, dense: DensePass) -> PassClaim:
+        """Return what the policy, in force as at the step under way, leaves of a dense pass on the same batch."""

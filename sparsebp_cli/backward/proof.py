@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import cast
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.flops import FlopCount
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.memory import SavedBytes
+from sparsebp_cli.backward.part import PassClaim
 from sparsebp_cli.backward.report import Report, SiteReport
 from sparsebp_cli.backward.site import find_linears
 
@@ -79,6 +81,8 @@ class Proof:
         row_flops: 2 D O of each linear, by name: what one row of one product costs.
         owners: The nearest module of each site, by the site's name.
         checkpointed: Modules of layers that the dense pass ran again inside the backward.
+        claims: What policies that are not asked at sites leave of the dense pass. With any, all shares are of the whole
+            dense backward, and not of that of the sites.
     """
 
     dense: PassCount
@@ -87,9 +91,17 @@ class Proof:
     row_flops: Mapping[str, float]
     owners: Mapping[str, str]
     checkpointed: frozenset[str] = frozenset()
+    claims: tuple[PassClaim, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, dense: PassCount, policy: PassCount, report: Report) -> Proof:
+    def of(
+        cls,
+        model: nn.Module,
+        dense: PassCount,
+        policy: PassCount,
+        report: Report,
+        claims: Iterable[PassClaim] = (),
+    ) -> Proof:
         """Return the proof of two counted passes of a model.
 
         Args:
@@ -97,6 +109,7 @@ class Proof:
             dense: The dense pass.
             policy: The pass with the policy.
             report: Of the pass with the policy alone.
+            claims: Of policies that are not asked at sites, about the dense pass.
 
         Returns:
             The proof.
@@ -106,30 +119,46 @@ class Proof:
         again = {layers.part_of(name) for name in dense.flops.recomputed}
         checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
         owners = {site.name: layers.owner_of(site.name) for site in report.sites}
-        return cls(dense, policy, report, row_flops, owners, checkpointed)
+        # A router's own passes (lookahead) run through the whole graph, so nothing is claimed beside it.
+        held = () if report.route is not None else tuple(claims)
+        return cls(dense, policy, report, row_flops, owners, checkpointed, held)
+
+    @property
+    def claimed_flops(self) -> float | None:
+        """What all policies together claim to leave of the dense backward; None when none claims anything."""
+        if not self._base:
+            return None
+        left = sum(self._left(self.dense.flops.backward, self.dense.flops.recomputed).values())
+        return left - self.report.dense_flops + self.report.claimed_flops
 
     @property
     def claimed_share(self) -> float | None:
         """What the policy claims to leave of the sites' dense backward FLOPs; None when the sites have none."""
-        return claimed_share(self.report.sites)
+        if not self.claims:
+            return claimed_share(self.report.sites)
+        return None if self.claimed_flops is None else self.claimed_flops / self._base
 
     @property
     def executed_share(self) -> float | None:
         """What was executed of the sites' dense backward FLOPs; None when the sites have none."""
-        dense = self.report.dense_flops
         saved = self.dense.backward_flops.total() - self.policy.backward_flops.total()
-        return 1.0 - saved / dense if dense else None
+        return 1.0 - saved / self._base if self._base else None
 
     @property
     def excess_share(self) -> float | None:
         """What was executed beyond the claim with its counts rounded up, of the sites' dense backward FLOPs: over all,
         or at the sites where it was more, if that is larger. 0 for a claim that was kept."""
-        dense = self.report.dense_flops
-        if not dense:
+        if not self._base:
             return None
-        executed, before = self.policy.backward_flops.total(), self._before().total()
-        over_all = _excess(executed, before, dense, sum(site.allowed_flops for site in self.report.sites))
-        return max(over_all, sum(self._excess_by_site().values())) / dense
+        executed, before, dense = self.policy.backward_flops.total(), self._before(), self.report.dense_flops
+        allowed = sum(site.allowed_flops for site in self.report.sites)
+        over_all = _excess(executed, sum(before.values()), dense, allowed)
+        return max(over_all, sum(self._excess_by_site().values())) / self._base
+
+    @property
+    def _base(self) -> float:
+        """What shares are of."""
+        return float(self.dense.backward_flops.total()) if self.claims else self.report.dense_flops
 
     @property
     def rows_share(self) -> float | None:
@@ -163,12 +192,13 @@ class Proof:
         for site in self.report.sites:
             sites.setdefault(self.owners[site.name], []).append(site)
         names = dict.fromkeys([*sites, *(name for column in columns for name in column)])
+        left = self._left(self.dense.flops.backward, self.dense.flops.recomputed)
         return {
             name: [
                 *(float(column[name]) for column in columns),
                 self._rows(name, self.policy),
                 self._rows(name, self.dense),
-                claimed_share(sites.get(name, [])),
+                self._claimed(name, sites.get(name, []), left),
                 kept_share(sites.get(name, [])),
             ]
             for name in names
@@ -184,13 +214,28 @@ class Proof:
             if site.dense_flops and _inside(site.name, before)
         }
 
-    def _before(self) -> Counter[str]:
+    def _left(self, backward: Mapping[str, int], recomputed: Mapping[str, int]) -> dict[str, float]:
+        """What policies that are not asked at sites leave, by module."""
+        left: dict[str, float] = {}
+        for name in dict.fromkeys([*backward, *recomputed]):
+            shares = [(claim.backward.get(name, 1.0), claim.recomputed.get(name, 1.0)) for claim in self.claims]
+            again = recomputed.get(name, 0) * prod(share for _, share in shares)
+            left[name] = backward.get(name, 0) * prod(share for share, _ in shares) + again
+        return left
+
+    def _before(self) -> dict[str, float]:
         """The dense backward, with a checkpointed layer's forward whole: PyTorch ends it where nothing more is wanted,
         and where that is depends on what the linears save."""
         again = {
             name: max(self.dense.flops.recomputed[name], self.dense.flops.forward[name]) for name in self.checkpointed
         }
-        return self.dense.flops.backward + (self.dense.flops.recomputed | Counter(again))
+        return self._left(self.dense.flops.backward, self.dense.flops.recomputed | Counter(again))
+
+    def _claimed(self, name: str, sites: list[SiteReport], left: Mapping[str, float]) -> float | None:
+        dense = self.dense.backward_flops[name]
+        if not self.claims or name not in self.row_flops or not dense:
+            return claimed_share(sites)
+        return (left[name] + sum(site.claimed_flops - site.dense_flops for site in sites)) / dense
 
     def _rows(self, name: str, count: PassCount) -> float | None:
         row = self.row_flops.get(name)
@@ -203,7 +248,7 @@ def _excess(executed: float, before: float, dense: float, allowed: float) -> flo
     return beyond if beyond > 0.5 + 1e-9 * dense else 0.0  # claims are sums of floats
 
 
-def _inside(site: str, count: Counter[str]) -> int:
+def _inside(site: str, count: Mapping[str, float]) -> float:
     return sum(flops for name, flops in count.items() if name == site or name.startswith(f"{site}."))
 
 

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.autograd.variable import Variable
 
 from sparsebp_cli.backward.attribution import Attribution
@@ -85,6 +86,10 @@ class ModuleTrace:
             return (state.names[place] if place >= 0 else None) or state.outer
         state.outer = self._graph.name_at(number) or ""
         return state.outer
+
+    def module_of(self, node: Node) -> str | None:
+        """Return the innermost module whose forward made a node of the graph; None outside of the model."""
+        return self._graph.name_of(node)
 
     def enter(self, name: str) -> None:
         """Note that a module's forward begins in this thread."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
+from sparsebp_cli.backward.part import Claiming, DensePass, PassClaim
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal, Way
@@ -54,9 +55,9 @@ def run_probe(rehearsal: Rehearsal, stopwatch: Stopwatch) -> Probe:
         for way in order if number % 2 == 0 else reversed(order):
             spent, left[way] = _time(rehearsal, stopwatch, way)
             seconds[way].append(spent)
-    dense, _ = _count(rehearsal, "dense")
-    policy, report = _count(rehearsal, "policy")
-    proof = Proof.of(rehearsal.model, dense, policy, report)
+    dense, _, claims = _count(rehearsal, "dense")
+    policy, report, _ = _count(rehearsal, "policy")
+    proof = Proof.of(rehearsal.model, dense, policy, report, claims)
     values = _work(proof, left["policy"]) | _speed(proof, median(seconds["dense"]), median(seconds["policy"]))
     return Probe(values, proof, left["dense"], left["policy"])
 
@@ -68,14 +69,16 @@ def _time(rehearsal: Rehearsal, stopwatch: Stopwatch, way: Way) -> tuple[float, 
         return stopwatch.now() - start, rehearsal.outcome()
 
 
-def _count(rehearsal: Rehearsal, way: Way) -> tuple[PassCount, Report]:
-    model = rehearsal.model
+def _count(rehearsal: Rehearsal, way: Way) -> tuple[PassCount, Report, list[PassClaim]]:
+    model, engine = rehearsal.model, rehearsal.engine
     # Under counters some operators make other nodes than in training: what was cut there has no place here.
     with rehearsal.on(way, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
         with saved_bytes(model.parameters(), trace) as saved:
             loss = rehearsal.forward()
         backward(loss)
-        return PassCount(flops, saved), rehearsal.engine.report()
+        claiming = [part for part in engine.parts if isinstance(part, Claiming)] if way == "dense" else []
+        claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
+        return PassCount(flops, saved), engine.report(), claims
 
 
 def _work(proof: Proof, policy: Outcome) -> dict[str, float | None]:
@@ -100,8 +103,8 @@ def _speed(proof: Proof, dense_seconds: float, policy_seconds: float) -> dict[st
         metric.PROBE_POLICY_SECONDS.name: policy_seconds,
         metric.SPEEDUP.name: dense_seconds / policy_seconds,
     }
-    if not proof.report.dense_flops:  # at graph nodes nothing is claimed beforehand
+    if proof.claimed_flops is None:  # at graph nodes nothing is claimed beforehand
         return speed
-    highest = ceiling(forward, dense, dense - proof.report.dense_flops + proof.report.claimed_flops)
+    highest = ceiling(forward, dense, proof.claimed_flops)
     share = realised_share(dense_seconds, policy_seconds, highest)
     return speed | {metric.CEILING.name: highest, metric.REALISED_SHARE.name: share}
