@@ -16,7 +16,7 @@ from sparsebp_cli.backward.clock import Clock
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager import EagerUpdate
-from sparsebp_cli.backward.part import Part
+from sparsebp_cli.backward.part import Part, Reading
 from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import pad_up, round_up
 from sparsebp_cli.backward.score.chosen import Chosen
@@ -160,6 +160,16 @@ class Engine:
         allowed = claim.claimed_flops if most == budget else work.claim(kind, most).claimed_flops
         self._counter.add(site, grad_NO, claim, allowed, selection)
         return grad_NO, selection
+
+    def columns(self, **columns: Tensor) -> None:
+        """Give token policies what a script's own loss takes out of the batch before the model sees it.
+
+        Args:
+            **columns: By name, each (B, T): ``labels``, and what the policy reads. They count until the next call.
+        """
+        for part in self.parts:
+            if isinstance(part, Reading):
+                part.give(**columns)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
