@@ -109,7 +109,7 @@ class Branch:
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         call = Call(args, {k: v for k, v in kwargs.items() if k != _STREAM}, autocast)
         if self.attention is not None:
-            if _is_filled(call.kwargs.get(self.attention.cache), self.core):
+            if is_filled(call.kwargs.get(self.attention.cache), self.core):
                 raise UnsupportedError(
                     f"{self.name!r} is given keys and values of earlier positions; branches compute without them"
                 )
@@ -183,7 +183,8 @@ def _put_back(module: nn.Module, covered: Any) -> None:
         module.forward = covered
 
 
-def _is_filled(cache: Any, core: nn.Module) -> bool:
+def is_filled(cache: Any, core: nn.Module) -> bool:
+    """Whether a key/value cache, or None, holds anything for an attention."""
     return cache is not None and cache.get_seq_length(getattr(core, "layer_idx", 0)) > 0
 
 

@@ -116,12 +116,13 @@ class BoundDecoder(Bound):
         choice = self.part.chooser.choose(known, self._plain, self.engine.now())
         marks = read_marks(choice, labels, own.get("attention_mask"))
         return_dict = own.pop("return_dict", None)
-        own |= {"labels": None, "use_cache": False, "return_dict": True}
+        own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)
         if self.engine.reference or marks.is_whole:
             output = self._run_all(own, labels if given else None, num_items, marks)
         else:
             output = self._run_rows(own, labels, num_items, marks, with_loss=given)
+        output.past_key_values = None  # of rows, or of all positions: of no use to anybody after training on them
         return output.to_tuple() if return_dict is False else output
 
     def _check(self, own: Mapping[str, Any], labels: Tensor) -> None:

@@ -36,10 +36,10 @@ class Marks:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing can be left out: each real position but an example's last is trained."""
+        """Whether nothing can be left out: all targets are trained, each real position but an example's last is one."""
         follows = torch.zeros_like(self.real)
         follows[:, :-1] = self.real[:, 1:]
-        return bool((self.trained | ~(self.real & follows)).all())
+        return bool((self.trained == self.target).all() and (self.trained | ~(self.real & follows)).all())
 
 
 @dataclass(frozen=True)

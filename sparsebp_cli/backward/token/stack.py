@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch import call_module, replaced
+from sparsebp_cli.backward.branch import call_module, is_filled, replaced
 from sparsebp_cli.backward.cache import Captured, Capturing, Giving, silence
 from sparsebp_cli.backward.token.cut import Cutter, View
 from sparsebp_cli.backward.token.decoder import Decoder, Layer, by_name, first_name, unchecked
@@ -72,7 +72,8 @@ class Stack:
         layer = self._decoder.layers[number]
         arguments = by_name(layer.module, args, kwargs)
         hidden: Tensor = arguments.pop(first_name(layer.module))
-        if arguments.pop(layer.attention.cache, None) is not None:
+        # An empty one stays unused; whether there is one decides about the masks that the model makes.
+        if is_filled(arguments.pop(layer.attention.cache, None), layer.core):
             raise UnsupportedError("token selection computes without keys and values of earlier positions")
         self.cutter.check(arguments)
         if number == 0:

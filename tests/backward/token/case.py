@@ -51,12 +51,12 @@ class Marked(TokenSelector):
 class Batch:
     """The forward's arguments, and what is chosen."""
 
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Any]
     trained: Tensor
     carries: Tensor
 
     @property
-    def arguments(self) -> dict[str, Tensor]:
+    def arguments(self) -> dict[str, Any]:
         return self.inputs | {"trained": self.trained, "carries": self.carries}
 
 
@@ -77,15 +77,17 @@ def make_batch(
         length: Positions.
     """
     ids = random_ids(batch, length)
-    inputs, real = {"input_ids": ids, "labels": ids.clone()}, torch.ones(batch, length, dtype=torch.bool)
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+    real = torch.ones(batch, length, dtype=torch.bool)
     if mask in ("left", "right"):
         for example in range(batch):
             pad = 2 * example
-            real[example, : pad] = mask != "left"
+            real[example, :pad] = mask != "left"
             real[example, length - pad :] = mask != "right"
         inputs |= {"attention_mask": real.long()}
         inputs["labels"] = ids.masked_fill(~real, IGNORED)
     if mask == "packed":
+        inputs |= {"use_cache": False}  # with a cache transformers does not see that sequences are packed
         inputs |= {"position_ids": torch.cat([torch.arange(7), torch.arange(length - 7)]).expand(batch, -1)}
     generator = torch.Generator().manual_seed(7)
     first = torch.zeros(batch, length, dtype=torch.bool)
@@ -107,7 +109,7 @@ class Outcome:
 
     loss: Tensor
     gradients: dict[str, Tensor | None]
-    report: Report
+    report: Report | None
 
 
 def step(
@@ -127,6 +129,31 @@ def step(
         attached.backward(loss)
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
         return Outcome(loss.detach(), gradients, attached.report())
+
+
+def detaching_projections(model: nn.Module, carries: Tensor) -> list[Any]:
+    """Detach what key and value projections give at positions that carry no gradient; returns the hooks' handles."""
+
+    def detach(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return torch.where(carries[..., None], output, output.detach())
+
+    projections = [m for name, m in model.named_modules() if name.endswith(("k_proj", "v_proj"))]
+    return [module.register_forward_hook(detach) for module in projections]
+
+
+def plain_step(
+    model: nn.Module, batch: Batch, around: Callable[[], Any] = torch.enable_grad, extra: dict[str, Any] | None = None
+) -> Outcome:
+    """Run transformers' own forward and PyTorch's own backward, with a label for trained positions alone."""
+    model.zero_grad(set_to_none=True)
+    labels = batch.inputs["labels"].clone()
+    labels[:, 0] = IGNORED
+    labels[:, 1:][~batch.trained[:, :-1]] = IGNORED
+    with around():
+        loss = model(**(batch.inputs | {"labels": labels} | (extra or {}))).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return Outcome(loss.detach(), gradients, None)
 
 
 def assert_near(ours: Outcome, theirs: Outcome, tolerance: float = 1e-5) -> None:

@@ -1,0 +1,75 @@
+"""Every family, padded, packed or not: exact equals the masked loss, detach equals detached keys and values."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.backward.families import DECODERS, tiny_decoder
+
+from .case import assert_near, detaching_projections, make_batch, plain_step, step
+
+MASKS: tuple[Any, ...] = ("none", "left", "right", "packed")
+CHOICES = ("scattered", "prompts", "two")
+NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+def decoder(family: str, **options: Any) -> PreTrainedModel:
+    """Return a tiny decoder without dropout, with sdpa where it can."""
+    options = {"attn_implementation": "eager" if family == "gemma2" else "sdpa"} | options
+    return tiny_decoder(family, **((NO_DROPOUT if family in ("gpt2", "phi") else {}) | options))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_exact_has_the_gradient_of_the_masked_loss(family: str, mask: Any) -> None:
+    model = decoder(family)
+    for name in CHOICES:
+        batch = make_batch(name, mask)
+        assert_near(step(model, batch, "exact"), plain_step(model, batch))
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("family", DECODERS)
+def test_detach_equals_its_reference(family: str, mask: Any) -> None:
+    model = decoder(family)
+    for name in CHOICES:
+        batch = make_batch(name, mask)
+        assert_near(step(model, batch, "detach"), step(model, batch, "detach", engine="reference"))
+
+
+@pytest.mark.parametrize("mode", ["exact", "detach"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_neox"])
+def test_eager_attention_equals_the_reference(family: str, mask: Any, mode: Literal["exact", "detach"]) -> None:
+    model = decoder(family, attn_implementation="eager")
+    for name in ("scattered", "prompt"):
+        batch = make_batch(name, mask)
+        assert_near(step(model, batch, mode), step(model, batch, mode, engine="reference"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi"])
+def test_the_reference_detaches_what_the_projections_give(family: str) -> None:
+    model = decoder(family)
+    for name in ("scattered", "prompt", "half"):
+        batch = make_batch(name)
+        reference = step(model, batch, "detach", engine="reference")
+        handles = detaching_projections(model, batch.carries)
+        by_hand = plain_step(model, batch)
+        for handle in handles:
+            handle.remove()
+        assert_near(reference, by_hand, 1e-6)
+        assert_near(step(model, batch, "detach"), by_hand)
+
+
+def test_detach_is_another_gradient_than_exact() -> None:
+    model, batch = decoder("llama"), make_batch("scattered")
+    exact, detach = step(model, batch, "exact"), step(model, batch, "detach")
+    assert exact.loss.allclose(detach.loss, rtol=1e-6)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    ours, theirs = detach.gradients[name], exact.gradients[name]
+    assert ours is not None
+    assert theirs is not None
+    assert float((ours - theirs).norm() / theirs.norm()) > 0.1
