@@ -9,7 +9,7 @@
 
 Every byte that PyTorch's allocator gives out is accounted for, also inside of operators. What libraries take by
 themselves (packed matrices, threads' buffers) is not, nor what was there before and is no weight, gradient or state,
-unless the forward saves it.
+unless the forward saves it or ``also`` names it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sparsebp_cli.run.memory import MemoryCurve, MemoryPoint, Phase
 class MemoryTrace:
     """One step, traced. Made by :func:`memory_trace`; a context manager around the step, once."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, also: Any, device: torch.device) -> None:
         self._record = MemoryRecord(device)
-        self._watch = MemoryWatch(self._record, model, optimizer)
+        self._watch = MemoryWatch(self._record, model, optimizer, also)
         self._device = device
         self._stack = ExitStack()
         self._curve: MemoryCurve | None = None
@@ -116,12 +116,16 @@ class MemoryTrace:
         return save_curves([("", self.curve)], Path(path))
 
 
-def memory_trace(model: nn.Module, optimizer: Any = None, *, device: torch.device | str | None = None) -> MemoryTrace:
+def memory_trace(
+    model: nn.Module, optimizer: Any = None, *, also: Any = None, device: torch.device | str | None = None
+) -> MemoryTrace:
     """Trace the memory of one training step: forward, backward, update. The step's numbers stay what they are.
 
     Args:
         model: Whose parameters and buffers are the weights.
         optimizer: Whose state is told; None: there is none, or it stays in the workspace.
+        also: Tensors, or lists, dicts and objects with tensors, that are there before the step, are none of the above
+            and shall count as workspace: a teacher's weights, an average of the weights.
         device: Whose memory; None: that of the model's first parameter.
 
     Returns:
@@ -134,4 +138,4 @@ def memory_trace(model: nn.Module, optimizer: Any = None, *, device: torch.devic
     where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"memory can be traced on cpu and cuda, got {where.type}")
-    return MemoryTrace(model, optimizer, where)
+    return MemoryTrace(model, optimizer, also, where)

@@ -26,16 +26,17 @@ class MemoryWatch:
         record: Receives the notes.
         model: Of which the weights are.
         optimizer: Of its parameters; None: no state is told.
+        also: Tensors, or what holds them, that are there before the step and count as workspace.
 
     Raises:
         UnsupportedError: ``optimizer`` is none of PyTorch's kind.
     """
 
-    def __init__(self, record: MemoryRecord, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, record: MemoryRecord, model: nn.Module, optimizer: Any, also: Any = None) -> None:
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-        self._record, self._model = record, model
+        self._record, self._model, self._also = record, model, also
         self._optimizer: torch.optim.Optimizer | None = inner
         self._stack = ExitStack()
         self._watched: dict[int, weakref.ref[Any]] = {}
@@ -47,6 +48,8 @@ class MemoryWatch:
             This.
         """
         self._note_all()
+        self._note(self._also, "workspace")
+        self._also = None
         for parameter in self._parameters():
             if parameter.requires_grad:
                 self._stack.callback(_hook_first(parameter, self._note_gradient))

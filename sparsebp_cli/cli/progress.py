@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RECENT_STEPS = 50
+EACH_STEP = {TRAIN_LOSS.name, STEP_SECONDS.name}  # a step whose memory is watched tells no time
 PHASES = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZER_SECONDS, "optimizer"))
 
 
@@ -57,7 +58,7 @@ class Progress:
                 self.latest |= record["values"]
                 if EVAL_LOSS.name in record["values"] and self.first_eval is None:
                     self.first_eval = record["values"][EVAL_LOSS.name]
-                if STEP_SECONDS.name in record["values"]:
+                if not record["values"].keys().isdisjoint(EACH_STEP):
                     self.step, self.phase = record["step"], ""
                     self._recent.append((record["time"], record["step"]))
                 elif not self._recent:

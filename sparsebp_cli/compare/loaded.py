@@ -183,8 +183,10 @@ class LoadedRun:
         warm = [value for step, value in series.items() if step not in cold]
         usual = statistics.median(warm) if warm else None
         done, seconds, total = [], [], 0.0
-        for step, value in series.items():
-            total += value if step not in cold or usual is None else usual
+        # A step whose memory was watched has no time of its own.
+        watched = self.history.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
+        for step in sorted({*series, *watched}):
+            total += usual if usual is not None and (step in cold or step not in series) else series[step]
             done.append(step)
             seconds.append(total)
         return done, seconds

@@ -8,6 +8,8 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
     layers    ``step``, ``values``: layer or site to its figures (``kept_share``, ``cosine``, ...; null where not known)
     proof     ``step``, ``values``: ``columns``, and ``modules``: module to its row, in a step's backward; not written
               again as long as nothing changes
+    memory    ``step``, ``values``: ``columns`` and ``points`` of live bytes over a watched step, the ``highest`` of
+              each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
     examples  ``step``, ``values``: ``loss`` of every held-out example and how many ``targets`` it has, in their order
     note      ``level`` (info, warning, error), ``text``
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``
@@ -117,6 +119,7 @@ class History:
         warm: (attempt, from_step) pairs, to leave warm-up steps out of statistics.
         layers: Step to layer to its figures.
         examples: Step to ``loss`` and ``targets`` of every held-out example.
+        memory: Step to the curve of its memory, as the journal has it.
         proofs: Step to the ``columns`` and the row of each of the ``modules``.
     """
 
@@ -128,6 +131,7 @@ class History:
     warm: list[tuple[int, int]] = field(default_factory=list)
     layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    memory: dict[int, dict[str, Any]] = field(default_factory=dict)
     proofs: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @classmethod
@@ -161,6 +165,8 @@ class History:
                 self.layers.setdefault(record["step"], record["values"])
             case "examples":
                 self.examples.setdefault(record["step"], record["values"])
+            case "memory":
+                self.memory.setdefault(record["step"], record["values"])
             case "proof":
                 self.proofs.setdefault(record["step"], record["values"])
             case "attempt":

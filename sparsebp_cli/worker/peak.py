@@ -27,6 +27,19 @@ class PeakMemory:
         """Return the peak so far."""
         return self._before if self._is_paused else max(self._before, self._now())
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing counts now."""
+        return self._is_paused
+
+    def include(self, num_bytes: int) -> None:
+        """Count what was measured apart in a pause.
+
+        Args:
+            num_bytes: The peak in it.
+        """
+        self._before = max(self._before, num_bytes)
+
     def pause(self) -> None:
         """Do not count what follows."""
         self._before, self._is_paused = self.bytes(), True

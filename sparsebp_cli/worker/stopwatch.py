@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,13 +12,14 @@ import torch
 class Stopwatch:
     """Adds up seconds by phase."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, at_phase: Callable[[str], None] | None = None) -> None:
         """Start with nothing measured.
 
         Args:
             device: Waited for before each reading of the clock.
+            at_phase: Told each phase when it begins; None: nobody.
         """
-        self.device = device
+        self.device, self._at_phase = device, at_phase
         self.seconds: dict[str, float] = {}
 
     def now(self) -> float:
@@ -30,6 +31,8 @@ class Stopwatch:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time spent inside to a phase."""
+        if self._at_phase is not None:
+            self._at_phase(phase)
         start = self.now()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - start

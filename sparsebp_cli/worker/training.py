@@ -24,6 +24,7 @@ from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
 from sparsebp_cli.worker.figure import held_bytes, tell_route
 from sparsebp_cli.worker.finite import finite_loss, finite_norm
 from sparsebp_cli.worker.measurement import Measurement
+from sparsebp_cli.worker.memory import StepMemory
 from sparsebp_cli.worker.peak import PeakMemory
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import apart, gather, unwrap, whole
@@ -78,6 +79,7 @@ class Training:
     bare: nn.Module = field(init=False)
     parameters: list[nn.Parameter] = field(init=False)
     measurement: Measurement = field(init=False)
+    memory: StepMemory = field(init=False)
 
     def __post_init__(self) -> None:
         self.bare = unwrap(self.model)
@@ -90,6 +92,16 @@ class Training:
             self.accelerator.backward,
             self.accelerator.device,
             PeakMemory(self.accelerator.device),
+        )
+        self.memory = StepMemory(
+            self.measurement.recipe,
+            self.journal,
+            self.bare,
+            self.engine,
+            self.optimizer,
+            self.accelerator.device,
+            self.measurement.peak,
+            self.ranks.is_first,
         )
 
     @classmethod
@@ -117,7 +129,7 @@ class Training:
             self._log(self._evaluate())
         while self.step < recipe.training.max_steps and not self._is_asked():
             self._log(self.measurement.before(self.step + 1, self._first_loss), step=self.step + 1)
-            values = self._train_step()
+            values = self.memory.watch(self.step + 1, self._train_step)
             self.step += 1
             self._log(values | self.measurement.after(self.step))
             if self.is_done or self.step % recipe.measure.eval_every == 0:
@@ -136,7 +148,7 @@ class Training:
         return self.stop.signal is not None
 
     def _train_step(self) -> dict[str, float | None]:
-        training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device)
+        training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device, self.memory.begin)
         accumulation = training.gradient_accumulation_steps
         start = watch.now()
         first = self.step * accumulation

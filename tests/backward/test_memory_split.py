@@ -168,6 +168,15 @@ def test_tied_weights_views_and_what_is_changed_in_place_count_once() -> None:
     assert _last(curve) == MemorySplit(weights=256, gradients=256)
 
 
+def test_what_was_there_before_counts_where_it_is_named_and_until_it_goes() -> None:
+    model, x, teacher = _stack(), torch.randn(ROWS, WIDTHS[0]), [{"mean": torch.randn(100)}]
+    with sbp.memory_trace(model, also=teacher) as trace:
+        teacher[0]["mean"] = torch.randn(10)
+        model(x)
+    assert trace.curve.points[0].split.workspace == FLOAT * 100
+    assert _last(trace.curve).workspace == FLOAT * 10
+
+
 def test_gradients_of_before_count_and_their_end_is_seen() -> None:
     model = _stack()
     whole = tensor_bytes(model.parameters())
