@@ -281,10 +281,12 @@ class Engine:
         """Return what a resumed run needs to decide as this one would.
 
         Returns:
-            The step number, the backward's number in it, and the tensors that error feedback will add.
+            The step number, the backward's number in it, and the tensors that error feedback will add; under an eager
+            update also the norm of the last step's gradients.
         """
         cut = {} if self._decision is None else dict(self._decision.cut)
-        return {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
+        norm = {} if self.eager is None else {"gradient_norm": self.eager.previous_norm}
+        return {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut} | norm
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -297,12 +299,16 @@ class Engine:
         """
         numbers = [state.get(key) for key in ("index", "micro_batch")]
         cut = state.get("cut")
-        good = len(state) == 3 and all(type(number) is int and number >= 0 for number in numbers)
+        good = state.keys() == self.state_dict().keys() and all(
+            type(number) is int and number >= 0 for number in numbers
+        )
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         self._clock.go_to(state["index"], state["micro_batch"])
         if self._decision is not None:
             self._decision.cut = dict(cut)
+        if self.eager is not None:
+            self.eager.previous_norm = state["gradient_norm"]
 
     def detach(self) -> None:
         """Give the model back as it was. Calling it again does nothing."""

@@ -2,133 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from sparsebp_cli.backward import attach
-from tests.backward.conftest import tiny_model, tokens
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, weight_decay=0.1),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-}
-
-
-class Llama(nn.Module):
-    def __init__(self, family: str = "llama", **options: Any) -> None:
-        super().__init__()
-        self.inner = tiny_model(family, **options)
-
-    def forward(self, step: int) -> Tensor:
-        batch = tokens(step)
-        return self.inner(input_ids=batch, labels=batch).loss
-
-
-class Recurrent(nn.Module):
-    """A stack that shares all its weights: one cell, eight times."""
-
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell, self.head, self.reentrant = nn.Linear(16, 16), nn.Linear(16, 4), reentrant
-
-    def forward(self, step: int) -> Tensor:
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        for _ in range(8):
-            x = self.run(lambda y: torch.tanh(self.cell(y)), x)
-        return self.head(x).square().mean()
-
-    def run(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return function(x) if self.reentrant is None else checkpoint(function, x, use_reentrant=self.reentrant)
-
-
-class Branches(Recurrent):
-    """A layer that two branches share, at another depth in each."""
-
-    def __init__(self, reentrant: bool | None = None) -> None:
-        super().__init__(reentrant)
-        self.more, self.other, self.another = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, step: int) -> Tensor:
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step)).requires_grad_()
-        first = self.run(lambda y: torch.tanh(self.more(torch.tanh(self.cell(y)))), x)
-        second = self.run(lambda y: self.another(torch.tanh(self.cell(torch.tanh(self.other(y))))), x)
-        return self.head(first + second).square().mean()
-
-
-def checkpointed(model: Llama, reentrant: bool) -> Llama:
-    model.inner.activation_checkpointing_enable({"use_reentrant": reentrant})
-    return model
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": Llama,
-    "llama-tied": lambda: Llama(tie_word_embeddings=True),
-    "gpt2-tied": lambda: Llama("gpt2"),
-    "recurrent": Recurrent,
-    "branches": Branches,
-    "llama-checkpointed": lambda: checkpointed(Llama(tie_word_embeddings=True), False),
-    "recurrent-checkpointed": lambda: Recurrent(False),
-    "branches-checkpointed": lambda: Branches(False),
-    "llama-reentrant": lambda: checkpointed(Llama(tie_word_embeddings=True), True),
-    "recurrent-reentrant": lambda: Recurrent(True),
-    "branches-reentrant": lambda: Branches(True),
-}
-
-
-def train(
-    make: Callable[[], nn.Module],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer] = OPTIMIZERS["adamw"],
-    *,
-    steps: int = 12,
-    accumulation: int = 1,
-    eager: bool,
-    max_norm: float | None = None,
-    policies: Any = (),
-    **options: Any,
-) -> tuple[dict[str, Tensor], Any]:
-    """Train with a schedule; deferred is plain PyTorch where there is no policy."""
-    torch.set_num_threads(1)
-    model = make().train()
-    optimizer = make_optimizer(model.parameters())
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
-    if eager:
-        options |= {"update": "eager", "max_grad_norm": max_norm, "eager_clip": "exact" if max_norm else None}
-    engine = attach(model, list(policies), optimizer=optimizer, **options) if eager or policies else None
-    for step in range(steps):
-        for micro in range(accumulation):
-            loss = model(step * accumulation + micro) / accumulation
-            if engine is None:
-                loss.backward()
-            else:
-                engine.backward(loss, is_last=micro == accumulation - 1)
-        if eager:
-            assert all(p.grad is None for p in model.parameters())
-        elif max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()} | _state(optimizer), engine
-
-
-def _state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    state = optimizer.state_dict()["state"]
-    return {f"{n}.{k}": v.clone() for n, values in state.items() for k, v in values.items() if isinstance(v, Tensor)}
-
-
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+import sparsebp_cli as sbp
+from tests.backward.eager_case import MODELS, OPTIMIZERS, Llama, assert_equal, train
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -145,3 +25,71 @@ def test_weights_and_state_after_12_steps_are_those_of_plain_pytorch_bitwise(nam
     else:
         assert report.waited == ()
     assert report.num_early > 0
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "branches", "branches-reentrant", "llama-checkpointed"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_exact_clipping_and_accumulation_give_the_bits_of_pytorch(name: str, accumulation: int) -> None:
+    def compute(eager: bool) -> tuple[dict[str, Tensor], Any]:
+        return train(MODELS[name], steps=4, accumulation=accumulation, max_norm=0.05, eager=eager)
+
+    (expected, _), (found, engine) = compute(False), compute(True)
+    assert_equal(found, expected)
+    report = engine.eager.report
+    assert report.gradient_norm > 0.05  # so it was clipped
+    shared = 2 if name == "branches-reentrant" else 0
+    assert len(report.waited) == (shared if accumulation == 1 else len(list(MODELS[name]().parameters())))
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "recurrent-reentrant"])
+def test_accumulated_gradients_are_updated_by_their_sum_in_the_last_pass(name: str) -> None:
+    expected, _ = train(MODELS[name], steps=4, accumulation=3, eager=False)
+    found, engine = train(MODELS[name], steps=4, accumulation=3, eager=True)
+    assert_equal(found, expected)
+    assert engine.now().index == 4
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "sparse"])
+@pytest.mark.parametrize("keep", [1.0, 0.25])
+def test_sparse_recompute_and_policies_get_the_same_weights(checkpointing: str, keep: float) -> None:
+    policy = sbp.make_policy("random", keep=keep, along="rows", within="example")
+    options = {"policies": [policy], "sites": "branches", "checkpointing": checkpointing, "steps": 4}
+    expected, _ = train(Llama, eager=False, **options)
+    found, engine = train(Llama, eager=True, **options)
+    assert_equal(found, expected)
+    assert engine.eager.report.waited == ()
+
+
+def test_a_policy_decides_alike_in_both_passes_of_exact_clipping() -> None:
+    policies = [sbp.make_policy("random", keep=0.5, along="rows", error_feedback=False)]
+    expected, plain = train(Llama, eager=False, steps=4, policies=policies, max_norm=0.05)
+    found, engine = train(Llama, eager=True, steps=4, policies=policies, max_norm=0.05)
+    assert_equal(found, expected)
+    assert engine.report() == plain.report()  # what was looked at first is not counted
+
+
+@pytest.mark.parametrize("segments", [2, 3])
+def test_segments_get_the_weights_of_plain_pytorch(segments: int) -> None:
+    def make() -> Llama:
+        return Llama(num_hidden_layers=3, tie_word_embeddings=True)
+
+    expected, _ = train(make, eager=False, steps=4, max_norm=0.05)
+    found, engine = train(make, eager=True, steps=4, max_norm=0.05, segments=segments)
+    assert_equal(found, expected)
+    assert engine.eager.report.waited == ()
+
+
+def test_parameters_that_are_frozen_in_turn_keep_their_state_and_are_updated_in_theirs() -> None:
+    options = {"policies": [sbp.make_policy("frozen", turn="layers")], "steps": 5}
+    expected, _ = train(Llama, eager=False, **options)
+    found, _ = train(Llama, eager=True, **options)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_a_router_that_leaves_parameters_out_leaves_them_as_they_were(engine: str) -> None:
+    options = {"policies": [sbp.make_policy("max-child")], "sites": "nodes", "steps": 3, "engine": engine}
+    expected, _ = train(Llama, eager=False, **options)
+    found, attached = train(Llama, eager=True, **options)
+    assert_equal(found, expected)
+    assert attached.eager.report.num_early < len(list(Llama().parameters()))

@@ -60,6 +60,8 @@ class Clipping:
         if self.max_norm is None:
             return
         by = norm if self.by == "parameter" or total_norm is None else total_norm
+        if self.by == "previous":
+            by = by.float()  # as a resumed run reads it from its checkpoint
         clip_grads_with_norm_([parameter], self.max_norm, by)
 
 

@@ -8,9 +8,8 @@ its own parameter alone (LOMO's looks at all of them), and what is shared is upd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,55 +17,13 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.eager.arrival import Arrivals
 from sparsebp_cli.backward.eager.clip import Clipping, norm_of, total_of
+from sparsebp_cli.backward.eager.passing import EagerReport, Pass
 from sparsebp_cli.backward.eager.single import SingleStep
 from sparsebp_cli.errors import DivergedError, UsageError
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.engine import Engine
     from sparsebp_cli.policy import Step
-
-
-@dataclass(frozen=True)
-class EagerReport:
-    """What happened in the last pass that updated.
-
-    Args:
-        num_early: Parameters that were updated while the pass ran.
-        waited: Names of those that were updated when it had ended.
-        gradient_bytes: Most bytes of gradients that were there at a time, among those that arrived at parameters.
-        gradient_norm: 2-norm of all gradients together, before they were clipped.
-    """
-
-    num_early: int
-    waited: tuple[str, ...]
-    gradient_bytes: int
-    gradient_norm: float
-
-
-@dataclass
-class _Pass:
-    """One backward pass under way.
-
-    Args:
-        finishes: What is done with a complete gradient, given its norm.
-        early: Whether that happens as soon as it is complete; else when the pass has ended.
-    """
-
-    finishes: Callable[[Tensor, Tensor], None]
-    early: bool = True
-    done: set[Tensor] = field(default_factory=set)
-    waiting: dict[Tensor, None] = field(default_factory=dict)
-    norms: dict[Tensor, Tensor] = field(default_factory=dict)
-    held: dict[Tensor, int] = field(default_factory=dict)
-    bytes_now: int = 0
-    bytes_most: int = 0
-
-    def hold(self, parameter: Tensor) -> None:
-        """Count a gradient that is there."""
-        if parameter.grad is not None and parameter not in self.held:
-            self.held[parameter] = parameter.grad.nbytes
-            self.bytes_now += parameter.grad.nbytes
-            self.bytes_most = max(self.bytes_most, self.bytes_now)
 
 
 class EagerUpdate:
@@ -84,7 +41,7 @@ class EagerUpdate:
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._arrivals = Arrivals(model, self._single.parameters)
         self._hooks: dict[Tensor, Any] = {}
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._total: Tensor | None = None  # norm of all gradients of the last step
         self._has_updated = False  # since the optimizer's last own step
         self._settling: Any = None
@@ -134,31 +91,45 @@ class EagerUpdate:
                 "update='eager' has updated the parameters in this step already: call optimizer.step() after each "
                 "engine.backward(loss), or engine.backward(loss, is_last=False) for all but its last micro-batch"
             )
+        self._hook_parameters()
+        self._arrivals.survey(loss)
         is_exact = self.clipping.by == "exact"
         # Gradients of earlier micro-batches are there to the end anyway: then one pass is enough.
         looks_first = is_exact and not self._held()
         if looks_first:
-            under_way = _Pass(lambda parameter, _: _free(parameter))
+            under_way = Pass(lambda parameter, _: _free(parameter), updates=False)
             # The same step and draw: policies decide in both passes alike.
-            with self._engine.probing(draw=self._engine.now().draw), self._passing(loss, under_way):
+            with self._engine.probing(draw=self._engine.now().draw), self._passing(under_way):
                 differentiate(retain_graph=True)
                 self._finish_all(under_way)
-            self._total = self._total_of(under_way)
+            self._total = under_way.total(self._single.parameters)
             self._check_total(self._total, num_updated=0)
         self._single.start()
         self._has_updated = True
-        under_way = _Pass(self._update, early=looks_first or not is_exact)
-        with self._passing(loss, under_way):
+        under_way = Pass(self._update, early=looks_first or not is_exact)
+        with self._passing(under_way):
             differentiate()
             num_early, late = len(under_way.done), self._held()
             if not under_way.early and late:
                 self._total = total_of([norm_of(_gradient(p)) for p in late])
                 self._check_total(self._total, num_updated=0)
             self._finish_all(under_way)
-        self._total = self._total_of(under_way)
+        self._total = under_way.total(self._single.parameters)
         self._check_total(self._total, num_updated=len(under_way.done))
         waited = tuple(self._name(p) for p in late)
         self.report = EagerReport(num_early, waited, under_way.bytes_most, float(self._total))
+        self._tell(waited, all_wait=not under_way.early)
+
+    def _tell(self, waited: Sequence[str], *, all_wait: bool) -> None:
+        """Note what the user may not expect; the first pass may know less than those that follow."""
+        if all_wait:
+            why = "clipping by the exact norm of accumulated gradients needs all of them"
+            self._engine.notes["eager wait"] = f"update: eager: parameters are updated after the backward: {why}"
+        elif waited and self._engine.now().index > 0:
+            self._engine.notes["eager wait"] = (
+                f"update: eager: {len(waited)} of {len(self._hooks)} parameters wait for the end of the backward, such "
+                f"as {waited[0]}: more of their gradient could have arrived until then"
+            )
 
     def _update(self, parameter: Tensor, norm: Tensor) -> None:
         self.clipping.clip(parameter, norm, self._total)
@@ -166,9 +137,7 @@ class EagerUpdate:
         _free(parameter)
 
     @contextmanager
-    def _passing(self, loss: Tensor, under_way: _Pass) -> Iterator[None]:
-        self._hook_parameters()
-        self._arrivals.survey(loss)
+    def _passing(self, under_way: Pass) -> Iterator[None]:
         self._pass = under_way
         for parameter in self._held():
             under_way.hold(parameter)
@@ -186,7 +155,7 @@ class EagerUpdate:
 
     def _arrive(self, parameter: Tensor) -> None:
         under_way = self._pass
-        if under_way is None:
+        if under_way is None or parameter.grad is None:  # a router may have cut every way to it
             return
         if parameter in under_way.done:
             raise UsageError(
@@ -201,23 +170,19 @@ class EagerUpdate:
         else:
             under_way.waiting[parameter] = None
 
-    def _finish(self, under_way: _Pass, parameter: Tensor) -> None:
+    def _finish(self, under_way: Pass, parameter: Tensor) -> None:
         norm = norm_of(_gradient(parameter))
         if norm.device.type == "cpu" and not math.isfinite(norm):  # elsewhere one would have to wait for each
-            self._refuse(norm, self._name(parameter), len(under_way.done))
+            self._refuse(norm, self._name(parameter), len(under_way.done) if under_way.updates else 0)
         under_way.norms[parameter] = norm
         under_way.finishes(parameter, norm)
         under_way.bytes_now -= under_way.held.pop(parameter)
         under_way.done.add(parameter)
 
-    def _finish_all(self, under_way: _Pass) -> None:
+    def _finish_all(self, under_way: Pass) -> None:
         """Finish what waited, and what earlier micro-batches alone have reached, in the optimizer's order."""
         for parameter in self._held():
             self._finish(under_way, parameter)
-
-    def _total_of(self, under_way: _Pass) -> Tensor:
-        norms = [under_way.norms[p] for p in self._single.parameters if p in under_way.norms]
-        return total_of(norms) if norms else torch.zeros(())
 
     def _check_total(self, total: Tensor, num_updated: int) -> None:
         if not math.isfinite(total):

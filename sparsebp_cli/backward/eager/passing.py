@@ -1,0 +1,68 @@
+"""What is known of one backward pass while it runs, and what is told of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.backward.eager.clip import total_of
+
+
+@dataclass(frozen=True)
+class EagerReport:
+    """What happened in the last pass that updated.
+
+    Args:
+        num_early: Parameters that were updated while the pass ran.
+        waited: Names of those that were updated when it had ended.
+        gradient_bytes: Most bytes of gradients that were there at a time, among those that arrived at parameters.
+        gradient_norm: 2-norm of all gradients together, before they were clipped.
+    """
+
+    num_early: int
+    waited: tuple[str, ...]
+    gradient_bytes: int
+    gradient_norm: float
+
+
+@dataclass
+class Pass:
+    """One backward pass under way.
+
+    Args:
+        finishes: What is done with a complete gradient, given its norm.
+        updates: Whether that changes the parameter.
+        early: Whether that happens as soon as it is complete; else when the pass has ended.
+    """
+
+    finishes: Callable[[Tensor, Tensor], None]
+    updates: bool = True
+    early: bool = True
+    done: set[Tensor] = field(default_factory=set)
+    waiting: dict[Tensor, None] = field(default_factory=dict)
+    norms: dict[Tensor, Tensor] = field(default_factory=dict)
+    held: dict[Tensor, int] = field(default_factory=dict)
+    bytes_now: int = 0
+    bytes_most: int = 0
+
+    def hold(self, parameter: Tensor) -> None:
+        """Count a gradient that is there."""
+        if parameter.grad is not None and parameter not in self.held:
+            self.held[parameter] = parameter.grad.nbytes
+            self.bytes_now += parameter.grad.nbytes
+            self.bytes_most = max(self.bytes_most, self.bytes_now)
+
+    def total(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the norm of all gradients that were finished.
+
+        Args:
+            parameters: In the order in which they are summed up.
+
+        Returns:
+            A tensor of no dimension; zero if there was no gradient.
+        """
+        norms = [self.norms[p] for p in parameters if p in self.norms]
+        return total_of(norms) if norms else torch.zeros(())
