@@ -1,7 +1,7 @@
 """Policies in a ``transformers.Trainer`` of any class: the engine is attached while it trains.
 
 A callback of transformers hears when training begins, and neither of the loss nor of an error. So it joins the trainer:
-it stands around five of its methods, and around the accelerator's ``backward`` while a model is attached.
+it stands around some of its methods, and around the accelerator's ``backward`` while a model is attached.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.run import metric
 from sparsebp_cli.trainer.choice import Choice, Chosen
+from sparsebp_cli.trainer.column import give_columns
+from sparsebp_cli.trainer.figure import all_values, take_values
+from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import refuse_unbuilt
 from sparsebp_cli.trainer.sample import count_step
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
@@ -85,14 +87,16 @@ class PolicyCallback(TrainerCallback):
         """
         if self._trainer is not None:
             raise UsageError("this PolicyCallback has joined a trainer already: make another one")
-        refuse_unbuilt(trainer)
-        self._attach(trainer, num_steps=1, optimizer=None).detach()  # so that what is wrong is told now
+        refuse_unbuilt(trainer, self._choice.policies)
+        _, detach = self._attach(trainer, num_steps=1, optimizer=None)  # so that what is wrong is told now
+        detach()
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         for name, around in (
             ("train", self._train),
             ("training_step", self._step),
+            ("compute_loss", self._compute_loss),
             ("evaluate", self._dense),
             ("predict", self._dense),
             ("log", self._log),
@@ -112,8 +116,9 @@ class PolicyCallback(TrainerCallback):
         if self._trainer is None:
             raise UsageError("PolicyCallback does not know its trainer: call callback.join(trainer) before train()")
         self._leave()  # a try with a larger batch may have run out of memory
-        self.engine = engine = self._attach(self._trainer, num_steps=state.max_steps, optimizer=self._trainer.optimizer)
-        self._undo.append(engine.detach)
+        engine, detach = self._attach(self._trainer, num_steps=state.max_steps, optimizer=self._trainer.optimizer)
+        self.engine = engine
+        self._undo.append(detach)
         if self._resumed is not None:
             engine.load_state_dict(self._resumed)
         accelerator, before = self._trainer.accelerator, self._trainer.accelerator.backward
@@ -140,9 +145,11 @@ class PolicyCallback(TrainerCallback):
     def _is_attached(self) -> bool:
         return bool(self._undo)
 
-    def _attach(self, trainer: Any, *, num_steps: int, optimizer: Any) -> Engine:
-        options: dict[str, Any] = {"seed": trainer.args.seed} | self._choice.options
-        return attach(trainer.model_wrapped, self._choice.policies, optimizer=optimizer, num_steps=num_steps, **options)
+    def _attach(self, trainer: Any, *, num_steps: int, optimizer: Any) -> tuple[Engine, Callable[[], None]]:
+        options: dict[str, Any] = {"seed": trainer.args.seed, "optimizer": optimizer, "num_steps": num_steps}
+        options |= self._choice.options
+        model, policies = trainer.model_wrapped, self._choice.policies
+        return attach_inside(trainer.model, trainer.accelerator, lambda: attach(model, policies, **options))
 
     def _leave(self) -> None:
         """Give model and accelerator back."""
@@ -170,6 +177,13 @@ class PolicyCallback(TrainerCallback):
             self._counted = count_step(model, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs))
         return step(model, inputs, *args, **kwargs)
 
+    def _compute_loss(
+        self, compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._is_attached and self.engine is not None and self.engine.enabled:
+            give_columns(self.engine, self._choice.policies, inputs)
+        return compute_loss(model, inputs, *args, **kwargs)
+
     def _dense(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         dense: AbstractContextManager[None] = nullcontext()
         if self._is_attached and self.engine is not None:
@@ -180,14 +194,10 @@ class PolicyCallback(TrainerCallback):
     def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if self._is_attached and self.engine is not None:
             if "loss" in logs:
-                kept = self.engine.take_kept_share()
-                logs |= self._counted
+                logs |= self._counted | take_values(self.engine)
                 self._counted = {}
-            elif "train_loss" in logs:  # at the end, over all of it
-                kept = self.engine.report().kept_share
-            else:
-                kept = None
-            logs |= {} if kept is None else {metric.KEPT_SHARE.name: kept}
+            elif "train_loss" in logs:  # at the end
+                logs |= all_values(self.engine)
         return log(logs, *args, **kwargs)
 
     def _save(self, save: Callable[..., Any], output_dir: str) -> None:

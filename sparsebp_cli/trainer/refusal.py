@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import ExampleSelector, Policy, TokenSelector
+from sparsebp_cli.trainer.column import chooses_by_data
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 
-def refuse_unbuilt(trainer: Trainer) -> None:
+def refuse_unbuilt(trainer: Trainer, policies: Sequence[Policy] = ()) -> None:
     """Refuse what the engine cannot be carried through.
 
     Args:
         trainer: Just made.
+        policies: That it is to have.
 
     Raises:
         UnsupportedError: The first thing found.
@@ -23,6 +26,22 @@ def refuse_unbuilt(trainer: Trainer) -> None:
     for found, what in _find(trainer):
         if found:
             raise UnsupportedError(f"policies in a transformers.Trainer are not built with {what}")
+    for policy in policies:
+        for found, what in _find_for(policy, trainer):
+            if found:
+                raise UnsupportedError(f"{type(policy).__name__} in a transformers.Trainer is not built with {what}")
+
+
+def _find_for(policy: Policy, trainer: Any) -> Iterator[tuple[bool, str]]:
+    """Find what does not go with one policy."""
+    if not isinstance(policy, TokenSelector | ExampleSelector):
+        return
+    args = trainer.args
+    yield args.torch_compile, "torch_compile: what the forward computes differs from step to step"
+    whole = "which reads the logits of all positions: let the model compute the loss"
+    yield args.label_smoothing_factor != 0, f"label_smoothing_factor={args.label_smoothing_factor}, {whole}"
+    knows = isinstance(policy, TokenSelector) and chooses_by_data(policy) and not policy.reads
+    yield trainer.compute_loss_func is not None and not knows, f"compute_loss_func, {whole}, or override compute_loss"
 
 
 def _find(trainer: Any) -> Iterator[tuple[bool, str]]:
