@@ -85,7 +85,8 @@ def split(num_layers: int, num_segments: int) -> list[int]:
 
 
 def _look_up(segments: Sequence[str], layers: Layers) -> list[int]:
-    if isinstance(segments, str) or not segments or not all(isinstance(name, str) for name in segments):
+    is_list = isinstance(segments, list | tuple) and len(segments) > 0
+    if not is_list or not all(isinstance(name, str) for name in segments):
         raise UsageError(f"segments must be a number of segments or a list of module names, got {segments!r}")
     for name in segments:
         if name not in layers.names:

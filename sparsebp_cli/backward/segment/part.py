@@ -96,10 +96,6 @@ class Segments:
         Raises:
             UnsupportedError: It cannot be run so.
         """
-        if torch.compiler.is_compiling():
-            raise UnsupportedError(
-                "segments in a compiled model are not built: compile the parts of its layers instead"
-            )
         if not torch.is_grad_enabled():
             return layer.plain(*args, **kwargs)
         try:
@@ -194,6 +190,8 @@ class BoundLayer(Bound):
             return self.covered(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
+    # In a compiled model the layers run as they are: what is run again in a backward is no part of a graph.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.segments.run(self, args, kwargs)
 
@@ -202,6 +200,7 @@ class _Start:
     def __init__(self, segments: Segments) -> None:
         self._segments = segments
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
         if torch.is_grad_enabled():
             self._segments.start_forward()

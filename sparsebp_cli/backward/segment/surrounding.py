@@ -33,7 +33,9 @@ class _Buffer:
     @property
     def is_changed(self) -> bool:
         """Whether the module has changed it, in place or by another tensor, since it was noted."""
-        return getattr(self.module, self.name) is not self.tensor or _version(self.tensor) != self.version
+        if getattr(self.module, self.name) is not self.tensor or _version(self.tensor) != self.version:
+            return True
+        return not torch.equal(self.tensor, self.value)  # batch norm changes its statistics without counting
 
 
 class Surrounding:
