@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward import Engine, GradStore, attach, segmented_backward
+    from sparsebp_cli.backward.audit import audit
     from sparsebp_cli.policy import find_policies, make_policy
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
 
@@ -30,6 +31,7 @@ __all__ = [
     "PolicyTrainer",
     "__version__",
     "attach",
+    "audit",
     "find_policies",
     "make_policy",
     "memory_trace",
@@ -38,6 +40,7 @@ __all__ = [
 
 _ROOMS = {
     "attach": "sparsebp_cli.backward",
+    "audit": "sparsebp_cli.backward.audit",
     "Engine": "sparsebp_cli.backward",
     "GradStore": "sparsebp_cli.backward",
     "PolicyCallback": "sparsebp_cli.trainer",

@@ -46,9 +46,9 @@ class Attribution:
         self._open: list[str] = []
         self._handles = []
         for module, name in self.name.items():
-            self._handles.append(module.register_forward_pre_hook(_Entry(self._enter, name)))
+            self._handles.append(module.register_forward_pre_hook(_Entry(self.enter, name)))
             # Also after an error, so that a caught one (out of memory) leaves no module open.
-            leave = _Exit(self._leave, name, is_watched=at_exit is not None)
+            leave = _Exit(self.leave, name, is_watched=at_exit is not None)
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
@@ -85,11 +85,22 @@ class Attribution:
         """
         return self.name_at(node._sequence_nr())  # noqa: SLF001 - the module's docstring
 
-    def _enter(self, name: str) -> None:
+    def enter(self, name: str) -> None:
+        """Note that a module's forward begins.
+
+        Args:
+            name: The module's.
+        """
         self._open.append(name)
         self._note(name)
 
-    def _leave(self, name: str, output: Any) -> None:
+    def leave(self, name: str, output: Any) -> None:
+        """Note that a module's forward has ended.
+
+        Args:
+            name: The module's.
+            output: What it returned; None after an error.
+        """
         while self._open and self._open.pop() != name:  # those inside that had no exit
             pass
         self._note(self._open[-1] if self._open else None)
@@ -135,7 +146,7 @@ class _Entry(_Hook):
     """Before a module's forward."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
-        if not _is_left_out():
+        if not is_left_out():
             self._call(self._name)
 
 
@@ -147,10 +158,11 @@ class _Exit(_Hook):
         self.is_watched = is_watched
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
-        if not _is_left_out():
+        if not is_left_out():
             self._call(self._name, output)
 
 
-def _is_left_out() -> bool:
+def is_left_out() -> bool:
+    """Return whether what runs now makes no nodes that anybody can look up later."""
     # A compiled module is one node, which nobody can look into; inside a backward pass a forward is run again.
     return torch.compiler.is_compiling() or bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001

@@ -93,7 +93,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        formula = _FORMULAS.get(func.overloadpacket) or flop_registry.get(func.overloadpacket)
+        formula = find_formula(func)
         if formula is None:
             if func is not torch.ops.prim.device.default:
                 with self:  # under inference mode a composite operator arrives whole
@@ -104,6 +104,21 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         self.count.add(str(func.overloadpacket), int(formula(*args, **kwargs, out_val=result)), self.modules)
         return result
+
+
+def find_formula(operator: Any) -> Callable[..., int] | None:
+    """Return what counts an operator.
+
+    Args:
+        operator: As ``__torch_dispatch__`` receives it.
+
+    Returns:
+        Called with the operator's arguments, and the result as ``out_val``: FLOPs. None for what multiplies nothing.
+    """
+    formula: Callable[..., int] | None = _FORMULAS.get(operator.overloadpacket) or flop_registry.get(
+        operator.overloadpacket
+    )
+    return formula
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:

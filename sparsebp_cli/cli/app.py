@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli.cli.audit import audit
 from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.cancel import cancel
 from sparsebp_cli.cli.compare import compare
@@ -44,7 +45,7 @@ VERBS = {
     "Runs": (run, resume, cancel, logs),
     "Results": (compare, runs, show, sync, ui),
     "Recipes": (validate, export, schema, policies),
-    "This machine and others": (doctor, bench, targets),
+    "This machine and others": (doctor, audit, bench, targets),
 }
 for panel, verbs in VERBS.items():
     for verb in verbs:

@@ -1,0 +1,219 @@
+"""From findings to the report: per step, with shares, in words."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from sparsebp_cli.backward.audit.hook import HookCount
+from sparsebp_cli.backward.audit.judge import Waste, judge_work
+from sparsebp_cli.backward.audit.operation import AGAIN, DGRAD, OTHER, WGRAD
+from sparsebp_cli.backward.audit.session import Session
+from sparsebp_cli.backward.audit.verdict import Verdict, judge_leaves
+from sparsebp_cli.finding import KINDS, AuditReport, Finding, ModuleWork
+
+FEWEST_VISITS = 4  # of one call: a hook that looks at fewer parameters scans nothing
+MOST_NAMES = 3  # in a sentence
+
+
+def make_report(session: Session, threshold: float) -> AuditReport:
+    """Return what an audit found.
+
+    Args:
+        session: That has ended.
+        threshold: Share of a step above which a finding is shown, in [0, 1).
+
+    Returns:
+        The report.
+    """
+    ledger, steps = session.ledger, max(1, session.num_steps)
+    verdict = judge_leaves(session)
+    waste = judge_work(session, verdict)
+    passes = max(1, len(ledger.passes))
+    saved = Counter[str]()
+    for kept in session.saved_of_passes():
+        saved[kept.module] += kept.num_bytes
+    parameter_bytes, gradient_bytes = session.parameters.bytes()
+    optimizer_bytes = session.parameters.state_bytes()
+    work = {kind: _by_module(session, kind) for kind in (DGRAD, WGRAD, OTHER, AGAIN)}
+    flops = (ledger.forward.total() + sum(count.total() for count in work.values())) / steps
+    total_bytes = parameter_bytes + gradient_bytes + optimizer_bytes + saved.total() / passes
+    found = [
+        _finding(session, kind, waste, verdict, (steps, passes), (flops, total_bytes))
+        for kind in KINDS
+        if kind != "scanning-hooks"
+    ]
+    found += _find_hooks(session, steps)
+    found = sorted((finding for finding in found if finding.share > 0), key=lambda finding: -finding.share)
+    shown = tuple(finding for finding in found if finding.share > threshold)
+    exact = [finding for finding in found if finding.exact]
+    return AuditReport(
+        steps=session.num_steps,
+        wanted_steps=session.wanted or session.num_steps,
+        backwards=len(ledger.passes),
+        forward_flops=ledger.forward.total() / steps,
+        backward_flops=sum(work[kind].total() for kind in (DGRAD, WGRAD, OTHER)) / steps,
+        recomputed_flops=work[AGAIN].total() / steps,
+        ungraded_flops=ledger.ungraded.total() / steps,
+        saved_bytes=saved.total() / passes,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+        step_seconds=session.seconds / steps,
+        threshold=threshold,
+        wasted_flops_share=sum(finding.flops_share for finding in exact),
+        wasted_bytes_share=sum(finding.bytes_share for finding in exact),
+        num_below=len(found) - len(shown),
+        findings=shown,
+        notes=tuple(_notes(session, verdict, waste)),
+        modules=_modules(session, work, saved, waste, steps, passes),
+    )
+
+
+def _by_module(session: Session, kind: str) -> Counter[str]:
+    count: Counter[str] = Counter()
+    for one in session.ledger.passes:
+        for account, work in one.work.items():
+            if account.kind == kind:
+                count[account.module] += work.flops  # type: ignore[assignment] # halves do not occur
+    return count
+
+
+def _finding(
+    session: Session,
+    kind: str,
+    waste: Waste,
+    verdict: Verdict,
+    counts: tuple[int, int],
+    totals: tuple[float, float],
+) -> Finding:
+    flops = {name: value / counts[0] for name, value in waste.flops[kind].items() if value}
+    saved = {name: value / counts[1] for name, value in waste.saved[kind].items() if value}
+    names = verdict.names.get(kind, [])
+    more = session.parameters.state_bytes(set(names)) if names else 0
+    more += sum(session.parameters.by_name[name].grad_bytes for name in names)
+    num_bytes = sum(saved.values()) + more
+    order = sorted({*flops, *saved}, key=lambda name: (-flops.get(name, 0.0), -saved.get(name, 0.0)))
+    known = KINDS[kind]
+    return Finding(
+        kind=kind,
+        title=known.title,
+        detail=_detail(session, kind, waste, names, len(order)),
+        advice=known.advice,
+        exact=known.exact,
+        modules=tuple(order),
+        flops=sum(flops.values()),
+        flops_share=sum(flops.values()) / totals[0] if totals[0] else 0.0,
+        saved_bytes=num_bytes,
+        bytes_share=num_bytes / totals[1] if totals[1] else 0.0,
+    )
+
+
+def _detail(session: Session, kind: str, waste: Waste, names: list[str], num_modules: int) -> str:
+    ledger = session.ledger
+    where = f"in {num_modules} module{'s' * (num_modules != 1)}"
+    if names:
+        return f"{len(names)} parameter{'s' * (len(names) != 1)}: {_list(names)}"
+    if kind == "ignored-logits" and ledger.labels:
+        rows = ", ".join(f"{share:.1%} of the rows of {name or 'the head'}" for name, share in waste.head_share.items())
+        return f"{ledger.ignored / ledger.labels:.1%} of the labels are ignored; {rows} have a gradient of zero"
+    if kind == "padding" and ledger.positions:
+        return f"{ledger.padded / ledger.positions:.1%} of the positions are padding, and their gradient is zero"
+    if kind == "zero-rows":
+        return f"{waste.body_share:.1%} of the rows below the head are zero, padding included; {where}"
+    if kind == "discarded":
+        lost = sum(one.discarded != 0 for one in ledger.passes)
+        return f"of {lost} of {len(ledger.passes)} backward passes; {where}"
+    return where
+
+
+def _list(names: Iterable[str]) -> str:
+    first, *rest = [", ".join(list(names)[:MOST_NAMES]), *list(names)[MOST_NAMES:]]
+    return f"{first} and {len(rest)} more" if rest else first
+
+
+def _find_hooks(session: Session, steps: int) -> list[Finding]:
+    many = max(FEWEST_VISITS, len(session.parameters.fates) / 2)
+    found = [
+        count
+        for count in session.hooks.counts.values()
+        if count.calls >= FEWEST_VISITS * steps and count.visits >= many * count.calls
+    ]
+    if not found:
+        return []
+    kind, seconds = KINDS["scanning-hooks"], sum(count.seconds for count in found) / steps
+    return [
+        Finding(
+            kind="scanning-hooks",
+            title=kind.title,
+            detail="; ".join(_tell_hook(count, steps) for count in found),
+            advice=kind.advice,
+            exact=kind.exact,
+            modules=(),
+            flops=0.0,
+            flops_share=0.0,
+            saved_bytes=0.0,
+            bytes_share=0.0,
+            seconds=seconds,
+            seconds_share=min(1.0, seconds * steps / session.seconds) if session.seconds else 0.0,
+        )
+    ]
+
+
+def _tell_hook(count: HookCount, steps: int) -> str:
+    return (
+        f"{count.name}: {count.hooks} hooks, {count.calls / steps:.0f} calls a step, "
+        f"each goes through {count.visits / count.calls:.0f} parameters"
+    )
+
+
+def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
+    ledger, steps = session.ledger, session.num_steps
+    if session.wanted is not None and steps < session.wanted:
+        yield f"the training ended after {steps} of the {session.wanted} steps that were asked for"
+    if ledger.ignored:
+        ignored, body = ledger.ignored / ledger.labels, 1.0 - waste.body_share
+        yield (
+            f"{ignored:.1%} of the labels are ignored, but {body:.1%} of the rows below the head carry a gradient, "
+            "through attention: that work is needed"
+        )
+    if not verdict.is_judged:
+        yield "fewer than two optimizer steps were seen: whether parameters move was not judged"
+    if verdict.without_gradient:
+        names = verdict.without_gradient
+        yield f"no gradient ever reached {len(names)} parameters that an optimizer holds: {_list(names)}"
+
+
+def _modules(
+    session: Session, work: dict[str, Counter[str]], saved: Counter[str], waste: Waste, steps: int, passes: int
+) -> tuple[ModuleWork, ...]:
+    wasted, wasted_bytes = _over_kinds(waste.flops), _over_kinds(waste.saved)
+    forward = session.ledger.forward
+    names = {name for count in (forward, saved, *work.values()) for name, value in count.items() if value}
+    rows = [
+        ModuleWork(
+            module=name,
+            forward_flops=forward[name] / steps,
+            dgrad_flops=work[DGRAD][name] / steps,
+            wgrad_flops=work[WGRAD][name] / steps,
+            other_flops=work[OTHER][name] / steps,
+            recomputed_flops=work[AGAIN][name] / steps,
+            saved_bytes=saved[name] / passes,
+            wasted_flops=wasted[name] / steps,
+            wasted_bytes=wasted_bytes[name] / passes,
+        )
+        for name in names
+    ]
+    return tuple(sorted(rows, key=lambda row: (-_work_of(row), -row.saved_bytes, row.module)))
+
+
+def _over_kinds(waste: dict[str, dict[str, float]]) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for by_module in waste.values():
+        for name, value in by_module.items():
+            sums[name] += value
+    return sums
+
+
+def _work_of(row: ModuleWork) -> float:
+    return row.forward_flops + row.dgrad_flops + row.wgrad_flops + row.other_flops + row.recomputed_flops

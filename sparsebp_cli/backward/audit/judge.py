@@ -1,0 +1,138 @@
+"""From what was counted to findings: every FLOP and every byte is in one finding at most."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from sparsebp_cli.backward.audit.ledger import Account, Pass, Work
+from sparsebp_cli.backward.audit.operation import DGRAD, WGRAD
+from sparsebp_cli.backward.audit.saved import Kept
+from sparsebp_cli.backward.audit.session import Session
+from sparsebp_cli.backward.audit.verdict import Verdict
+
+
+@dataclass
+class Waste:
+    """What was wasted, over all steps and passes.
+
+    Args:
+        flops: By kind of finding and module.
+        saved: Bytes by kind of finding and module.
+        rows: Share of rows of products that were zero: of heads, and elsewhere.
+        head_share: Of each head, the share of its rows whose gradient was zero.
+    """
+
+    flops: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    saved: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    head_share: dict[str, float] = field(default_factory=dict)
+    body_share: float = 0.0
+
+
+def judge_work(session: Session, verdict: Verdict) -> Waste:
+    """Judge all FLOPs and all that was saved.
+
+    Args:
+        session: That has ended.
+        verdict: On the leaves.
+
+    Returns:
+        What was wasted.
+    """
+    waste = Waste()
+    held = sum(fate.bit for fate in session.parameters.fates.values() if fate.steps)
+    products: dict[str, Work] = defaultdict(Work)
+    for one in session.ledger.passes:
+        for account, work in one.work.items():
+            _judge_account(session, verdict, waste, one, held, account, work)
+            if account.kind in (DGRAD, WGRAD):
+                products[account.module].add(work)
+    _judge_rows(session, waste, products)
+    _judge_saved(session, verdict, waste, products)
+    return waste
+
+
+def _judge_account(
+    session: Session, verdict: Verdict, waste: Waste, one: Pass, held: int, account: Account, work: Work
+) -> None:
+    if work.dead:
+        waste.flops[_dropped_kind(session, account)][account.module] += work.dead
+    rest, leaves = work.flops - work.dead, account.leaves
+    if not rest:
+        return
+    if leaves and not leaves & ~(one.discarded & held):
+        waste.flops["discarded"][account.module] += rest
+        return
+    kind = verdict.kind_of(leaves)
+    if kind is not None:
+        waste.flops[kind][account.module] += rest
+    elif account.module in session.ledger.heads:
+        waste.flops["ignored-logits"][account.module] += work.padding + work.zero
+    else:
+        waste.flops["padding"][account.module] += work.padding
+        waste.flops["zero-rows"][account.module] += work.zero
+
+
+def _dropped_kind(session: Session, account: Account) -> str:
+    fate = session.parameters.by_name.get(account.parameter)
+    is_frozen = account.kind == WGRAD and fate is not None and not fate.tensor.requires_grad
+    return "frozen-wgrad" if is_frozen else "dropped-gradient"
+
+
+def _judge_rows(session: Session, waste: Waste, products: dict[str, Work]) -> None:
+    """The forward of rows that the loss does not depend on: of heads, and of padding."""
+    ledger = session.ledger
+    shares = {name: _share(work.padding + work.zero, work) for name, work in products.items()}
+    body = [work for name, work in products.items() if name not in ledger.heads]
+    counted = sum(work.flops - work.dead for work in body)
+    waste.body_share = sum(work.padding + work.zero for work in body) / counted if counted else 0.0
+    for name in ledger.heads:
+        waste.head_share[name] = shares.get(name, 0.0)
+        waste.flops["ignored-logits"][name] += waste.head_share[name] * ledger.forward[name]
+    if not ledger.padded or not any(work.padding for work in products.values()):
+        return
+    padded = ledger.padded / ledger.positions
+    for name, flops in ledger.products.items():
+        if name not in ledger.heads:
+            share = _share(products[name].padding, products[name]) if name in products else padded
+            waste.flops["padding"][name] += min(share, padded) * flops
+
+
+def _share(part: float, work: Work) -> float:
+    rest = work.flops - work.dead
+    return part / rest if rest else 0.0
+
+
+def _judge_saved(session: Session, verdict: Verdict, waste: Waste, products: dict[str, Work]) -> None:
+    widths = {session.ledger.heads[name]: share for name, share in waste.head_share.items()}
+    has_padding = any(work.padding for work in products.values())
+    known = session.saved_of_passes()
+    unread = {(kept.module, kept.shape) for kept in known if kept.alive == 0 and not kept.is_unpacked}
+    for kept in known:
+        kind, share = _kind_of_kept(session, verdict, waste, kept, unread), 1.0
+        if kind is None and kept.need:
+            if len(kept.shape) > 1 and kept.shape[-1] in widths:
+                kind, share = "ignored-logits", widths[kept.shape[-1]]
+            elif kept.padding_share and has_padding:
+                kind, share = "padding", kept.padding_share
+            elif kept.zero_share:
+                kind, share = "zero-rows", kept.zero_share
+        if kind is not None and share:
+            waste.saved[kind][kept.module] += kept.num_bytes * share
+
+
+def _kind_of_kept(
+    session: Session, verdict: Verdict, waste: Waste, kept: Kept, unread: set[tuple[str, tuple[int, ...]]]
+) -> str | None:
+    """What is wrong with all of a saved storage; None when somebody who is needed read it, or may have."""
+    if not kept.is_unpacked:
+        if kept.alive and (kept.module, kept.shape) not in unread:
+            return None  # the graph still stands, and may be asked
+        visited = any(number in session.ledger.visited for number in kept.numbers)
+        return "unread-saved" if visited else "unvisited-saved"
+    if not kept.num_reads:
+        return None
+    if not kept.need:
+        return "frozen-wgrad" if waste.flops["frozen-wgrad"][kept.module] else "dropped-gradient"
+    kind = verdict.kind_of(kept.need)
+    return kind if kind in ("unheld", "zero-rate", "unread-leaf") else None

@@ -1,0 +1,112 @@
+"""Which module is at work, of any model that is called: modules are met as they run, not given beforehand."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebp_cli.backward.attribution import is_left_out
+from sparsebp_cli.backward.trace import ModuleTrace
+
+# A wrapper's own name for what it wraps: no part of what its user calls the module.
+WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+class AnyModules(ModuleTrace):
+    """Tells the module at work, of every model that this process calls.
+
+    ``nn.Module.__call__`` is replaced for as long as it is entered: hooks of a class would be seen only by modules
+    without any of their own, and tell nothing of keyword arguments.
+
+    Args:
+        at_root: Called before the forward of an outermost module, with the module, its arguments and keyword arguments.
+    """
+
+    def __init__(self, at_root: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        super().__init__(nn.Module())
+        self._at_root = at_root
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._roots: set[str] = set()
+        self._depth = 0
+
+    def __enter__(self) -> AnyModules:
+        """Replace the call of modules."""
+        super().__enter__()
+        call, enter, leave = nn.Module.__call__, self._enter_module, self._leave_module
+
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._is_entered:
+                return call(module, *args, **kwargs)
+            name = enter(module, args, kwargs)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                leave(name)
+
+        self._is_entered, self._call = True, call
+        nn.Module.__call__ = watched  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *trace: Any) -> None:
+        """Put it back."""
+        self._is_entered = False
+        nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        super().__exit__(*trace)
+
+    def adopt(self, root: nn.Module) -> bool:
+        """Name a model and all of its modules; those that have a name keep it.
+
+        Args:
+            root: An outermost module.
+
+        Returns:
+            Whether it was not known.
+        """
+        if root in self._names:
+            return False
+        label = ""
+        if self._roots:
+            label = kind = type(root).__name__
+            count = 1
+            while label in self._roots:
+                count += 1
+                label = f"{kind}-{count}"
+        elif next(root.parameters(), None) is None:
+            label = type(root).__name__
+        self._roots.add(label or "model")
+        for name, module in root.named_modules():
+            own = [part for part in name.split(".") if part and part not in WRAPPED]
+            self._names.setdefault(module, ".".join([label, *own] if label else own))
+        return True
+
+    def known(self) -> list[nn.Module]:
+        """Return every module that was met."""
+        return list(self._names)
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return a module's name; empty for the model itself."""
+        return self._names.get(module, "")
+
+    def is_light(self, module: nn.Module) -> bool:
+        """Return whether a module has no parameters, such as a loss."""
+        return next(module.parameters(), None) is None
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if not self.is_running:
+            self._at_root(module, args, kwargs)
+        elif module not in self._names:
+            self._names[module] = type(module).__name__  # made inside a forward
+        name = self._names[module]
+        if not is_left_out():
+            self._graph.enter(name)
+        self.enter(name)
+        return name
+
+    def _leave_module(self, name: str) -> None:
+        if not is_left_out():
+            self._graph.leave(name, None)
+        self.leave()

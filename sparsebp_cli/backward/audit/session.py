@@ -1,0 +1,262 @@
+"""Puts everything that watches into this process, and takes it out again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from sparsebp_cli.backward.audit.hook import Hooks
+from sparsebp_cli.backward.audit.ledger import Ledger, Pass
+from sparsebp_cli.backward.audit.module import AnyModules
+from sparsebp_cli.backward.audit.parameter import Parameters
+from sparsebp_cli.backward.audit.reach import UNKNOWN, walk
+from sparsebp_cli.backward.audit.saved import Kept, SavedTensors
+from sparsebp_cli.backward.audit.storage import Weights, key_of, refer
+from sparsebp_cli.backward.audit.watch import Watch
+
+MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass
+Progress = Callable[[int, int], None]
+
+
+class Session:
+    """Watches the trainings of this process for some optimizer steps.
+
+    Args:
+        steps: How many; None: until :meth:`stop`.
+        on_step: Called after each with its number and the number of all; may raise, which ends the step's caller.
+        on_end: Called when all steps were seen.
+    """
+
+    def __init__(
+        self, steps: int | None, on_step: Progress | None = None, on_end: Callable[[], None] | None = None
+    ) -> None:
+        self.wanted, self._on_step, self._on_end = steps, on_step, on_end
+        self.ledger, self.weights, self.parameters, self.hooks = Ledger(), Weights(), Parameters(), Hooks()
+        self.modules = AnyModules(self._see_root)
+        self.saved = SavedTensors(self.modules, self.weights)
+        self.watch = Watch(self.ledger, self.modules, self.weights, self.saved, self._shape_of, self.parameters.bit_of)
+        self.inputs: list[tuple[int, int, Any]] = []  # gradients of leaves that are no parameters: bit, storage
+        self.is_running = self._is_armed = self._is_due = False
+        self.seconds, self._last_number = 0.0, 0
+        self._since: float | None = None
+        self._pass: Pass | None = None
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Begin to watch. Operators are seen from the first forward or backward on."""
+        self.is_running = True
+        self.modules.__enter__()
+        self.hooks.start()
+        self.saved.start()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._run, self._zero = torch.autograd._engine_run_backward, torch.optim.Optimizer.zero_grad  # type: ignore[attr-defined]  # noqa: SLF001 - both backward and grad end there
+        self._zero_module = nn.Module.zero_grad
+        torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined,assignment]  # noqa: SLF001 - as above
+        session = self
+
+        def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            session.parameters.clear((p for group in optimizer.param_groups for p in group["params"]), session.passes)
+            session._zero(optimizer, *args, **kwargs)
+
+        def zero_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            session.parameters.clear(module.parameters(), session.passes)
+            session._zero_module(module, *args, **kwargs)
+
+        torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign,assignment]
+        nn.Module.zero_grad = zero_module  # type: ignore[method-assign,assignment]
+
+    def stop(self) -> None:
+        """Watch no longer. Calling it again does nothing."""
+        if not self.is_running:
+            return
+        self.is_running = self._is_due = False
+        if self._since is not None:
+            self.seconds = time.perf_counter() - self._since
+        torch.autograd._engine_run_backward = self._run  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+        torch.optim.Optimizer.zero_grad, nn.Module.zero_grad = self._zero, self._zero_module  # type: ignore[method-assign]
+        self.saved.stop()
+        self.hooks.stop()
+        self.modules.__exit__(None, None, None)
+        self.watch.is_active = False
+        if self._is_armed:
+            stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # noqa: SLF001 - no public name
+            if stack and stack[-1] is self.watch:  # else it stays below somebody else's, and passes everything on
+                self.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Take the optimizers' hooks out: never inside one of them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def saved_of_passes(self) -> list[Kept]:
+        """Return what was saved for backward passes that came; forwards after the last of them are not judged."""
+        return [kept for kept in self.saved.take_all() if kept.numbers[0] < self._last_number]
+
+    @property
+    def passes(self) -> list[Pass]:
+        """Outermost backward passes, the one under way as well."""
+        return self.ledger.passes + ([self._pass] if self._pass is not None else [])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps so far: of the optimizer that made most; without one, backward passes."""
+        return self.parameters.num_steps or len(self.ledger.passes)
+
+    def add_model(self, model: nn.Module) -> None:
+        """Name a model's modules and take in its parameters.
+
+        Args:
+            model: An outermost module.
+        """
+        if not self.modules.adopt(model):
+            return
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                full = ".".join(part for part in (self.modules.name_of(module), name) if part)
+                self.parameters.add(full, parameter)
+                self.weights.add(parameter, self.parameters.fates[parameter].name)
+
+    def _see_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.add_model(module)
+        self.watch.is_graded = torch.is_grad_enabled()
+        if self.watch.is_graded:
+            self._arm()
+            self._see_mask(module, args, kwargs)
+
+    def _see_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Padding, where a mask of examples by positions tells it."""
+        given = [kwargs, *(value for value in args if isinstance(value, dict))]
+        mask = next((values["attention_mask"] for values in given if values.get("attention_mask") is not None), None)
+        if mask is None and self.modules.is_light(module):
+            return  # such as a loss: what the model was given stands
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
+            self.watch.padding_N = self.saved.rows = None
+            return
+        padding_BT = mask == 0
+        padded = int(padding_BT.sum())
+        self.ledger.positions += mask.numel()
+        self.ledger.padded += padded
+        self.watch.padding_N = padding_BT.flatten() if padded else None
+        self.saved.rows = (*mask.shape, padded / mask.numel()) if padded else None
+
+    def _arm(self) -> None:
+        if not self._is_armed:
+            self._is_armed, self._since = True, time.perf_counter()
+            self.watch.__enter__()  # type: ignore[no-untyped-call]
+
+    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_running or torch.compiler.is_compiling():
+            return self._run(outputs, *args, **kwargs)
+        self._arm()
+        is_outer, accumulates = self._pass is None, bool(kwargs.get("accumulate_grad"))
+        if is_outer:
+            self._last_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
+            self.parameters.clear_missing(self.ledger.passes)
+            self._pass = Pass()
+            modules = list(self.modules.known())
+            self.hooks.look_at(modules, list(self.parameters.fates))
+        assert self._pass is not None
+        current, seen = self._pass, list[tuple[int, Tensor]]()
+
+        def bit_of(variable: Tensor) -> int:
+            if isinstance(variable, nn.Parameter) and variable not in self.parameters.fates:
+                self.parameters.add(f"parameter {len(self.parameters.fates)}", variable)
+                self.weights.add(variable, self.parameters.fates[variable].name)
+            if variable in self.parameters.fates:
+                return self.parameters.fates[variable].bit
+            if not (is_outer and accumulates):
+                return UNKNOWN
+            bit = self.parameters.new_bit(f"input {len(seen)}")
+            seen.append((bit, variable))
+            return bit
+
+        reach = walk([output for output in outputs if isinstance(output, Tensor)], bit_of)
+        asked = args[3] if len(args) > 3 else ()
+        bits = self.parameters.bits_of(asked or reach.variables)
+        if accumulates:
+            current.collected |= bits
+        else:
+            self.parameters.captured |= bits
+        tape = self.watch.begin(reach)
+        handles = [node.register_hook(_Dropped(node, tape.dropped)) for node in reach.functions]
+        reach.functions.clear()
+        reach.variables.clear()
+        try:
+            return self._run(outputs, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.watch.end(tape, current)
+            if is_outer:
+                self._end_pass(current, seen)
+
+    def _end_pass(self, current: Pass, seen: list[tuple[int, Tensor]]) -> None:
+        for bit, variable in seen:
+            if variable.grad is not None:
+                key = key_of(variable.grad)
+                self.inputs.append((bit, key, refer(variable.grad)))
+                self.watch.unread[key] = True
+            else:
+                self.inputs.append((bit, 0, None))
+        self.ledger.passes.append(current)
+        self._pass = None
+        if self._is_due or (
+            not self.parameters.optimizers
+            and self.wanted is not None
+            and len(self.ledger.passes) >= self.wanted * MOST_PASSES_A_STEP
+        ):
+            self._end()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
+        if not self.is_running:
+            return
+        self.parameters.start_step(optimizer, self.passes)
+        self.watch.is_updating = True
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
+        if not self.is_running:
+            return
+        self.watch.is_updating = False
+        made = self.parameters.optimizers.get(optimizer, 0)
+        if made < self.parameters.num_steps or list(self.parameters.optimizers.values()).count(made) > 1:
+            return  # one of several optimizers has made this step before
+        if self._on_step is not None and not self._is_due:
+            self._on_step(made, self.wanted or 0)
+        if self.wanted is not None and made >= self.wanted:
+            self._is_due = True
+            if self._pass is None:
+                self._end()
+
+    def _end(self) -> None:
+        if self.is_running:
+            self.stop()
+            if self._on_end is not None:
+                self._on_end()
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        fate = self.parameters.by_name.get(name)
+        return tuple(fate.tensor.shape) if fate is not None else ()
+
+
+class _Dropped:
+    """Notes what a Function returns for inputs that need no gradient: autograd drops it."""
+
+    def __init__(self, node: Any, dropped: dict[int, Any]) -> None:
+        self._wanted = [child is not None for child, _ in node.next_functions]
+        self._dropped = dropped
+
+    def __call__(self, returned: Any, _incoming: Any) -> None:
+        for is_wanted, grad in zip(self._wanted, returned, strict=False):
+            if not is_wanted and isinstance(grad, Tensor):
+                reference = refer(grad)
+                self._dropped[reference.cdata] = reference

@@ -1,0 +1,113 @@
+"""What becomes of the leaves: which of them are worth a gradient at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sparsebp_cli.backward.audit.parameter import Fate
+from sparsebp_cli.backward.audit.session import Session
+
+FEWEST_STEPS = 2  # a first step may well have a learning rate of zero: schedules with warm-up begin so
+EXACT = ("unheld", "zero-rate", "unread-leaf")
+
+
+@dataclass
+class Verdict:
+    """Leaves by what is wrong with them; those of which nothing is wrong are in none.
+
+    Args:
+        bits: Sets of leaves by kind of finding.
+        names: Of the parameters among them.
+        without_gradient: Parameters of an optimizer that no gradient ever reached.
+        is_judged: Whether enough steps were seen.
+    """
+
+    bits: dict[str, int] = field(default_factory=dict)
+    names: dict[str, list[str]] = field(default_factory=dict)
+    without_gradient: list[str] = field(default_factory=list)
+    is_judged: bool = True
+
+    @property
+    def useless(self) -> int:
+        """All leaves whose gradient can be left out exactly."""
+        found = 0
+        for kind in EXACT:
+            found |= self.bits.get(kind, 0)
+        return found
+
+    def kind_of(self, leaves: int) -> str | None:
+        """Return the finding that work for some leaves belongs to.
+
+        Args:
+            leaves: A set of leaves.
+
+        Returns:
+            A kind; None when the work is needed.
+        """
+        if leaves and not leaves & ~self.useless:
+            return next(kind for kind in EXACT if leaves & self.bits.get(kind, 0))
+        return next((kind for kind, bits in self.bits.items() if leaves and not leaves & ~bits), None)
+
+
+def judge_leaves(session: Session) -> Verdict:
+    """Judge every leaf.
+
+    Args:
+        session: That has ended.
+
+    Returns:
+        What was found.
+    """
+    parameters, verdict = session.parameters, Verdict()
+    verdict.is_judged = parameters.num_steps >= FEWEST_STEPS
+    collected = 0
+    for one in session.passes:
+        collected |= one.collected
+    if verdict.is_judged:
+        for fate in parameters.fates.values():
+            kind = _kind_of(fate, collected & ~parameters.captured)
+            if kind == "":
+                verdict.without_gradient.append(fate.name)
+            elif kind is not None:
+                verdict.bits[kind] = verdict.bits.get(kind, 0) | fate.bit
+                verdict.names.setdefault(kind, []).append(fate.name)
+    unread = _find_unread(session)
+    if unread:
+        verdict.bits["unread-leaf"] = unread
+    return verdict
+
+
+def _kind_of(fate: Fate, collected: int) -> str | None:
+    """None: it is as it should be. Empty: no gradient ever came."""
+    if fate.steps and not fate.steps_with_gradient:
+        return "" if fate.tensor.requires_grad else None
+    if not fate.bit & collected or fate.has_moved:
+        return None
+    if not fate.steps:
+        return "unheld"
+    if not fate.had_rate:
+        return "zero-rate"
+    return "lost-update" if fate.had_gradient else "zero-gradient"
+
+
+def _find_unread(session: Session) -> int:
+    """Inputs whose gradient nobody read before it died; that of the last pass may still be read."""
+    died, kept = 0, 0
+    last = session.inputs[-1] if session.inputs else None
+    for entry in session.inputs:
+        bit, key, reference = entry
+        if reference is None:
+            continue
+        if key in session.watch.read:
+            kept |= bit
+        elif reference.expired():
+            died |= bit
+        elif not _is_of_last_pass(entry, session, last):
+            kept |= bit
+    return died & ~kept
+
+
+def _is_of_last_pass(entry: tuple[int, int, object], session: Session, last: tuple[int, int, object] | None) -> bool:
+    """Whether a leaf's gradient is of the newest pass, and no older one was kept in the same memory."""
+    same = [one for one in session.inputs if one[0] == entry[0]]
+    return last is not None and entry is same[-1] and [one[1] for one in same].count(entry[1]) == 1

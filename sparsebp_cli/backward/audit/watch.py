@@ -1,0 +1,256 @@
+"""Sees every operator of this thread's forward and backward passes, and counts what it computes and what for.
+
+Shape letters: N rows (= B*T), B examples, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparsebp_cli.backward.audit.ledger import Ledger, Pass
+from sparsebp_cli.backward.audit.module import AnyModules
+from sparsebp_cli.backward.audit.operation import AGAIN, DGRAD, WGRAD, Operation, Tape
+from sparsebp_cli.backward.audit.product import find_zero, is_product
+from sparsebp_cli.backward.audit.reach import UNKNOWN, Reach
+from sparsebp_cli.backward.audit.saved import SavedTensors
+from sparsebp_cli.backward.audit.storage import Weights, key_of, refer, tensors_in
+from sparsebp_cli.backward.flops import find_formula
+from sparsebp_cli.backward.trace import is_in_backward
+
+_ATEN = torch.ops.aten
+_LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fills a ledger. A mode of its thread, which passes every operator on unchanged.
+
+    Args:
+        ledger: That is filled.
+        modules: Knows which module runs.
+        weights: Knows parameters.
+        saved: Knows what was saved.
+        shape_of: Shapes of a parameter, by its name.
+        bit_of: The bit of a parameter among the leaves, by its name.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        modules: AnyModules,
+        weights: Weights,
+        saved: SavedTensors,
+        shape_of: Callable[[str], tuple[int, ...]],
+        bit_of: Callable[[str], int],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ledger, self.modules, self.weights, self.saved = ledger, modules, weights, saved
+        self._shape_of, self._bit_of = shape_of, bit_of
+        self.is_active = True
+        self.is_graded = True  # whether the outermost module under way was called with gradients
+        self.is_updating = False  # inside an optimizer's step
+        self.used_here: dict[str, set[str]] = {}  # parameters that a module's forward reads
+        self.padding_N: Tensor | None = None
+        self.unread: dict[int, Any] = {}  # gradients of inputs: gone from here when something reads them
+        self.read: set[int] = set()
+        self._waiting: list[tuple[Reach, Tape]] = []
+        self._running: dict[int, tuple[Reach, Tape]] = {}
+
+    def begin(self, reach: Reach) -> Tape:
+        """Expect a backward pass.
+
+        Args:
+            reach: Its graph.
+
+        Returns:
+            On which its operators will be written.
+        """
+        tape = Tape()
+        self._waiting.append((reach, tape))
+        return tape
+
+    def end(self, tape: Tape, into: Pass) -> None:
+        """Count a backward pass that has ended.
+
+        Args:
+            tape: From :meth:`begin`.
+            into: The outermost pass under way, or that has just ended.
+        """
+        self._waiting = [pair for pair in self._waiting if pair[1] is not tape]
+        self._running = {number: pair for number, pair in self._running.items() if pair[1] is not tape}
+        dead = tape.find_dead()
+        for place, operation in enumerate(tape.operations):
+            self.ledger.visited.add(operation.number)
+            padding, zero = self._shares(operation)
+            if operation.flops:
+                into.add(operation, is_dead=place in dead, padding=padding, zero=zero)
+            for kept in operation.kept:
+                kept.num_reads += 1
+                if place not in dead:
+                    kept.need |= operation.leaves
+                    share = zero if operation.kind == WGRAD else 0.0
+                    kept.zero_share = share if kept.zero_share is None else min(share, kept.zero_share)
+        self.weights.forget()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.is_active and isinstance(func, OpOverload) and func is not torch.ops.prim.device.default:
+            inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
+            if all(tensor.device.type != "meta" for tensor in outputs):
+                self._see(func, args, kwargs, result, inputs, outputs)
+        return result
+
+    def _see(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        formula = find_formula(func)
+        name = self.weights.follow(inputs, outputs)
+        if not is_in_backward():
+            flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+            self._see_forward(func, args, flops, name, inputs, outputs)
+            return
+        known = {key_of(tensor) for tensor in inputs}
+        writes = [tensor for tensor in outputs if key_of(tensor) not in known]
+        if func._schema.is_mutable:  # noqa: SLF001 - the one place that tells
+            writes = outputs or inputs
+        elif outputs and not writes:
+            return  # a view
+        if self.unread:
+            self._note_read(known)
+        pair = self._find_pass()
+        if pair is None:
+            return
+        reach, tape = pair
+        tape.references += [refer(tensor) for tensor in writes]
+        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; tests hold it
+        number = node._sequence_nr() if node is not None else -1  # noqa: SLF001 - the same
+        operation = Operation(
+            reads=tuple(known),
+            writes=tuple(key_of(tensor) for tensor in writes),
+            module=self.modules.current,
+            leaves=reach.leaves.get(number, UNKNOWN),
+            kept=tuple(kept for key in known if (kept := self.saved.by_key.get(key)) is not None),
+            number=number,
+        )
+        tape.operations.append(operation)
+        if formula is not None:
+            tape.operations += self._count(operation, reach, func, formula, args, kwargs, result)
+
+    def _find_pass(self) -> tuple[Reach, Tape] | None:
+        """The innermost pass of this thread; its number is known when its first operator runs."""
+        this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
+        if this not in self._running:
+            known = [pair[1] for pair in self._running.values()]
+            free = [pair for pair in self._waiting if all(pair[1] is not tape for tape in known)]
+            if not free:
+                return None
+            self._running[this] = free[-1]
+        return self._running[this]
+
+    def _count(
+        self, operation: Operation, reach: Reach, func: Any, formula: Any, args: Any, kwargs: Any, result: Any
+    ) -> list[Operation]:
+        """FLOPs of an operator in a backward pass, and which gradient they are for; what it does besides, apart."""
+        if func.overloadpacket is _ATEN.convolution_backward:
+            return self._count_convolution(operation, reach, formula, args, kwargs, result)
+        operation.flops = int(formula(*args, **kwargs, out_val=result))
+        if self.modules.is_running:
+            operation.kind = AGAIN
+            return []
+        factors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+        weight = next((name for tensor in factors if (name := self.weights.name_of(tensor)) is not None), None)
+        if weight is not None:
+            operation.kind, operation.parameter = DGRAD, weight
+            operation.leaves = reach.behind(operation.number, self._bit_of(weight))
+        elif isinstance(result, Tensor):
+            found = self._find_parameter(operation.module, tuple(result.shape))
+            if found is None:
+                return []
+            operation.kind, operation.parameter, operation.leaves = WGRAD, found, self._bit_of(found)
+        if operation.kind in (DGRAD, WGRAD) and is_product(func):
+            left, right = factors[-2:]
+            is_left = weight is not None and self.weights.name_of(left) is not None
+            zero_N = find_zero(left, right, operation.kind, weight_is_left=is_left)
+            if zero_N is not None:
+                operation.zero_N, operation.num_rows = zero_N, zero_N.numel()
+        return []
+
+    def _count_convolution(
+        self, operation: Operation, reach: Reach, formula: Any, args: Any, kwargs: Any, result: Any
+    ) -> list[Operation]:
+        """One operator computes both gradients: they are counted apart."""
+        *rest, mask = args
+        weight, parts = self.weights.name_of(args[2]), [operation]
+        for place, kind in enumerate((DGRAD, WGRAD)):
+            if not mask[place]:
+                continue
+            part = parts[-1] if len(parts) == 1 and not operation.flops else replace(operation)
+            if part is not operation:
+                parts.append(part)
+            part.flops = int(formula(*rest, [at == place for at in range(3)], **kwargs, out_val=result))
+            part.kind = AGAIN if self.modules.is_running else kind
+            if weight is not None:
+                bit = self._bit_of(weight)
+                part.parameter = weight
+                part.leaves = bit if kind == WGRAD else reach.behind(operation.number, bit)
+        return parts[1:]
+
+    def _find_parameter(self, module: str, shape: tuple[int, ...]) -> str | None:
+        """The parameter of a module that a product is the gradient of: the one of its shape."""
+        for name in sorted(self.used_here.get(module, ())):
+            own = self._shape_of(name)
+            if len(own) > 1 and shape in (own, own[:-2] + own[:-3:-1]):
+                return name
+        return None
+
+    def _see_forward(
+        self, func: Any, args: Any, flops: int, name: str | None, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        if self.unread:
+            self._note_read({key_of(tensor) for tensor in inputs})
+        if self.is_updating:
+            return
+        module = self.modules.current
+        if name is not None:
+            used = self.used_here.setdefault(module, set())
+            used |= {found for tensor in inputs if (found := self.weights.name_of(tensor)) is not None}
+        # Inside a module a Function of Python, or checkpointing, may have switched gradients off for a while.
+        if not (self.is_graded if self.modules.is_running else torch.is_grad_enabled()):
+            self.ledger.ungraded[module] += flops
+            return
+        self.ledger.forward[module] += flops
+        if flops and name is not None and outputs and is_product(func):
+            self.ledger.widths[module] = outputs[0].shape[-1]
+            if self.padding_N is not None and outputs[0].shape[:-1].numel() == self.padding_N.numel():
+                self.ledger.products[module] += flops
+        if func.overloadpacket in _LOSSES:
+            self._see_loss(*args[:5])
+
+    def _see_loss(self, logits_NV: Tensor, target_N: Tensor, _weight: Any, _reduction: int, ignore_index: int) -> None:
+        self.ledger.labels += target_N.numel()
+        self.ledger.ignored += int((target_N == ignore_index).sum())
+        width = logits_NV.shape[1] if logits_NV.ndim > 1 else logits_NV.shape[0]
+        head = next((name for name in reversed(self.ledger.widths) if self.ledger.widths[name] == width), None)
+        if head is not None:
+            self.ledger.heads[head] = width
+
+    def _note_read(self, keys: set[int]) -> None:
+        for key in keys & set(self.unread):
+            self.read.add(key)
+
+    def _shares(self, operation: Operation) -> tuple[float, float]:
+        """Of an operation's rows, those that are zero at padding, and elsewhere."""
+        if operation.zero_N is None or not operation.num_rows:
+            return 0.0, 0.0
+        zero = int(operation.zero_N.sum())
+        padding = 0
+        if self.padding_N is not None and self.padding_N.numel() == operation.num_rows:
+            padding = int((operation.zero_N & self.padding_N.to(operation.zero_N.device)).sum())
+        return padding / operation.num_rows, (zero - padding) / operation.num_rows

@@ -1,0 +1,125 @@
+"""``sparsebp audit``: what a backward pass really executes and keeps, and what of it is wasted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebp_cli.cli.option import Changes
+from sparsebp_cli.cli.screen import Output, print_json, print_line
+from sparsebp_cli.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.finding import AuditReport
+
+WHAT, GATE, FILE = "What is watched", "For CI", "Result"
+SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python train.py --epochs 3."
+
+
+def audit(
+    words: Annotated[list[str], typer.Argument(metavar="RECIPE|COMMAND...", help=SUBJECT)],
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are watched.", rich_help_panel=WHAT)] = 3,
+    changes: Changes = None,
+    stop: Annotated[
+        bool, typer.Option("--stop", help="End the command when its steps are watched.", rich_help_panel=WHAT)
+    ] = False,
+    threshold: Annotated[
+        float, typer.Option(metavar="SHARE", help="Findings below this share of a step are not shown.")
+    ] = 0.005,
+    fail_if_waste: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="End with 1 if more than this share of the FLOPs or bytes could be left out exactly.",
+            rich_help_panel=GATE,
+        ),
+    ] = None,
+    output: Annotated[
+        Output, typer.Option("-o", "--output", help="A table for people, or JSON for programs.", rich_help_panel=FILE)
+    ] = Output.TABLE,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a report: one page.", rich_help_panel=FILE)
+    ] = None,
+) -> None:
+    """Watch a training for some steps: what its backward executes and keeps, and what of it is wasted."""
+    for name, share in (("--threshold", threshold), ("--fail-if-waste", fail_if_waste or 0.0)):
+        if not 0.0 <= share < 1.0:
+            raise UsageError(f"{name} must be in [0, 1), got {share:g}")
+    if html is not None:
+        from sparsebp_cli.finding.page import check_path
+
+        check_path(html)
+    from sparsebp_cli.cli.auditing import run_watched
+
+    settings = {"steps": steps, "threshold": threshold, "stop": stop}
+    with tempfile.TemporaryDirectory(prefix="sparsebp-audit-") as place:
+        is_recipe = Path(words[0]).suffix in {".yaml", ".yml"}
+        command = _train_command(words, changes, steps, Path(place)) if is_recipe else words
+        if not is_recipe and changes:
+            raise UsageError("--set changes a recipe; give the command its own options")
+        settings |= {"stop": stop or is_recipe}
+        watched = run_watched(command, settings, Path(place), quiet=output is Output.JSON)
+        if watched.report is not None:
+            _give(watched.report, output, html, shlex.join(words))
+    if watched.report is None and not watched.exit_code:
+        raise UsageError(watched.why_nothing)
+    if watched.report is None:
+        print_line(f"audit: {watched.why_nothing}", stderr=True)
+    if watched.exit_code:
+        raise typer.Exit(watched.exit_code)
+    assert watched.report is not None
+    if fail_if_waste is not None and watched.report.waste_share > fail_if_waste:
+        print_line(
+            f"failed: {watched.report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True
+        )
+        raise typer.Exit(1)
+
+
+def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:
+    """The worker's own command for a recipe: without what it measures beside training, which is no part of a step."""
+    import sys
+
+    from sparsebp_cli.plan import make_plan
+    from sparsebp_cli.recipe import load_recipe
+
+    if len(words) > 1:
+        raise UsageError(f"one recipe at a time, got {len(words)}: {' '.join(words)}")
+    file = Path(words[0])
+    plan = make_plan(load_recipe(file, changes or []), file)
+    recipe = plan.recipe
+    if recipe.target.kind != "local":
+        raise UnsupportedError(f"target: an audit runs on this machine (local), got {recipe.target.kind}")
+    if recipe.target.options.get("processes", 1) != 1:
+        raise UnsupportedError(f"target.processes: an audit watches 1, got {recipe.target.options['processes']}")
+    if recipe.training.max_steps < steps:
+        raise UsageError(f"--steps must be at most training.max_steps ({recipe.training.max_steps}), got {steps}")
+    measure = recipe.measure.model_copy(
+        update={"probe_every": None, "fidelity_every": None, "eval_every": recipe.training.max_steps, "eval_batches": 1}
+    )
+    checkpoint = recipe.checkpoint.model_copy(update={"every": recipe.training.max_steps})
+    run = place / "run"
+    run.mkdir()
+    recipe = recipe.model_copy(update={"measure": measure, "checkpoint": checkpoint})
+    saved = plan.model_copy(update={"recipe": recipe}).save(run)
+    return [sys.executable, "-m", "sparsebp_cli.worker", str(saved)]
+
+
+def _give(report: AuditReport, output: Output, html: Path | None, command: str) -> None:
+    """Print a report, and write what was asked for."""
+    from sparsebp_cli.finding import write_page
+
+    if html is not None:  # first: a closed pipe must not lose it
+        write_page(report, html, command)
+    if output is Output.JSON:
+        print_json(json.loads(json.dumps(report.to_dict())))
+    else:
+        from sparsebp_cli.cli.audit_table import print_audit
+
+        print_audit(report)
+    if html is not None:
+        print_line(f"report: {html}", stderr=True)

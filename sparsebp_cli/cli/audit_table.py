@@ -1,0 +1,67 @@
+"""An audit as tables of at most 100 columns."""
+
+from __future__ import annotations
+
+from rich.markup import escape
+
+from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_cli.finding import AuditReport, Finding
+from sparsebp_cli.finding.grid import COLUMNS, count, rows, summary, where
+from sparsebp_cli.finding.page import BOUND
+
+NUMBERS = ("FLOP", "of step", "bytes", "of memory")
+MOST_MODULES = 24  # groups in the table; JSON and the page have all of them
+
+
+def print_audit(report: AuditReport) -> None:
+    """Print what was watched, the findings with what to do, the notes, and the work by module.
+
+    Args:
+        report: Of an audit.
+    """
+    for line in summary(report):
+        print_line(line)
+    if report.findings:
+        table = make_table("waste", *NUMBERS, numbers=NUMBERS)
+        for finding in report.findings:
+            table.add_row(escape(finding.title), *_cells(finding))
+        console().print(table)
+        for finding in report.findings:
+            _print_finding(finding)
+    for note in report.notes:
+        print_line(f"note: {note}")
+    cells = rows(report)
+    table = make_table(*COLUMNS, numbers=COLUMNS[1:])
+    for row in cells[:MOST_MODULES]:
+        table.add_row(*(escape(cell) for cell in row))
+    console().print(table)
+    if len(cells) > MOST_MODULES:
+        print_line(f"and {len(cells) - MOST_MODULES} more")
+    if report.findings:
+        print_line(BOUND)
+    if report.num_below:
+        print_line(f"{report.num_below} more below {100 * report.threshold:g} % of a step")
+    print_line(report.verdict)
+
+
+def _cells(finding: Finding) -> tuple[str, ...]:
+    share = f"{finding.flops_share:.1%}" if finding.flops else ""
+    if finding.seconds:
+        share = f"{finding.seconds_share:.1%} time"
+    return (
+        count(finding.flops) if finding.flops else "",
+        share,
+        count(finding.saved_bytes, "B") if finding.saved_bytes >= 0.5 else "",
+        f"{finding.bytes_share:.1%}" if finding.saved_bytes >= 0.5 else "",
+    )
+
+
+def _print_finding(finding: Finding) -> None:
+    """What was seen and what to do, wrapped: these lines are for people alone."""
+    named = where(finding.modules)
+    hint = "" if finding.exact else " (not exactly: what is used would change)"
+    out = console()
+    out.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.detail)}{hint}")
+    if named:
+        out.print(f"  where: {escape(named)}")
+    out.print(f"  to do: {escape(finding.advice)}")

@@ -1,0 +1,97 @@
+"""Runs a command with every Python process of it watched, and takes in what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.cli.interrupt import Interrupts
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.finding import AuditReport
+
+SITE = Path(str(files("sparsebp_cli"))) / "worker" / "audit" / "site"
+SECONDS_TO_END = 30.0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What became of a command.
+
+    Args:
+        exit_code: Its own; 128 and the signal's number when a signal ended it.
+        report: Of the first process that trained; None without one.
+        why_nothing: Without a report, why: one line.
+    """
+
+    exit_code: int
+    report: AuditReport | None
+    why_nothing: str = ""
+
+
+def run_watched(command: list[str], settings: dict[str, Any], place: Path, *, quiet: bool) -> Watched:
+    """Run a command to its end.
+
+    Args:
+        command: Program and arguments.
+        settings: ``steps``, ``threshold``, ``stop``.
+        place: An empty folder for what its processes write.
+        quiet: Whether its standard output goes to standard error, so that ours is the report alone.
+
+    Returns:
+        What became of it.
+
+    Raises:
+        UsageError: There is no such program.
+    """
+    found = place / "found"
+    found.mkdir()
+    path = os.pathsep.join(part for part in (str(SITE), os.environ.get("PYTHONPATH", "")) if part)
+    environment = os.environ | {
+        "PYTHONPATH": path,
+        "SPARSEBP_AUDIT_FOLDER": str(found),
+        "SPARSEBP_AUDIT": json.dumps(settings),
+    }
+    with Interrupts() as interrupts:
+        try:
+            process = subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno() if quiet else None)
+        except OSError as error:
+            hint = f"; did you mean: python {command[0]}?" if command[0].endswith(".py") else ""
+            raise UsageError(f"{command[0]}: {error.strerror}{hint}") from None
+        code = _wait(process, interrupts)
+    reports = sorted(found.glob("report-*.json"), key=lambda file: [int(n) for n in file.stem.split("-")[1:]])
+    if reports:
+        return Watched(code, AuditReport.from_dict(json.loads(reports[0].read_text(encoding="utf-8"))))
+    return Watched(code, None, _why_nothing(found, command, code))
+
+
+def _wait(process: subprocess.Popen[bytes], interrupts: Interrupts) -> int:
+    """Ctrl-C reaches the command by itself; SIGTERM is handed on."""
+    told = 0
+    while True:
+        try:
+            code = process.wait(0.1)
+            return 128 - code if code < 0 else code
+        except subprocess.TimeoutExpired:
+            if interrupts.received[told:]:
+                told = len(interrupts.received)
+                if interrupts.received[-1] == signal.SIGTERM:
+                    process.terminate()
+
+
+def _why_nothing(found: Path, command: list[str], code: int) -> str:
+    failed = next(iter(sorted(found.glob("failed-*"))), None)
+    if failed is not None:
+        lines = failed.read_text(encoding="utf-8").strip().splitlines()
+        return f"the training could not be watched: {lines[-1] if lines else 'no reason was given'}"
+    name = Path(command[0]).name
+    if any(found.glob("idle-*")):
+        return f"{name} ran no backward pass that could be seen: there is nothing to audit"
+    ended = f"ended with {code} before it could be watched" if code else "ran no Python that imports torch"
+    return f"{name} {ended}: there is nothing to audit"

@@ -1,0 +1,82 @@
+"""The kinds of waste that an audit knows: what each is called, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of waste.
+
+    Args:
+        title: In a few words.
+        advice: What to do, in one sentence.
+        exact: Whether all of it can be left out while every result that is used stays the same.
+    """
+
+    title: str
+    advice: str
+    exact: bool = True
+
+
+KINDS: dict[str, Kind] = {
+    "frozen-wgrad": Kind(
+        "weight gradients of frozen parameters",
+        "ask ctx.needs_input_grad in the Function's backward and multiply, and save the input, only where it is true",
+    ),
+    "dropped-gradient": Kind(
+        "gradients that autograd drops",
+        "return None for inputs that need no gradient: ctx.needs_input_grad tells which",
+    ),
+    "unread-leaf": Kind(
+        "gradients of inputs that nobody reads",
+        "leave requires_grad_() of the inputs out; under checkpointing use use_reentrant=False, which needs none",
+    ),
+    "ignored-logits": Kind(
+        "logits whose gradient is zero: their labels are ignored",
+        "give the head only the rows that have a label: logits_to_keep, or select hidden states before the head",
+    ),
+    "padding": Kind(
+        "padding positions",
+        "put examples of like length together, pad to the longest of the batch, or pack without padding",
+    ),
+    "zero-rows": Kind(
+        "products with rows of the gradient that are exactly zero",
+        "cut each batch after its last trained position; what is left of it, only a backward that skips rows can save",
+    ),
+    "unread-saved": Kind(
+        "tensors saved for the backward that it never reads",
+        "save only what the backward will read: ctx.save_for_backward where ctx.needs_input_grad says so",
+    ),
+    "unvisited-saved": Kind(
+        "activations saved where no backward came",
+        "compute what is not part of the loss under torch.no_grad(), or detach its input",
+    ),
+    "unheld": Kind(
+        "gradients of parameters that no optimizer holds",
+        "call requires_grad_(False) on them before the forward: nothing below the lowest trained parameter is computed",
+    ),
+    "zero-rate": Kind(
+        "gradients of parameters whose learning rate is zero",
+        "call requires_grad_(False) on them for as long as their learning rate is zero",
+    ),
+    "zero-gradient": Kind(
+        "gradients that were all zero in every step",
+        "find out why nothing reaches them (a dead unit, a mask, a detached branch); freeze them if that is meant",
+        exact=False,
+    ),
+    "lost-update": Kind(
+        "parameters that did not move although they had a gradient",
+        "the update is smaller than the last bit of the parameter: keep float32 weights, or raise the learning rate",
+        exact=False,
+    ),
+    "discarded": Kind(
+        "gradients that were cleared before a step used them",
+        "clear gradients after optimizer.step(), not between the backward passes of one step",
+    ),
+    "scanning-hooks": Kind(
+        "hooks that go through many parameters at every call",
+        "let a parameter's hook look at its own parameter only: with P parameters, P calls that visit P are P*P visits",
+    ),
+}

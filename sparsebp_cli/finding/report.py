@@ -1,0 +1,179 @@
+"""The report of an audit: plain numbers, the same for the terminal, for JSON and for the page."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+SCHEMA = 1  # of the JSON; it grows when a field changes its meaning or goes
+THRESHOLD = 0.005  # share of the step above which a finding is shown
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that was computed or kept for nothing. What one finding counts, no other counts again.
+
+    Args:
+        kind: A key of ``KINDS``.
+        title: The same in a few words.
+        detail: What was seen, in one sentence.
+        advice: What to do, in one sentence.
+        exact: Whether all of it can be left out while every result that is used stays the same.
+        modules: Where, those that waste most first; empty for the model itself and what belongs to no module.
+        flops: Wasted in a step.
+        flops_share: Of all FLOPs of a step, in [0, 1].
+        saved_bytes: Kept for nothing: saved activations of one backward pass, gradients and optimizer state.
+        bytes_share: Of all bytes that parameters, gradients, optimizer state and saved activations take, in [0, 1].
+        seconds: Spent in a step under the audit; of hooks alone, else 0.
+        seconds_share: Of the seconds of a step under the audit, in [0, 1].
+    """
+
+    kind: str
+    title: str
+    detail: str
+    advice: str
+    exact: bool
+    modules: tuple[str, ...]
+    flops: float
+    flops_share: float
+    saved_bytes: float
+    bytes_share: float
+    seconds: float = 0.0
+    seconds_share: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The largest of the shares: what decides whether it is shown."""
+        return max(self.flops_share, self.bytes_share, self.seconds_share)
+
+
+@dataclass(frozen=True)
+class ModuleWork:
+    """What one module computed and saved, and what of it was wasted. FLOPs are of a step, bytes of a backward pass.
+
+    Args:
+        module: Its name; empty for the model itself and what belongs to no module.
+        forward_flops: Of the forward.
+        dgrad_flops: Of gradients of its input.
+        wgrad_flops: Of gradients of its weights.
+        other_flops: Of the rest of its backward, such as attention.
+        recomputed_flops: Of its forward that ran again inside the backward.
+        saved_bytes: Saved for the backward by its forward first.
+        wasted_flops: Over all findings, those below the threshold as well.
+        wasted_bytes: The same, of what it saved.
+    """
+
+    module: str
+    forward_flops: float = 0.0
+    dgrad_flops: float = 0.0
+    wgrad_flops: float = 0.0
+    other_flops: float = 0.0
+    recomputed_flops: float = 0.0
+    saved_bytes: float = 0.0
+    wasted_flops: float = 0.0
+    wasted_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """What some steps of a training executed and kept, and what of it was wasted.
+
+    Args:
+        steps: Optimizer steps that were watched; without an optimizer, backward passes.
+        wanted_steps: How many were asked for.
+        backwards: Backward passes in them.
+        forward_flops: In a step, where gradients were recorded.
+        backward_flops: In a step, without what was computed again.
+        recomputed_flops: Forwards that ran again inside the backward, in a step.
+        ungraded_flops: Forwards without gradients, in a step; part of no share.
+        saved_bytes: Saved for the backward by one pass; storages that several operators save count once.
+        parameter_bytes: Of all parameters that were seen.
+        gradient_bytes: Of their gradients.
+        optimizer_bytes: Of the optimizers' state.
+        step_seconds: Of a step under the audit, which slows it down.
+        threshold: Share of a step above which a finding is shown.
+        wasted_flops_share: Of all exact findings, those below the threshold as well.
+        wasted_bytes_share: The same, of bytes.
+        num_below: Findings below the threshold.
+        findings: Those above it, the largest first.
+        notes: What is needed although it may look like waste, and what could not be judged.
+        modules: Every module that computed or saved anything, the most work first.
+        schema: Of these fields.
+    """
+
+    steps: int
+    wanted_steps: int
+    backwards: int
+    forward_flops: float
+    backward_flops: float
+    recomputed_flops: float
+    ungraded_flops: float
+    saved_bytes: float
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    step_seconds: float
+    threshold: float
+    wasted_flops_share: float
+    wasted_bytes_share: float
+    num_below: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    modules: tuple[ModuleWork, ...]
+    schema: int = field(default=SCHEMA)
+
+    @property
+    def step_flops(self) -> float:
+        """All FLOPs of a step that shares are of."""
+        return self.forward_flops + self.backward_flops + self.recomputed_flops
+
+    @property
+    def total_bytes(self) -> float:
+        """All bytes that shares are of."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
+
+    @property
+    def waste_share(self) -> float:
+        """The larger of the exactly avoidable shares of FLOPs and bytes: what a gate compares."""
+        return max(self.wasted_flops_share, self.wasted_bytes_share)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if not self.findings:
+            return f"no waste found above {100 * self.threshold:g} % of a step"
+        count = f"{len(self.findings)} finding{'s' * (len(self.findings) > 1)}"
+        return (
+            f"{count}: at most {self.wasted_flops_share:.1%} of the FLOPs of a step and "
+            f"{self.wasted_bytes_share:.1%} of the bytes could be left out exactly"
+        )
+
+    def finding(self, kind: str) -> Finding | None:
+        """Return the finding of a kind.
+
+        Args:
+            kind: A key of ``KINDS``.
+
+        Returns:
+            The finding; None when there is none above the threshold.
+        """
+        return next((finding for finding in self.findings if finding.kind == kind), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> AuditReport:
+        """Return the report that :meth:`to_dict` made plain.
+
+        Args:
+            content: From :meth:`to_dict`, also after JSON.
+
+        Returns:
+            The report.
+        """
+        plain = dict(content)
+        plain["findings"] = tuple(Finding(**(item | {"modules": tuple(item["modules"])})) for item in plain["findings"])
+        plain["modules"] = tuple(ModuleWork(**item) for item in plain["modules"])
+        return cls(**(plain | {"notes": tuple(plain["notes"])}))

@@ -1,0 +1,84 @@
+"""Watches the training of the process that it is in, and writes the report into a folder.
+
+Told by environment variables, which the command's processes hand on to each other: ``SPARSEBP_AUDIT_FOLDER`` and
+``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``). Written: ``report-RANK-PID.json``, whole or not at all,
+when all steps were seen or the process ends; ``idle-PID`` by a process that had torch and ran no backward pass.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.backward.audit import Audit
+
+RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+
+
+class ScriptAudit:
+    """The audit of this process.
+
+    Args:
+        folder: Where the report goes.
+        settings: ``steps``, ``threshold`` and ``stop``.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        self._folder, self._stops = folder, bool(settings["stop"])
+        self._pid, self._is_written = os.getpid(), False
+        self.rank = next((int(os.environ[name]) for name in RANKS if os.environ.get(name, "").isdigit()), 0)
+        self._audit = Audit(
+            steps=settings["steps"], threshold=settings["threshold"], on_step=self._tell, on_end=self._end
+        )
+
+    def start(self) -> None:
+        """Begin to watch; end with the process at the latest."""
+        self._audit.start()
+        atexit.register(self.write)
+
+    def write(self) -> None:
+        """Write what was found, once; a process that was forked from this one writes nothing."""
+        if self._is_written or os.getpid() != self._pid:
+            return
+        self._is_written = True
+        try:
+            self._audit.stop()
+            if self._audit.has_seen_backward:
+                self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._audit.report().to_dict()))
+            else:
+                self._save(f"idle-{self._pid}", "")
+        except Exception:  # the audit must not be what a training fails of
+            self._save(f"failed-{self._pid}", traceback.format_exc())
+
+    def _tell(self, step: int, steps: int) -> None:
+        if self.rank == 0:
+            print(f"sparsebp audit: step {step} of {steps}", file=sys.stderr, flush=True)
+
+    def _end(self) -> None:
+        # Not the optimizer's hooks: one of them is running.
+        self._is_written = True
+        try:
+            self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._audit.report().to_dict()))
+        except Exception:
+            self._save(f"failed-{self._pid}", traceback.format_exc())
+        if self._stops:
+            sys.exit(0)
+
+    def _save(self, name: str, text: str) -> None:
+        part = self._folder / f".{name}.part"
+        try:
+            part.write_text(text, encoding="utf-8")
+            part.replace(self._folder / name)
+        except OSError as error:  # whoever asked may be gone
+            print(f"sparsebp audit: the report was not written: {error}", file=sys.stderr)
+
+
+def begin_watching() -> None:
+    """Watch this process as the environment says."""
+    settings = json.loads(os.environ["SPARSEBP_AUDIT"])
+    ScriptAudit(Path(os.environ["SPARSEBP_AUDIT_FOLDER"]), settings).start()
