@@ -103,23 +103,9 @@ def find_decoder(model: nn.Module) -> Decoder:
     return decoder
 
 
-def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module's forward by their names.
-
-    Args:
-        module: Its class's own forward tells the names.
-        args: As given.
-        kwargs: As given.
-
-    Returns:
-        All of them that were given.
-    """
-    return dict(zip(_names(cast("Any", type(module))), args, strict=False)) | kwargs
-
-
-def first_name(module: nn.Module) -> str:
-    """Return the name of the first argument of a module's forward."""
-    return _names(cast("Any", type(module)))[0]
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the arguments that a module's class takes in its forward, in order."""
+    return _names(cast("Any", type(module)))
 
 
 @contextmanager
@@ -151,7 +137,7 @@ def _has_head(module: nn.Module) -> bool:
     loaded = sys.modules.get("transformers.modeling_utils")  # a model that is one has loaded it
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
         return False
-    return "labels" in _names(cast("Any", type(module))) and module.get_output_embeddings() is not None
+    return "labels" in argument_names(module) and module.get_output_embeddings() is not None
 
 
 def _name(module: nn.Module) -> str:

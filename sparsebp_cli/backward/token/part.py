@@ -7,7 +7,7 @@ model, and the logits of all positions come back, zeros where a position is not 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -18,7 +18,7 @@ from sparsebp_cli.backward.branch import call_module, replaced
 from sparsebp_cli.backward.score.chooser import TokenChooser
 from sparsebp_cli.backward.site import Bound, check_free
 from sparsebp_cli.backward.token.chooser import Chooser
-from sparsebp_cli.backward.token.decoder import Decoder, by_name, find_decoder
+from sparsebp_cli.backward.token.decoder import Decoder, argument_names, find_decoder
 from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits
 from sparsebp_cli.backward.token.plan import Marks, Plan, make_plan, read_marks
 from sparsebp_cli.backward.token.reference import detached
@@ -93,19 +93,20 @@ class BoundDecoder(Bound):
     def __init__(self, part: TokenPart, engine: Engine) -> None:
         self.part, self.engine, self.is_removed = part, engine, False
         self._model = part.decoder.model
+        # The number of rows differs from step to step; what is compiled inside of the layers stays so.
+        self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(self._select)
+        self._names = argument_names(self._model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
         if args and args[0] is self._model:  # accelerate binds what it once wrapped as a method
             args = args[1:]
-        arguments = by_name(self._model, args, kwargs)
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
         columns = self.part.chooser.columns
         own = {name: value for name, value in arguments.items() if name not in columns}
         if self.is_removed or not (self.engine.enabled and self._model.training and torch.is_grad_enabled()):
             return call_module(self._model, **own)
-        if torch.compiler.is_compiling():
-            raise UnsupportedError("token selection is not built for torch.compile: rows differ from step to step")
-        return self._select(arguments, own)
+        return self._run(arguments, own)
 
     def _select(self, arguments: dict[str, Any], own: dict[str, Any]) -> Any:
         known = self.part.given | {name: value for name, value in arguments.items() if value is not None}

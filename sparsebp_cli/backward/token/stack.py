@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.branch import call_module, is_filled, replaced
 from sparsebp_cli.backward.cache import Captured, Capturing, Giving, silence
 from sparsebp_cli.backward.token.cut import Cutter, View
-from sparsebp_cli.backward.token.decoder import Decoder, Layer, by_name, first_name, unchecked
+from sparsebp_cli.backward.token.decoder import Decoder, Layer, argument_names, unchecked
 from sparsebp_cli.backward.token.plan import Plan
 from sparsebp_cli.errors import UnsupportedError
 
@@ -70,8 +70,9 @@ class Stack:
 
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
         layer = self._decoder.layers[number]
-        arguments = by_name(layer.module, args, kwargs)
-        hidden: Tensor = arguments.pop(first_name(layer.module))
+        names = argument_names(layer.module)
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        hidden: Tensor = arguments.pop(names[0])
         # An empty one stays unused; whether there is one decides about the masks that the model makes.
         if is_filled(arguments.pop(layer.attention.cache, None), layer.core):
             raise UnsupportedError("token selection computes without keys and values of earlier positions")
@@ -170,7 +171,7 @@ class LayerRun:
 
     def _call(self, hidden: Tensor, arguments: dict[str, Any], cache: Any) -> Tensor:
         module = self.layer.module
-        arguments = arguments | {first_name(module): hidden, self.layer.attention.cache: cache}
+        arguments = arguments | {argument_names(module)[0]: hidden, self.layer.attention.cache: cache}
         with unchecked(module):
             return cast("Tensor", call_module(module, **arguments))
 

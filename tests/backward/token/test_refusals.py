@@ -1,0 +1,125 @@
+"""What token selection does not do is refused by name, before anything is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+)
+
+import sparsebp_cli as sbp
+from sparsebp_cli.errors import UnsupportedError, UsageError
+from tests.backward.families import tiny_decoder
+
+from .case import Marked, make_batch, random_ids
+from .test_families import decoder
+
+
+def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs() -> None:
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+    )
+    with pytest.raises(UnsupportedError, match=r"does not know OPTDecoderLayer: .* BranchLayout .*sparsebp\.layouts"):
+        sbp.attach(OPTForCausalLM(config), [Marked()])
+
+
+@pytest.mark.parametrize(
+    ("model", "complaint"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "causal language model of transformers, got Sequential"),
+        (
+            lambda: LlamaForSequenceClassification(
+                LlamaConfig(
+                    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+                )
+            ),
+            "causal language model of transformers, got LlamaForSequenceClassification",
+        ),
+        (
+            lambda: BertForMaskedLM(
+                BertConfig(
+                    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+                )
+            ),
+            "does not know BertLayer",
+        ),
+        (lambda: tiny_decoder("gemma3_text", use_bidirectional_attention=True), "has use_bidirectional_attention"),
+        (lambda: tiny_decoder("gpt2", add_cross_attention=True), "has add_cross_attention"),
+        (lambda: tiny_decoder("llama", attn_implementation="flex_attention"), "attention eager or sdpa, got 'flex_att"),
+    ],
+)
+def test_a_model_that_is_no_plain_decoder_is_refused_when_attached(model: Any, complaint: str) -> None:
+    found = model()
+    with pytest.raises(UnsupportedError, match=complaint):
+        sbp.attach(found, [Marked()])
+    assert not any("forward" in module.__dict__ for module in found.modules())
+
+
+@pytest.mark.parametrize("sites", ["branches", "nodes"])
+def test_sites_that_do_not_go_with_tokens_are_refused(sites: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"Marked needs sites='linears', got '{sites}'"):
+        sbp.attach(decoder("llama"), [Marked()], sites=sites)
+
+
+def test_two_token_selectors_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="answer the same question"):
+        sbp.attach(decoder("llama"), [Marked(), Marked(mode="detach")])
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused() -> None:
+    model = decoder("llama")
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+    with pytest.raises(UnsupportedError, match="ForCausalLMLoss, the model has <lambda>"):
+        sbp.attach(model, [Marked()])
+
+
+@pytest.mark.parametrize(
+    ("extra", "complaint"),
+    [
+        ({"output_hidden_states": True}, "output_hidden_states"),
+        ({"output_attentions": True}, "output_attentions"),
+        ({"logits_to_keep": 3}, "logits_to_keep"),
+        ({"shift_labels": random_ids()}, "shift_labels"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 16])}, "it takes cu_seq_lens_q"),
+        ({"is_causal": True}, "it takes is_causal"),
+    ],
+)
+def test_an_argument_that_cannot_be_cut_is_refused(extra: dict[str, Any], complaint: str) -> None:
+    model, batch = decoder("llama"), make_batch("scattered")
+    with sbp.attach(model, [Marked(mode="detach")]):
+        with pytest.raises(UnsupportedError, match=complaint):
+            model(**batch.arguments, **extra)
+        assert torch.isfinite(model(**batch.arguments).loss)  # the layers were given back
+
+
+def test_keys_and_values_of_earlier_positions_are_refused() -> None:
+    model, batch = decoder("llama"), make_batch("scattered")
+    with torch.no_grad():
+        filled = model(input_ids=random_ids(), use_cache=True).past_key_values
+    with sbp.attach(model, [Marked()]), pytest.raises(UnsupportedError, match="past_key_values"):
+        model(**batch.arguments, past_key_values=filled)
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    model, batch = decoder("llama"), make_batch("scattered")
+    short = {name: value[:, :12] for name, value in batch.arguments.items() if name != "input_ids"}
+    complaint = r"positions \(3, 16\), got \(3, 12\)"
+    with sbp.attach(model, [Marked()]) as engine:
+        engine.columns(**short)
+        with pytest.raises(UsageError, match=complaint):
+            model(input_ids=batch.inputs["input_ids"])
+
+
+def test_an_attached_model_is_refused() -> None:
+    model = decoder("llama")
+    with sbp.attach(model, [Marked()]), pytest.raises(UnsupportedError, match="already attached"):
+        sbp.attach(model, [Marked()])
