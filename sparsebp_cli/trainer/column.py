@@ -38,6 +38,9 @@ def chooses_by_data(policy: TokenSelector) -> bool:
 
     Args:
         policy: Any.
+
+    Returns:
+        Whether it is.
     """
     shares = (policy.budget, getattr(policy, "keep", None), getattr(policy, "band", None))  # a plugin may have neither
     return not policy.needs and all(share in (None, 1.0) for share in shares)

@@ -20,6 +20,7 @@ from .conftest import CHECKPOINTING, Make, differing, is_free, make_arguments, m
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 DENSE = ["dense"]
+SHARE = "policy/kept_share"
 KEPT = [{"name": "topk", "keep": 1.0, "along": "rows"}]
 
 
@@ -122,22 +123,26 @@ def test_dense_and_keep_of_one_train_the_same_weights_as_trainer(
     assert trainer.policy_callback.engine.report().num_backwards >= trainer.state.global_step
 
 
-POLICIES: list[list[dict[str, Any]]] = [
-    [{"name": "random", "keep": 0.5, "along": "rows", "keep_warmup_steps": 3}],
-    [{"name": "topk", "keep": 0.25, "along": "rows", "error_feedback": True}],
-]
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "random rows": ("linears", {"name": "random", "keep": 0.5, "along": "rows", "keep_warmup_steps": 3}),
+    "feedback": ("linears", {"name": "topk", "keep": 0.25, "along": "rows", "error_feedback": True}),
+    "branches": ("branches", {"name": "topk", "keep": 0.25, "along": "rows"}),
+    "tokens exactly": ("linears", {"name": "tokens", "score": "random", "keep": 0.5}),
+    "tokens detached": ("linears", {"name": "tokens", "score": "loss", "keep": 0.5, "mode": "detach"}),
+    "examples": ("linears", {"name": "selective-backprop", "keep": 0.5, "start": 0.3, "end": 0.9}),
+    "parameters": ("linears", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
+}
 
 
-@pytest.mark.parametrize("policies", POLICIES, ids=["random", "topk"])
-@pytest.mark.parametrize("sites", ["linears", "branches"])
-def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(
-    policies: list[dict[str, Any]], sites: str, door: Make, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(name: str, door: Make, tmp_path: Path) -> None:
+    sites, policy = POLICIES[name]
+    exclude = ["lm_head"] if policy["name"] in ("topk", "random") and sites == "linears" else []
     options = {"optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "seed": 5}
     trainer = door(
         Trainer,
-        policies,
-        {"sites": sites, "exclude": ["lm_head"] if sites == "linears" else []},
+        [policy],
+        {"sites": sites, "exclude": exclude},
         model=make_model(),
         args=make_arguments(
             tmp_path, gradient_accumulation_steps=2, max_steps=6, train_sampling_strategy="sequential", **options
@@ -148,9 +153,8 @@ def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(
 
     model = make_model().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    made = [sbp.make_policy(policy["name"], **{k: v for k, v in policy.items() if k != "name"}) for policy in policies]
+    made = [sbp.make_policy(policy["name"], **{key: value for key, value in policy.items() if key != "name"})]
     examples = make_examples(24)
-    exclude = ["lm_head"] if sites == "linears" else []
     with sbp.attach(model, made, sites=sites, exclude=exclude, optimizer=optimizer, seed=5, num_steps=6) as engine:
         for start in range(0, 24, 4):
             pair = [examples[start : start + 2], examples[start + 2 : start + 4]]
@@ -160,7 +164,10 @@ def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(
                 engine.backward(model(**batch, num_items_in_batch=number).loss)
             optimizer.step()
             optimizer.zero_grad()
-        assert engine.report().sites == trainer.policy_callback.engine.report().sites
+        report, other = engine.report(), trainer.policy_callback.engine.report()
+        assert report.sites == other.sites
+        if report.chosen is not None:  # all but the seconds
+            assert report.chosen.trained_share == other.chosen.trained_share == trainer.state.log_history[-1][SHARE]
     assert differing(weights(model), weights(trainer.model)) == []
     assert is_free(trainer)
 
