@@ -31,6 +31,7 @@ EVAL_LOSS = Metric("eval/loss", "nats/token", "lower")
 EVAL_ACCURACY = Metric("eval/accuracy", "share", "higher")
 FORWARD_SECONDS = Metric("time/forward_seconds", "s", "lower", timing=True)
 BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
+SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # of the forward's: only to choose
 OPTIMIZER_SECONDS = Metric("time/optimizer_seconds", "s", "lower", timing=True)
 STEP_SECONDS = Metric("time/step_seconds", "s", "lower", timing=True)
 TOKENS_PER_SECOND = Metric("throughput/tokens_per_sec", "tokens/s", "higher", timing=True)
@@ -48,6 +49,7 @@ PEAK_ACTIVATION_BYTES = Metric("memory/step_peak_activation_bytes", "B", "lower"
 PEAK_WORKSPACE_BYTES = Metric("memory/step_peak_workspace_bytes", "B", "lower")  # all else
 DENSE_SAVED_BYTES = Metric("memory/dense_saved_for_backward_bytes", "B", "lower")  # the same batch without the policy
 FORWARD_FLOPS = Metric("flops/forward", "FLOP", "lower")
+SCORING_FLOPS = Metric("flops/scoring", "FLOP", "lower")  # of the forward's: only to choose what is trained
 BACKWARD_EXECUTED = Metric("flops/backward_executed", "FLOP", "lower")
 BACKWARD_DENSE = Metric("flops/backward_dense", "FLOP", "lower")
 CLAIMED_SHARE = Metric(
@@ -70,6 +72,8 @@ BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity
 BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
 VARIANCE = Metric("fidelity/variance", "", "lower")
 KEPT_SHARE = Metric("policy/kept_share", "share")
+TRAINED_SHARE = Metric("policy/trained_share", "share")  # of the targets, those whose loss counts
+CARRIED_SHARE = Metric("policy/carried_share", "share")  # of the positions that are no padding, those with gradient
 NODES = Metric("policy/nodes", "nodes")  # of the autograd graph of one backward
 NODES_RUN = Metric("policy/nodes_run", "nodes", "lower")  # of these, those that a gradient arrived at
 PARAMETERS_REACHED = Metric("policy/parameters_reached", "tensors", "higher")  # parameters that got a gradient

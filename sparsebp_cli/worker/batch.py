@@ -3,7 +3,7 @@ save but a number, and a resumed run sees the same data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class BatchOrder:
         *,
         rank: int = 0,
         num_ranks: int = 1,
+        columns: Collection[str] = (),
     ) -> None:
         """Set the order.
 
@@ -35,16 +36,18 @@ class BatchOrder:
             pad_token_id: Fills short examples.
             rank: Which of the processes that train together this is.
             num_ranks: How many there are; together they see what one would with so many times the batch.
+            columns: Names of the examples' columns that a batch brings.
         """
         self.examples, self.seed, self.pad_token_id = examples, seed, pad_token_id
-        self.batch_size, self.num_ranks = batch_size * num_ranks, num_ranks
+        self.batch_size, self.num_ranks, self.columns = batch_size * num_ranks, num_ranks, columns
         self._own = slice(rank * batch_size, (rank + 1) * batch_size)
         self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return micro-batch ``number`` of all ranks, counted from 0 over the whole run."""
         positions = range(number * self.batch_size, (number + 1) * self.batch_size)
-        return collate([self.examples[self._example(position)] for position in positions], self.pad_token_id)
+        examples = [self.examples[self._example(position)] for position in positions]
+        return collate(examples, self.pad_token_id, self.columns)
 
     def share(self, number: int) -> tuple[dict[str, Tensor], int]:
         """Return this rank's part of a micro-batch, as long as the whole one, and how many targets the whole one has.
@@ -72,20 +75,23 @@ def in_order(examples: Sequence[Example], batch_size: int, pad_token_id: int) ->
         yield collate(examples[start : start + batch_size], pad_token_id)
 
 
-def collate(examples: Sequence[Example], pad_token_id: int) -> dict[str, Tensor]:
+def collate(examples: Sequence[Example], pad_token_id: int, columns: Collection[str] = ()) -> dict[str, Tensor]:
     """Put examples into one batch, padded on the right.
 
     Args:
         examples: At least one.
         pad_token_id: Fills short examples.
+        columns: Names of the examples' columns that the batch brings.
 
     Returns:
-        ``input_ids`` (B, T), ``labels`` (B, T) or (B,), and ``attention_mask`` (B, T) where anything is padded.
+        ``input_ids`` (B, T), ``labels`` (B, T) or (B,), ``attention_mask`` (B, T) where anything is padded, and the
+        columns, (B, T), 0 where padded.
     """
     longest = max(len(example.input_ids) for example in examples)
     if all(len(example.input_ids) == longest for example in examples):
         ids_BT = torch.stack([torch.from_numpy(example.input_ids) for example in examples])
-        return {"input_ids": ids_BT, "labels": torch.stack([torch.from_numpy(e.labels) for e in examples])}
+        labels = torch.stack([torch.from_numpy(e.labels) for e in examples])
+        return {"input_ids": ids_BT, "labels": labels} | _columns(examples, columns, longest)
     length = -(-longest // PAD_TO) * PAD_TO
     ids_BT = torch.full((len(examples), length), pad_token_id)
     mask_BT = torch.zeros((len(examples), length), dtype=torch.int64)
@@ -98,7 +104,18 @@ def collate(examples: Sequence[Example], pad_token_id: int) -> dict[str, Tensor]
             labels_BT[row, :count] = torch.from_numpy(example.labels)
     single = examples[0].labels.ndim == 0
     labels = torch.stack([torch.from_numpy(e.labels) for e in examples]) if single else labels_BT
-    return {"input_ids": ids_BT, "labels": labels, "attention_mask": mask_BT}
+    return {"input_ids": ids_BT, "labels": labels, "attention_mask": mask_BT} | _columns(examples, columns, length)
+
+
+def _columns(examples: Sequence[Example], names: Collection[str], length: int) -> dict[str, Tensor]:
+    found = {}
+    for name in names:
+        first = torch.from_numpy(examples[0].columns[name])
+        found[name] = torch.zeros((len(examples), length), dtype=first.dtype)
+        for row, example in enumerate(examples):
+            column = torch.from_numpy(example.columns[name])
+            found[name][row, : len(column)] = column
+    return found
 
 
 def num_targets(batch: dict[str, Tensor]) -> int:

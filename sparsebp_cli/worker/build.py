@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,18 @@ from transformers.utils.logging import disable_progress_bar
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import find_policies, make_policy
+from sparsebp_cli.policy import Policy, find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
+from sparsebp_cli.worker.chosen import find_columns
 from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.trainable import NO_DENSE, freezes
@@ -65,10 +67,9 @@ def build_training(
         journal.write("note", level="info", text=NO_PROBE)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is read by people and by programs
     accelerator = _build_accelerator(recipe, ranks)
-    set_seed(recipe.training.seed)
-    with accelerator.main_process_first():  # what is downloaded or read into a cache is there for the others then
-        tokenizer = build_tokenizer(recipe.model)
-        data = build_data(recipe.dataset, tokenizer)
+    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
+    tokenizer, reference = _load_data(recipe, policies, accelerator)
+    data = reference.data
     is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
     model = build_model(recipe.model, tokenizer, len(data.label_names) if is_classification else None)
@@ -80,7 +81,7 @@ def build_training(
     optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
     engine = attach(
         model,
-        [make_policy(entry.name, **entry.options) for entry in recipe.policy],
+        policies,
         sites=recipe.backward.sites,
         optimizer=optimizer,
         update=recipe.backward.update,
@@ -92,6 +93,7 @@ def build_training(
         num_steps=recipe.training.max_steps,
     )
     schedule = build_schedule(recipe.training, optimizer)
+        reference=reference.attached,
     with engine.disabled():  # what is trained over the whole run, not at its first step
         facts = _facts(plan, model, data, accelerator)  # before the model is cut into parts
         if ranks.is_sharded:
@@ -104,7 +106,7 @@ def build_training(
         sum_gradients(prepared)
         if ranks.rank:  # the same weights, but dropout of its own
             set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
-    journal.write("facts", values=facts)
+    journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
     size = recipe.training.per_device_train_batch_size
     parts = {
         "plan": plan,
@@ -125,6 +127,7 @@ def build_training(
             num_ranks=ranks.count,
         ),
         "held_out": data.held_out,
+            columns=find_columns(policies) | reference.columns,
         "checkpoints": checkpoints,
         "tokenizer": tokenizer,
         "ranks": ranks,
@@ -158,6 +161,14 @@ def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snaps
 
 def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:
     if recipe.target.device == "cuda" and not torch.cuda.is_available():
+def _load_data(recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator) -> tuple[Any, Reference]:
+    set_seed(recipe.training.seed)
+    with accelerator.main_process_first():  # what is downloaded or read into a cache is there for the others then
+        tokenizer = build_tokenizer(recipe.model)
+        data = build_data(recipe.dataset, tokenizer, find_columns(policies))
+        return tokenizer, build_reference(policies, recipe, data, tokenizer, accelerator)
+
+
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
     threads = recipe.target.threads
     if ranks.count > 1:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run import home
+from sparsebp_cli.worker.column import mark_tokens
 from sparsebp_cli.worker.model import find_source
 
 DATASETS = "sparsebp.datasets"
@@ -29,10 +30,12 @@ class Example:
     Args:
         input_ids: int64, at most max_seq_length.
         labels: int64 of the same length with -100 where nothing is trained; a single class for classification.
+        columns: What policies read beside these, by name, each of the same length.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,24 @@ class Data:
     label_names: list[str]
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that depend on every token and label of both splits."""
+        """Return 16 hexadecimal digits that depend on every token, label and column of both splits."""
         sha = hashlib.sha256()
         for split in (self.train, self.held_out):
             sha.update(len(split).to_bytes(8, "little"))
             for example in split:
                 sha.update(example.input_ids.tobytes() + b"|" + example.labels.tobytes())
+                for name, column in sorted(example.columns.items()):
+                    sha.update(b"|" + name.encode() + b"|" + column.tobytes())
         return sha.hexdigest()[:16]
 
 
-def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> Data:
+def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase, columns: Collection[str] = ()) -> Data:
     """Load a recipe's dataset and turn it into examples.
 
     Args:
         section: The recipe's dataset.
         tokenizer: Of the model.
+        columns: Names of those that mark characters of the text; the training examples bring them, by token.
 
     Returns:
         Both splits.
@@ -77,10 +83,10 @@ def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> D
     held_out = _pick(splits, section.eval_split, section.max_examples) if section.eval_split else None
     label_names: list[str] = []
     if section.format == "text":
-        train = _pack(_column(rows, section.text_column), section.max_seq_length, tokenizer)
-        test = _pack(_column(held_out, section.text_column), section.max_seq_length, tokenizer) if held_out else None
+        train = _pack(rows, section, tokenizer, columns)
+        test = _pack(held_out, section, tokenizer) if held_out else None
     elif section.format == "completion":
-        train = _complete(rows, section, tokenizer)
+        train = _complete(rows, section, tokenizer, columns)
         test = _complete(held_out, section, tokenizer) if held_out else None
     else:
         label_names = _label_names(rows, section.label_column)
@@ -146,25 +152,45 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any]) -> list[list[
     return ids
 
 
-def _pack(texts: list[Any], length: int, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+def _pack(
+    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, columns: Collection[str] = ()
+) -> list[Example]:
+    texts, length = _column(rows, section.text_column), section.max_seq_length
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    stream = np.array([i for ids in _ids(tokenizer, texts) for i in (*ids, *end)], dtype=np.int64)
-    blocks = stream[: len(stream) // length * length].reshape(-1, length)
-    return [Example(block, block) for block in blocks]
+    blocks = _blocks(([*ids, *end] for ids in _ids(tokenizer, texts)), length)
+    marked = {
+        name: _blocks(mark_tokens(tokenizer, [texts], _column(rows, name), name, end=len(end)), length)
+        for name in columns
+    }
+    return [
+        Example(block, block, {name: of_name[number] for name, of_name in marked.items()})
+        for number, block in enumerate(blocks)
+    ]
 
 
-def _complete(rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+def _blocks(parts: Iterable[Iterable[int]], length: int) -> np.ndarray:
+    stream = np.array([i for part in parts for i in part], dtype=np.int64)
+    return stream[: len(stream) // length * length].reshape(-1, length)
+
+
+def _complete(
+    rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, columns: Collection[str] = ()
+) -> list[Example]:
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    prompts = _ids(tokenizer, _column(rows, section.prompt_column))
-    completions = _ids(tokenizer, _column(rows, section.completion_column))
+    texts = [_column(rows, section.prompt_column), _column(rows, section.completion_column)]
+    prompts, completions = (_ids(tokenizer, part) for part in texts)
+    marked = {
+        name: mark_tokens(tokenizer, texts, _column(rows, name), name, start=len(start), end=len(end))
+        for name in columns
+    }
     examples = []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids = np.array([*start, *prompt, *completion, *end][: section.max_seq_length], dtype=np.int64)
         labels = ids.copy()
         labels[: len(start) + len(prompt)] = IGNORED
         if (labels[1:] != IGNORED).any():
-            examples.append(Example(ids, labels))
+            examples.append(Example(ids, labels, {name: by_row[number][: len(ids)] for name, by_row in marked.items()}))
     return examples
 
 

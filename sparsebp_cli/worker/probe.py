@@ -58,7 +58,9 @@ def run_probe(rehearsal: Rehearsal, stopwatch: Stopwatch) -> Probe:
     dense, _, claims = _count(rehearsal, "dense")
     policy, report, _ = _count(rehearsal, "policy")
     proof = Proof.of(rehearsal.model, dense, policy, report, claims)
-    values = _work(proof, left["policy"]) | _speed(proof, median(seconds["dense"]), median(seconds["policy"]))
+    chosen = report.chosen
+    values = _work(proof, left["policy"]) | {metric.SCORING_FLOPS.name: chosen and float(chosen.scoring_flops)}
+    values |= _speed(proof, median(seconds["dense"]), median(seconds["policy"]))
     return Probe(values, proof, left["dense"], left["policy"])
 
 

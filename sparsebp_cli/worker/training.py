@@ -19,6 +19,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
+from sparsebp_cli.worker.chosen import tell_chosen
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
 from sparsebp_cli.worker.figure import held_bytes, tell_route
@@ -184,6 +185,7 @@ class Training:
             metric.STEP_SECONDS.name: most.pop("step"),
             **most,
             **tell_route(self.engine.take_route()),
+            **tell_chosen(self.engine.take_chosen(), self.ranks, self.plan.recipe),
         }
 
     def _adding(self, *, is_last: bool) -> AbstractContextManager[None]:

@@ -1,0 +1,150 @@
+"""The reference model of a token selector: its loss of every training token, once and from the disk, or batch by batch.
+
+What is kept depends on the data, the reference's weights and how they are computed with, and on nothing of the run; the
+cost of having it is kept beside it, so that it is told also where it was not paid again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from sparsebp_cli.backward import count_flops
+from sparsebp_cli.backward.score.batch import next_tokens
+from sparsebp_cli.backward.score.chooser import REFERENCE_COLUMN
+from sparsebp_cli.backward.score.cost import ScoringCost
+from sparsebp_cli.backward.score.scorer import Scorer
+from sparsebp_cli.policy import Policy, TokenSelector
+from sparsebp_cli.recipe.schema import ModelSection, Recipe
+from sparsebp_cli.run import home
+from sparsebp_cli.worker.batch import in_order
+from sparsebp_cli.worker.data import Data
+from sparsebp_cli.worker.model import build_model
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What training is given of a reference.
+
+    Args:
+        data: With the column ``reference_loss`` in the training examples, where the scores are kept.
+        attached: For ``attach(reference=...)``: the model, ``batch``, or None without a reference.
+        facts: For the journal; empty without a reference.
+        columns: Names of the columns that a batch must bring for it.
+    """
+
+    data: Data
+    attached: nn.Module | str | None = None
+    facts: dict[str, Any] | None = None
+    columns: frozenset[str] = frozenset()
+
+
+def build_reference(
+    policies: Sequence[Policy],
+    recipe: Recipe,
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Accelerator,
+) -> Reference:
+    """Load the reference that a policy names, and its scores if they are to be kept.
+
+    Args:
+        policies: Of the recipe.
+        recipe: Says in what precision is computed.
+        data: Its training examples are scored.
+        tokenizer: Of the model, and so of the reference.
+        accelerator: Where and how is computed.
+
+    Returns:
+        The reference; without a policy that names one, the data alone.
+
+    Raises:
+        DataError: The reference cannot be found or loaded.
+    """
+    policy = next((p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs), None)
+    if policy is None:
+        return Reference(data)
+    section = ModelSection(name=policy.reference, dtype=recipe.model.dtype, attention=recipe.model.attention)
+    model: nn.Module = build_model(section, tokenizer, None)
+    model.eval().requires_grad_(False).to(accelerator.device)
+    digest = _digest(model)
+    facts: dict[str, Any] = {"name": policy.reference, "digest": digest, "scores": policy.reference_scores}
+    if policy.reference_scores == "fly":
+        return Reference(data, model, facts)
+    precision = (
+        f"{recipe.model.dtype} {recipe.model.attention} {recipe.training.mixed_precision} {accelerator.device.type}"
+    )
+    key = hashlib.sha256(f"{data.digest()} {digest} {precision}".encode()).hexdigest()[:32]
+    path = home() / "cache" / "reference" / f"{key}.safetensors"
+    kept = _read(path, data)
+    if kept is None:
+        kept = _score(model, data, tokenizer, accelerator, recipe.training.per_device_train_batch_size)
+        _write(path, *kept)
+        facts["from_cache"] = False
+    scores, cost = kept
+    borders = np.cumsum([len(example.input_ids) for example in data.train])[:-1]
+    train = [
+        replace(example, columns=example.columns | {REFERENCE_COLUMN: part})
+        for example, part in zip(data.train, np.split(scores, borders), strict=True)
+    ]
+    with_scores = replace(data, train=train)
+    return Reference(with_scores, "batch", {"from_cache": True} | facts | cost, frozenset({REFERENCE_COLUMN}))
+
+
+Kept = tuple[np.ndarray, dict[str, float]]
+
+
+def _score(
+    model: nn.Module, data: Data, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, size: int
+) -> Kept:
+    """Return the loss of every training token, one after the other, and what that cost; the time is with counting."""
+    scorer, found, cost = Scorer(model, "the reference"), [], {"seconds": 0.0, "flops": 0.0}
+    assert isinstance(tokenizer.pad_token_id, int)
+    examples = iter(data.train)
+    for batch in in_order(data.train, size, tokenizer.pad_token_id):
+        on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+        labels = on_device.pop("labels")
+        with count_flops(), ScoringCost(accelerator.device) as spent, accelerator.autocast():
+            loss_BT = scorer.score(on_device, next_tokens(labels), model, {"loss"})["loss"].cpu().numpy()
+        found += [row[: len(next(examples).input_ids)] for row in loss_BT]
+        cost = {"seconds": cost["seconds"] + spent.seconds, "flops": cost["flops"] + spent.flops}
+    return np.concatenate(found), cost
+
+
+def _digest(model: nn.Module) -> str:
+    """Return 16 hexadecimal digits that depend on every weight."""
+    sha = hashlib.sha256(type(model).__name__.encode())
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().cpu().contiguous().flatten()
+        sha.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha.update(flat.view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def _read(path: Path, data: Data) -> Kept | None:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            scores, cost = file.get_tensor(REFERENCE_COLUMN), json.loads(file.metadata()["cost"])
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):
+        return None  # not there, or damaged: made again
+    return (scores, cost) if len(scores) == sum(len(example.input_ids) for example in data.train) else None
+
+
+def _write(path: Path, scores: np.ndarray, cost: dict[str, float]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{os.getpid()}-{path.name}")
+    save_file({REFERENCE_COLUMN: scores}, part, metadata={"cost": json.dumps(cost)})
+    part.replace(path)
