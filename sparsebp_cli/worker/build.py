@@ -91,9 +91,9 @@ def build_training(
         exclude=recipe.backward.exclude,
         seed=recipe.training.seed,
         num_steps=recipe.training.max_steps,
+        reference=reference.attached,
     )
     schedule = build_schedule(recipe.training, optimizer)
-        reference=reference.attached,
     with engine.disabled():  # what is trained over the whole run, not at its first step
         facts = _facts(plan, model, data, accelerator)  # before the model is cut into parts
         if ranks.is_sharded:
@@ -125,9 +125,9 @@ def build_training(
             tokenizer.pad_token_id,
             rank=ranks.rank,
             num_ranks=ranks.count,
+            columns=find_columns(policies) | reference.columns,
         ),
         "held_out": data.held_out,
-            columns=find_columns(policies) | reference.columns,
         "checkpoints": checkpoints,
         "tokenizer": tokenizer,
         "ranks": ranks,
@@ -159,8 +159,6 @@ def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snaps
     return checkpoints.load(step) if snapshot is None and step is not None else snapshot, damaged
 
 
-def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:
-    if recipe.target.device == "cuda" and not torch.cuda.is_available():
 def _load_data(recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator) -> tuple[Any, Reference]:
     set_seed(recipe.training.seed)
     with accelerator.main_process_first():  # what is downloaded or read into a cache is there for the others then
@@ -169,6 +167,8 @@ def _load_data(recipe: Recipe, policies: Sequence[Policy], accelerator: Accelera
         return tokenizer, build_reference(policies, recipe, data, tokenizer, accelerator)
 
 
+def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:
+    if recipe.target.device == "cuda" and not torch.cuda.is_available():
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
     threads = recipe.target.threads
     if ranks.count > 1:
