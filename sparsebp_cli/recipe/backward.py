@@ -21,7 +21,16 @@ class BackwardSection(Section):
     exclude: list[str] = Field(
         default_factory=list, description="Sites that stay dense: globs over module names, such as lm_head."
     )
-    update: Literal["deferred"] = Field("deferred", description="When parameters change: after the backward pass.")
+    update: Literal["deferred", "eager"] = Field(
+        "deferred",
+        description="When parameters change. deferred: after the backward pass. eager: inside it, each when its "
+        "gradient is complete, which is then freed.",
+    )
+    eager_clip: Literal["parameter", "previous", "exact"] | None = Field(
+        None,
+        description="With update: eager, the norm by which training.max_grad_norm clips. parameter: each gradient's "
+        "own. previous: that of all gradients in the step before. exact: that of all, found by a backward of its own.",
+    )
     checkpointing: Literal["none", "sparse", "full"] = Field(
         "none",
         description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer "
@@ -33,6 +42,14 @@ class BackwardSection(Section):
         description="In how many parts of the layers forward and backward are run, or the names of the first module of "
         "each: their inputs are kept, and all but the last part are computed again. null: in one.",
     )
+
+    @model_validator(mode="after")
+    def _clips_eagerly(self) -> Self:
+        if self.eager_clip is not None and self.update != "eager":
+            raise ValueError(f"eager_clip: {self.eager_clip} needs update: eager, got {self.update}")
+        if self.eager_clip == "exact" and self.sites == "nodes":
+            raise ValueError("eager_clip: exact needs two passes over one graph, sites: nodes is made for one")
+        return self
 
     @model_validator(mode="after")
     def _sparse_needs_branches(self) -> Self:

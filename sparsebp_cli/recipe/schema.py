@@ -34,6 +34,11 @@ class ModelSection(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights; bfloat16 is pure bfloat16.")
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation.")
+    float8: Literal["emulated", "native"] | None = Field(
+        None,
+        description="Linears multiply in float8, by torchao: native in a GPU's float8 units, emulated with the same "
+        "casts on any device. The head and adapters do not.",
+    )
     lora: LoraSection | None = Field(None, description="Train low-rank adapters only.")
 
     @model_validator(mode="after")
@@ -81,6 +86,23 @@ class PolicyEntry(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
+Optim = Literal[
+    "adamw",
+    "adam",
+    "sgd",
+    "rmsprop",
+    "adagrad",
+    "adamax",
+    "nadam",
+    "radam",
+    "adafactor",
+    "apollo",
+    "apollo-mini",
+    "galore",
+    "adalomo",
+]
+
+
 class TrainingSection(Section):
     """Optimisation, in the words of transformers.TrainingArguments."""
 
@@ -89,8 +111,10 @@ class TrainingSection(Section):
     per_device_train_batch_size: PositiveInt = Field(8, description="Examples a forward pass.")
     gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes an optimizer step.")
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(1.0, description="Clip to this norm; null: never.")
-    optim: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad", "adamax", "nadam", "radam", "adafactor"] = Field(
-        "adamw", description="Class of torch.optim, in lower case."
+    optim: Optim = Field(
+        "adamw",
+        description="Class of torch.optim, in lower case; apollo and apollo-mini are our own; galore and adalomo need "
+        "the package pytorch-optimizer.",
     )
     optim_args: dict[str, Any] = Field(
         default_factory=dict, description="The optimizer's other arguments: weight_decay, betas, momentum."

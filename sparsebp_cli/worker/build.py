@@ -85,6 +85,8 @@ def build_training(
         sites=recipe.backward.sites,
         optimizer=optimizer,
         update=recipe.backward.update,
+        max_grad_norm=recipe.training.max_grad_norm if recipe.backward.update == "eager" else None,
+        eager_clip=recipe.backward.eager_clip,
         segments=recipe.backward.segments,
         checkpointing="none" if recipe.backward.checkpointing == "full" else recipe.backward.checkpointing,
         engine=recipe.backward.engine,

@@ -1,9 +1,11 @@
-"""Optimizers of torch and schedules of transformers, by name."""
+"""Optimizers and schedules by name: of torch and transformers, our own, and through an extra of pytorch-optimizer."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,17 +16,65 @@ from transformers import get_scheduler
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.recipe.schema import TrainingSection
 
-CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "adafactor": torch.optim.Adafactor,
-    "adagrad": torch.optim.Adagrad,
-    "adam": torch.optim.Adam,
-    "adamax": torch.optim.Adamax,
-    "adamw": torch.optim.AdamW,
-    "nadam": torch.optim.NAdam,
-    "radam": torch.optim.RAdam,
-    "rmsprop": torch.optim.RMSprop,
-    "sgd": torch.optim.SGD,
+
+@dataclass(frozen=True)
+class Entry:
+    """Where an optimizer is.
+
+    Args:
+        place: ``module:class``.
+        arguments: What its name says beside the class.
+        extra: Package and extra that it needs; None: it is there.
+    """
+
+    place: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    extra: tuple[str, str] | None = None
+
+
+_EXTRA = ("pytorch-optimizer", "optimizers")
+ENTRIES: dict[str, Entry] = {
+    "adafactor": Entry("torch.optim:Adafactor"),
+    "adagrad": Entry("torch.optim:Adagrad"),
+    "adam": Entry("torch.optim:Adam"),
+    "adamax": Entry("torch.optim:Adamax"),
+    "adamw": Entry("torch.optim:AdamW"),
+    "nadam": Entry("torch.optim:NAdam"),
+    "radam": Entry("torch.optim:RAdam"),
+    "rmsprop": Entry("torch.optim:RMSprop"),
+    "sgd": Entry("torch.optim:SGD"),
+    "apollo": Entry("sparsebp_cli.worker.apollo:Apollo", {"scale_type": "channel"}),
+    # The paper's: rank 1, and a factor of the root of 128.
+    "apollo-mini": Entry("sparsebp_cli.worker.apollo:Apollo", {"scale_type": "tensor", "rank": 1, "scale": 128.0}),
+    "galore": Entry("sparsebp_cli.worker.galore:GaLore", extra=_EXTRA),
+    "adalomo": Entry("sparsebp_cli.worker.adalomo:AdaLomo", extra=_EXTRA),
 }
+
+
+def find_optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return an optimizer's class, and the arguments that its name stands for.
+
+    Args:
+        name: As in a recipe.
+
+    Returns:
+        Both; the arguments can be overridden.
+
+    Raises:
+        DataError: A package is missing.
+    """
+    entry = ENTRIES[name]
+    module, _, found = entry.place.partition(":")
+    try:
+        kind: type[torch.optim.Optimizer] = getattr(import_module(module), found)
+    except ImportError as error:
+        if entry.extra is None:
+            raise
+        package, extra = entry.extra
+        raise DataError(
+            f"training.optim: {name} needs the package {package} ({error}): pip install 'sparsebp[{extra}]'"
+        ) from None
+    return kind, dict(entry.arguments)
 
 
 def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
@@ -38,18 +88,18 @@ def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -
         The optimizer.
 
     Raises:
-        DataError: It has no such argument, or refuses its value.
+        DataError: It has no such argument, refuses its value, or needs a package that is missing.
     """
-    optimizer_class = CLASSES[section.optim]
-    known = [name for name in inspect.signature(optimizer_class).parameters if name not in {"params", "lr"}]
+    kind, arguments = find_optimizer(section.optim)
+    known = [name for name in inspect.signature(kind).parameters if name not in {"params", "lr"}]
     for name in section.optim_args:
         if name not in known:
             raise DataError(
                 f"training.optim_args.{name}: {section.optim} has {', '.join(known)}{did_you_mean(name, known)}"
             )
-    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
+    arguments |= {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
     try:
-        return optimizer_class(parameters, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
+        return kind(parameters, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise DataError(f"training.optim_args: {section.optim}: {error}") from None
 

@@ -50,14 +50,14 @@ def refuse_processes(recipe: Recipe) -> None:
             raise UnsupportedError(f"policy {entry.name} with another set of parameters each step: {alone}")
     if recipe.backward.sites == "nodes":  # parameters' gradients are cut there, before they are summed over the ranks
         raise UnsupportedError(f"backward.sites: nodes {alone}")
+    if recipe.backward.update == "eager":  # a gradient is summed over the ranks when it is no longer there
+        raise UnsupportedError(f"backward.update: eager {alone}")
     if options.sharding == "none":
         return
     if recipe.backward.segments is not None:  # a part of the weights is gathered for each layer's forward alone
         raise UnsupportedError(f"backward.segments is not built with target.sharding: {options.sharding}; use DDP")
-    if recipe.training.optim in (
-        "adagrad",
-        "adafactor",
-    ):  # the one's state is older than the parts, the other's smaller
+    # The state of adagrad is older than the parts, that of the others has not the shape of its parameter.
+    if recipe.training.optim in ("adagrad", "adafactor", "apollo", "apollo-mini", "galore", "adalomo"):
         raise UnsupportedError(
             f"training.optim: {recipe.training.optim} is not built with target.sharding: {options.sharding}; "
             "use sharding: none"

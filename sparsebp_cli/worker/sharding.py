@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.worker.precision import keep_precision
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -153,7 +154,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         number: {name: _cut_state(parameters[number], value) for name, value in values.items()}
         for number, values in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": by_number})
+    cut = {**state, "state": by_number}
+    optimizer.load_state_dict(cut)
+    keep_precision(optimizer, cut)
 
 
 def _cut_state(parameter: Tensor, value: Any) -> Any:

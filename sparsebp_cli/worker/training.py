@@ -161,7 +161,7 @@ class Training:
                     loss = self._loss(batch, targets)
                 loss_sum += finite_loss(self.ranks.total([float(loss.detach())])[0], self.step + 1)
                 with watch("backward"):
-                    self.engine.backward(loss, self.accelerator.backward)
+                    self.engine.backward(loss, self.accelerator.backward, is_last=number == accumulation)
         with watch("optimizer"):
             norm = self._clip(training.max_grad_norm)
             self.optimizer.step()
@@ -214,6 +214,8 @@ class Training:
         return mean
 
     def _clip(self, max_norm: float | None) -> float:
+        if self.engine.eager is not None:  # has clipped, updated and looked at every gradient
+            return self.engine.eager.gradient_norm
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
         return finite_norm(float(whole(norm)), self.bare, self.step + 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
@@ -27,7 +28,8 @@ def refuse_inseparable(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedError: Two parameters updated one by one do not become what they become together.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    options = {name: value for name, value in inner.defaults.items() if name not in ("fused", "capturable")}
+    known = inspect.signature(type(inner)).parameters.keys() - {"fused", "capturable"}  # those are of devices
+    options = {name: value for name, value in inner.defaults.items() if name in known}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

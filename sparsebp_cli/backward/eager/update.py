@@ -67,6 +67,11 @@ class EagerUpdate:
         self._has_updated = False
 
     @property
+    def gradient_norm(self) -> float:
+        """2-norm of all gradients of the last pass that updated, before they were clipped; 0 before the first."""
+        return 0.0 if self.report is None else self.report.gradient_norm
+
+    @property
     def previous_norm(self) -> float | None:
         """Norm of all gradients of the last step; None before the first."""
         return None if self._total is None else float(self._total)

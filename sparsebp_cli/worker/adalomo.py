@@ -1,0 +1,95 @@
+"""AdaLomo of the package pytorch-optimizer, as an optimizer of PyTorch's kind.
+
+Lv, Yan, Guo, Lv, Qiu: AdaLomo: Low-memory Optimization with Adaptive Learning Rate, 2024,
+https://arxiv.org/abs/2310.10195. The package's class wants the model and a backward pass of its own, in which every
+hook looks at every parameter; here its arithmetic is asked about one parameter at a time, and when parameters are
+updated is left to the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from pytorch_optimizer import AdaLOMO
+from torch import Tensor, nn
+
+from sparsebp_cli.worker.precision import keep_precision
+
+_STATE = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
+
+
+class AdaLomo(torch.optim.Optimizer):
+    """Steps of bounded size in units of each parameter's own, with a factored second moment.
+
+    Args:
+        params: As for any optimizer; vectors and matrices.
+        lr: Learning rate, in units of a parameter's root mean square.
+        weight_decay: As in AdamW.
+        clip_threshold: Largest root mean square of a step before it is scaled.
+        decay_rate: The exponent by which the second moment forgets, below 0.
+        eps1: Added to squared gradients.
+        eps2: Smallest root mean square that a parameter is taken to have.
+
+    Raises:
+        ValueError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.0,
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        eps1: float = 1e-30,
+        eps2: float = 1e-3,
+    ) -> None:
+        options = {
+            "weight_decay": weight_decay,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "eps1": eps1,
+            "eps2": eps2,
+        }
+        AdaLOMO(nn.Linear(1, 1), lr=lr, **options)  # checks them
+        super().__init__(params, {"lr": lr} | options)
+        self._options = tuple(options)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state, which is in single precision, whatever the weights are in.
+
+        Args:
+            state_dict: Of such an optimizer.
+        """
+        super().load_state_dict(state_dict)
+        keep_precision(self, state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: None.
+        """
+        del closure
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, alone = self.state[parameter], nn.Module()
+        alone.p = nn.Parameter(parameter.detach())  # the same memory, without the hooks that others put on it
+        alone.p.grad = parameter.grad
+        options = {name: group[name] for name in self._options}
+        package = AdaLOMO(alone, lr=group["lr"], loss_scale=0.0, **options)
+        for name in _STATE:
+            if name in state:
+                getattr(package, name)["p"] = state[name]
+        package.num_steps = state["step"] = state.get("step", 0) + 1
+        package.grad_func(None)
+        for name in _STATE:
+            if "p" in getattr(package, name):
+                state[name] = getattr(package, name)["p"]

@@ -1,0 +1,24 @@
+"""Optimizer state keeps the precision that it was saved in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def keep_precision(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Put back what ``load_state_dict`` has rounded: it casts all state to the dtype of the weights.
+
+    Args:
+        optimizer: That was just loaded.
+        state_dict: From which.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in state_dict["state"].items():
+        parameter = parameters[number]
+        state = optimizer.state[parameter]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dtype != state[name].dtype:
+                state[name] = value.to(state[name].device, copy=True)

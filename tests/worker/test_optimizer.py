@@ -1,0 +1,163 @@
+"""Optimizers by name: what they compute, how they are made, and that eager update drives each."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import Optim, TrainingSection
+from sparsebp_cli.worker.apollo import Apollo
+from sparsebp_cli.worker.checkpoint import CheckpointFolder, RankState, Snapshot
+from sparsebp_cli.worker.generators import capture_rng
+from sparsebp_cli.worker.optimizer import ENTRIES, build_optimizer, find_optimizer
+from sparsebp_cli.worker.sharding import load_optimizer
+from tests.backward.eager_case import MODELS, assert_equal, train
+
+SMALL: dict[str, dict[str, Any]] = {
+    "apollo": {"rank": 4, "update_proj_gap": 3},
+    "apollo-mini": {"update_proj_gap": 3},
+    "galore": {"rank": 4, "update_proj_gap": 3},
+}
+
+
+def make(name: str, parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    section = TrainingSection(optim=name, optim_args=SMALL.get(name, {}) | options, learning_rate=1e-2)
+    return build_optimizer(section, parameters)
+
+
+def test_every_name_that_a_recipe_may_say_is_known_and_no_other() -> None:
+    assert set(get_args(Optim)) == ENTRIES.keys()
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.parametrize("model", ["llama", "gpt2-tied", "recurrent", "branches-reentrant"])
+def test_every_optimizer_gives_the_same_weights_when_it_is_driven_eagerly(name: str, model: str) -> None:
+    steps = 12 if name in ("adamw", "apollo-mini") else 4
+    expected, _ = train(MODELS[model], lambda p: make(name, p), steps=steps, eager=False)
+    found, engine = train(MODELS[model], lambda p: make(name, p), steps=steps, eager=True)
+    assert_equal(found, expected)
+    assert engine.eager.report.num_early > 0
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_every_optimizer_goes_on_from_a_checkpoint_bit_by_bit(name: str, tmp_path: Any) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        model(number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = MODELS["branches"]().to(torch.bfloat16)
+    first.run = lambda function, x: function(x.to(torch.bfloat16))
+    optimizer = make(name, first.parameters())
+    for number in range(4):
+        step(first, optimizer, number)
+    folder = CheckpointFolder(tmp_path, 1)
+    folder.save(Snapshot(4, dict(first.named_parameters()), optimizer.state_dict(), {}, [RankState({}, capture_rng())]))
+    snapshot, damaged = folder.load_newest_good()
+    assert snapshot is not None
+    assert not damaged
+    second = MODELS["branches"]().to(torch.bfloat16)
+    second.run = first.run
+    resumed = make(name, second.parameters())
+    second.load_state_dict(snapshot.weights)
+    load_optimizer(resumed, snapshot.optimizer)
+    for number in range(4, 8):
+        step(first, optimizer, number)
+        step(second, resumed, number)
+    assert_equal(dict(second.named_parameters()), dict(first.named_parameters()))
+
+
+def apollo_by_hand(weight: Tensor, gradients: list[Tensor], projection: Tensor, options: dict[str, Any]) -> Tensor:
+    """Algorithm 1 of the paper for a matrix that is no higher than wide, in double precision."""
+    weight, mean, square, before = weight.double(), 0.0, 0.0, None
+    for number, single in enumerate(gradients, 1):
+        gradient = single.double()
+        projected = projection.double() @ gradient
+        mean = 0.9 * mean + 0.1 * projected
+        square = 0.999 * square + 0.001 * projected**2
+        moved = mean / (1 - 0.9**number) / ((square / (1 - 0.999**number)).sqrt() + 1e-6)
+        if options["scale_type"] == "channel":
+            factor = moved.norm(dim=0) / projected.norm(dim=0)
+        else:
+            factor = moved.norm() / projected.norm()
+        step = gradient * factor
+        if before is not None and step.norm() > 1.01 * before:
+            step = step / step.norm() * 1.01 * before
+        before = step.norm()
+        weight = weight - 0.01 * math.sqrt(options["scale"]) * step - 0.01 * options["weight_decay"] * weight
+    return weight.float()
+
+
+@pytest.mark.parametrize(("kind", "rank", "scale"), [("channel", 4, 1.0), ("tensor", 1, 128.0)])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_apollo_is_the_papers_algorithm(kind: str, rank: int, scale: float, is_turned: bool) -> None:
+    torch.manual_seed(0)
+    start, gradients = torch.randn(6, 10), [torch.randn(6, 10) * 2.0**n for n in range(5)]
+    options = {"rank": rank, "scale": scale, "scale_type": kind, "weight_decay": 0.1}
+    weight = nn.Parameter(start.t().contiguous() if is_turned else start.clone())
+    optimizer = Apollo([weight], lr=0.01, **options)
+    for gradient in gradients:
+        weight.grad = gradient.t().contiguous() if is_turned else gradient.clone()
+        optimizer.step()
+    projection = optimizer._draw(weight, 6, 1, optimizer.param_groups[0])
+    assert projection.shape == (rank, 6)
+    expected = apollo_by_hand(start, gradients, projection, options)
+    torch.testing.assert_close(weight.t() if is_turned else weight, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_apollo_draws_projections_of_variance_1_over_rank_anew_after_the_gap_and_for_each_parameter() -> None:
+    first, second = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+    optimizer = Apollo([first, second], rank=32, update_proj_gap=2)
+    (group,) = optimizer.param_groups
+    state = torch.get_rng_state()
+    drawn = [optimizer._draw(first, 64, step, group) for step in (1, 2, 3)]
+    assert torch.equal(state, torch.get_rng_state())
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    assert not torch.equal(drawn[0], optimizer._draw(second, 64, 1, group))
+    assert float(drawn[0].var()) == pytest.approx(1 / 32, rel=0.15)
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo-mini", "galore", "adalomo"])
+def test_state_of_low_rank_optimizers_is_smaller_than_the_weights(name: str) -> None:
+    weight = nn.Parameter(torch.randn(256, 128))
+    optimizer = make(name, [weight], **({} if name in ("apollo-mini", "adalomo") else {"rank": 4}))
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    size = sum(value.nbytes for value in optimizer.state[weight].values() if isinstance(value, Tensor))
+    expected = {
+        "apollo": 4 * (2 * 4 * 256 + 1),
+        "apollo-mini": 4 * (2 * 256 + 1),
+        "galore": 4 * (2 * 4 * 256 + 4 * 128),
+        "adalomo": 4 * (256 + 128),
+    }
+    assert size == expected[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("apollo", {"rnak": 3}, "training.optim_args.rnak: apollo has betas, .*did you mean rank"),
+        ("apollo", {"rank": 0}, "training.optim_args: apollo: rank must be a whole number of 1 or more, got 0"),
+        ("apollo-mini", {"scale_type": "row"}, "scale_type must be channel or tensor, got 'row'"),
+        ("adalomo", {"clip_threshold": -1.0}, "training.optim_args: adalomo: .*clip_threshold"),
+        ("sgd", {"momentum": -1.0}, "training.optim_args: sgd: Invalid momentum"),
+    ],
+)
+def test_arguments_that_an_optimizer_refuses_are_told_by_name(name: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        make(name, [nn.Parameter(torch.zeros(2, 2))], **options)
+
+
+@pytest.mark.parametrize("name", ["galore", "adalomo"])
+def test_a_missing_extra_is_one_line_with_the_command_that_brings_it(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    monkeypatch.delitem(sys.modules, ENTRIES[name].place.partition(":")[0], raising=False)
+    with pytest.raises(DataError, match=rf"{name} needs the package pytorch-optimizer .*pip install 'sparsebp\[opt"):
+        find_optimizer(name)
