@@ -38,4 +38,4 @@ def test_two_processes_train_as_trainer_does_and_resume(tmp_path: Path) -> None:
         assert one["changed"] > 0
         assert one["state"] == ["sparsebp-0.safetensors", "sparsebp-1.safetensors"]
         assert all(flops for flops in one["flops"][:-1])
-    assert found[0]["sum"] == found[1]["sum"]  # the same weights on both
+    assert found[0]["sums"] == found[1]["sums"]  # the same weights on both

@@ -84,6 +84,32 @@ def test_what_a_trainer_may_be_told_that_is_not_built(
     assert not any(name in vars(trainer) for name in ("train", "log", "training_step"))
 
 
+MASKED = {"name": "tokens", "score": "mask", "mask_column": "loss_mask"}
+LOSSES = {"name": "tokens", "score": "loss", "keep": 0.5}
+EXAMPLES = {"name": "uniform", "keep": 0.5}
+
+
+def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.sum()
+
+
+@pytest.mark.parametrize("policy", [MASKED, LOSSES, EXAMPLES], ids=lambda policy: policy["name"] + str(len(policy)))
+@pytest.mark.parametrize(
+    ("args", "kwargs", "match"),
+    [
+        ({"torch_compile": True}, {}, "torch_compile: what the forward computes differs from step to step"),
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1, which reads the logits of all positions"),
+        ({}, {"compute_loss_func": own_loss}, "compute_loss_func, which reads the logits of all positions"),
+    ],
+    ids=["compile", "smoothing", "function"],
+)
+def test_what_reads_all_logits_does_not_go_with_a_choice_of_tokens_or_examples(
+    policy: Any, args: dict[str, Any], kwargs: dict[str, Any], match: str, door: Make, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=match):
+        door(Trainer, [policy], {}, model=make_model(), args=make_arguments(tmp_path, **args), **kwargs)
+
+
 def test_an_attached_model_is_refused(door: Make, tmp_path: Path) -> None:
     model = make_model()
     with (

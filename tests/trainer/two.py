@@ -15,6 +15,7 @@ from sparsebp_cli.trainer import PolicyTrainer
 from tests.trainer.conftest import differing, make_arguments, make_examples, make_model, weights
 
 ROWS = [{"name": "random", "keep": 0.5, "along": "rows", "within": "example", "error_feedback": True}]
+TOKENS = [{"name": "tokens", "score": "random", "keep": 0.5, "within": "example", "mode": "detach"}]
 
 
 def main(folder: Path) -> dict[str, Any]:
@@ -41,12 +42,16 @@ def main(folder: Path) -> dict[str, Any]:
     plain, dense = train(Trainer, "plain"), train(PolicyTrainer, "dense", policies=["dense"], log_flops_every=2)
     whole = train(PolicyTrainer, "rows", policies=ROWS, log_flops_every=2)
     again = train(PolicyTrainer, "again", folder / "rows" / "checkpoint-3", policies=ROWS, log_flops_every=None)
+    chosen: dict[str, Any] = {"policies": TOKENS, "log_flops_every": None}
+    tokens = train(PolicyTrainer, "tokens", **chosen)
+    tokens_again = train(PolicyTrainer, "tokens-again", folder / "tokens" / "checkpoint-3", **chosen)
     return {
         "wrapped": type(whole.model_wrapped).__name__,
         "dense": differing(weights(plain.model), weights(dense.model)),
-        "resumed": differing(weights(whole.model), weights(again.model)),
+        "resumed": differing(weights(whole.model), weights(again.model))
+        + differing(weights(tokens.model), weights(tokens_again.model)),
         "changed": len(differing(weights(plain.model), weights(whole.model))),
-        "sum": sum(value.double().sum().item() for value in weights(whole.model).values()),
+        "sums": [sum(w.double().sum().item() for w in weights(one.model).values()) for one in (whole, tokens)],
         "state": sorted(file.name for file in (folder / "rows" / "checkpoint-3").glob("sparsebp-*")),
         "flops": [log.get("flops/backward_executed") for log in whole.state.log_history],
     }

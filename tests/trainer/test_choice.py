@@ -1,0 +1,81 @@
+"""Policies that choose tokens and examples, in the loss that the model computes itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer
+
+from .conftest import Make, differing, is_free, make_arguments, make_examples, make_model, weights
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_column_of_the_data_trains_as_labels_without_the_others_would(
+    accumulation: int, door: Make, tmp_path: Path
+) -> None:
+    examples = make_examples(16)
+    for number, example in enumerate(examples):
+        example["marked"] = torch.arange(len(example["labels"])).gt(6 + number % 3).long()
+    args = make_arguments(
+        tmp_path, max_steps=4, remove_unused_columns=False, gradient_accumulation_steps=accumulation, optim="sgd"
+    )
+    policy = {"name": "tokens", "score": "mask", "mask_column": "marked"}
+    trainer = door(Trainer, [policy], {}, model=make_model(), args=args, train_dataset=examples)
+    trainer.train()
+    assert is_free(trainer)
+
+    class Masked(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            marked = inputs.pop("marked")
+            target = inputs["labels"][:, 1:].ne(-100)
+            inputs["labels"] = inputs["labels"].masked_fill(marked == 0, -100)
+            share = inputs["labels"][:, 1:].ne(-100).sum() / target.sum()
+            kwargs["num_items_in_batch"] = kwargs["num_items_in_batch"] * share
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    plain = Masked(model=make_model(), args=args, train_dataset=examples)
+    plain.train()
+    found, wanted = weights(trainer.model), weights(plain.model)
+    assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) < 1e-6
+    assert differing(wanted, weights(make_model()))
+
+
+def test_a_reference_model_can_be_handed_in(door: Make, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    reference = make_model()
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(3.0)
+    policy = {"name": "tokens", "score": "excess", "keep": 0.25, "reference": "handed in", "mode": "detach"}
+
+    def train(options: Any, policy: Any = policy) -> Any:
+        trainer = door(
+            Trainer,
+            [policy],
+            {"attach_options": options},
+            model=make_model(),
+            args=make_arguments(tmp_path, max_steps=3, logging_steps=1),
+            train_dataset=make_examples(8),
+        )
+        trainer.train()
+        return trainer
+
+    trainer = train({"reference": reference})
+    assert [log["policy/kept_share"] for log in trainer.state.log_history] == pytest.approx([0.25] * 4, abs=0.05)
+    by_loss = train(None, {**policy, "score": "loss", "reference": None})
+    assert differing(weights(trainer.model), weights(by_loss.model))  # the reference is asked
+
+
+def test_examples_are_chosen(door: Make, tmp_path: Path) -> None:
+    trainer = door(
+        Trainer,
+        [{"name": "uniform", "keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}],
+        {"log_flops_every": 1},
+        model=make_model(),
+        args=make_arguments(tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=4, bf16=True),
+        train_dataset=make_examples(12),
+    )
+    trainer.train()
+    assert [log["policy/kept_share"] for log in trainer.state.log_history] == pytest.approx([0.5] * 4)
