@@ -15,6 +15,7 @@ from sparsebp_cli.backward.branching import BranchBinding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager.choice import choose_update
 from sparsebp_cli.backward.engine import Engine
+from sparsebp_cli.backward.float8 import refuse_float8
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
 from sparsebp_cli.backward.parameter import ParameterPart, refuse_selector
@@ -94,6 +95,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
     policy, decision = next(asked_at_sites, None), None
     refuse_selector(policies, model, optimizer)
+    refuse_float8(model, sites)
     check_scoring(policies, num_steps, reference)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)

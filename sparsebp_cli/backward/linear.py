@@ -10,13 +10,13 @@ Shape letters: N rows (= B*T), D input width, O output width, K kept.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, NamedTuple, Protocol, final
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.kernel import Needs, run_kernel
+from sparsebp_cli.backward.kernel import Needs, kernel_share, run_kernel
 from sparsebp_cli.policy import Selection
 
 
@@ -42,9 +42,23 @@ class Form(ABC):
 
     Args:
         output_dim: The dimension of the weight that is O.
+        replaces: Whether the layer is run in this way also where no policy is in force, with the same numbers.
     """
 
     output_dim: int
+    replaces: ClassVar[bool] = False
+
+    def apply(self, module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
+        """Run the layer so that its backward asks what to keep."""
+        weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
+        if torch.is_autocast_enabled(x.device.type):
+            # Here and not in the Function, so that autograd records the casts and returns gradients in full precision.
+            x, weight, bias = (_autocast(t) for t in (x, weight, bias))  # type: ignore[assignment]
+        return cast("Tensor", SelectedLinear.apply(x, weight, bias, decider))  # type: ignore[no-untyped-call]
+
+    def share(self, selection: type[Selection] | None, budget: float) -> float:
+        """Return which share of the dense multiplications is left; see :func:`kernel_share`."""
+        return kernel_share(selection, budget)
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -164,3 +178,11 @@ def _dense_dgrad(grad: Tensor, weight_OD: Tensor, order: _Order) -> Tensor:
 
 def _dense_bias_grad(grad: Tensor, order: _Order) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0) if order.flat_bias else grad.sum_to_size(grad.shape[-1:])
+
+
+def _autocast(tensor: Tensor | None) -> Tensor | None:
+    # What autocast itself does to the arguments of a linear: floating, not double. It also caches the cast of a weight,
+    # so that a layer used twice adds its gradients up in low precision; here they add up in full precision.
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

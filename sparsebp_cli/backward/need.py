@@ -42,10 +42,8 @@ def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -
     for name, flops in dense.flops.backward.items():
         left = float(flops) if name in graph.needing else 0.0
         if name in linears and left:
-            weight = linears[name].weight
-            one = dense.flops.forward[name]
-            wgrad = one if isinstance(weight, Tensor) and id(weight) in graph.leaves else 0
-            left = (wgrad if id(weight) in graph.wanted else 0.0) + (flops - wgrad if name in graph.passing else 0.0)
+            is_trained = id(linears[name].weight) in graph.wanted
+            left = min(left, dense.flops.forward[name] * float(is_trained + (name in graph.passing)))
         backward[name] = left / flops if flops else 1.0
     again = {layers.part_of(name) for name in graph.needing}
     for name in dense.flops.recomputed:
@@ -61,14 +59,12 @@ class _Graph:
         frozen: Tensors that want no gradient, by ``id``.
 
     Attributes:
-        leaves: Tensors that the dense pass had gradients of, by ``id``.
-        wanted: Those of them that are not frozen.
+        wanted: Tensors that a gradient is wanted of, by ``id``.
         needing: Modules with a node from which one that is wanted can be reached.
         passing: Modules from which one can be reached by an edge to another module's node.
     """
 
     def __init__(self, dense: DensePass, frozen: set[int]) -> None:
-        self.leaves: set[int] = set()
         self.wanted: set[int] = set()
         self.needing: set[str] = set()
         self.passing: set[str] = set()
@@ -76,7 +72,6 @@ class _Graph:
         for node in _from_the_leaves(dense.loss.grad_fn):
             variable = getattr(node, "variable", None)  # only a node that accumulates has one
             if isinstance(variable, Tensor):
-                self.leaves.add(id(variable))
                 reaches[node] = id(variable) not in frozen
                 if reaches[node]:
                     self.wanted.add(id(variable))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.kernel import Needs, kernel_share
+from sparsebp_cli.backward.float8 import Float8Form, float8_class
+from sparsebp_cli.backward.kernel import Needs
 from sparsebp_cli.backward.layer import LayerNumbers
-from sparsebp_cli.backward.linear import Conv1DForm, Decider, Form, LinearForm, SelectedLinear
+from sparsebp_cli.backward.linear import Conv1DForm, Decider, Form, LinearForm
 from sparsebp_cli.backward.report import Claim
+from sparsebp_cli.backward.shared_cast import SharedCast
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
@@ -70,7 +72,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
         elif form is None or type(cast("Tensor", module.weight).data) is not Tensor:  # quantised or sharded weights
             not_covered.append(name)
         else:
-            covered.append((name, module, form))
+            covered.append((name, module, form(module)))
     return FoundLinears(tuple(covered), tuple(not_covered), tuple(excluded))
 
 
@@ -145,14 +147,16 @@ class LinearWork:
 
     Args:
         flops: Of both, dense.
+        form: How the layer multiplies.
     """
 
     flops: float
+    form: Form
     pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
         """Return the dense work, and what the kernel of this kind of selection is meant to leave."""
-        return Claim(self.flops, self.flops * kernel_share(selection, budget))
+        return Claim(self.flops, self.flops * self.form.share(selection, budget))
 
 
 class BoundLinear(Bound):
@@ -170,7 +174,7 @@ class BoundLinear(Bound):
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not self.engine.enabled:
+        if not self.engine.enabled and not self.form.replaces:
             return cast("Tensor", type(self.module).forward(self.module, x))
         return run_linear(self.module, x, self)
 
@@ -194,7 +198,7 @@ class BoundLinear(Bound):
             The gradient to go on with, and what is kept; None for everything.
         """
         site = Site(self.name, grad_NO.shape[1], tuple(batch_shape), self.layer)
-        work = LinearWork(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad))
+        work = LinearWork(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
         return self.engine.decide(site, grad_NO, work)
 
 
@@ -214,23 +218,17 @@ def run_linear(module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
     needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not (needs_grad and torch.is_grad_enabled()):
         return cast("Tensor", type(module).forward(module, x))
-    if torch.is_autocast_enabled(x.device.type):
-        # Here and not in the Function, so that autograd records the casts and returns gradients in full precision.
-        x, weight, bias = (_autocast(t) for t in (x, weight, bias))  # type: ignore[assignment]
-    return cast("Tensor", SelectedLinear.apply(x, weight, bias, decider))  # type: ignore[no-untyped-call]
+    return decider.form.apply(module, x, decider)
 
 
-def _known_forms() -> dict[type[nn.Module], Form]:
-    forms: dict[type[nn.Module], Form] = {nn.Linear: LinearForm()}
+def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], Form]]:
+    linear, conv1d = LinearForm(), Conv1DForm()
+    forms: dict[type[nn.Module], Callable[[nn.Module], Form]] = {nn.Linear: lambda _: linear}
     loaded = sys.modules.get("transformers.pytorch_utils")  # a model that has a Conv1D has loaded it
     if loaded is not None:
-        forms[loaded.Conv1D] = Conv1DForm()
+        forms[loaded.Conv1D] = lambda _: conv1d
+    float8 = float8_class()
+    if float8 is not None:
+        shared = SharedCast()
+        forms[float8] = lambda module: Float8Form(module, shared)
     return forms
-
-
-def _autocast(tensor: Tensor | None) -> Tensor | None:
-    # What autocast itself does to the arguments of a linear: floating, not double. It also caches the cast of a weight,
-    # so that a layer used twice adds its gradients up in low precision; here they add up in full precision.
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

@@ -21,6 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.recipe.schema import LoraSection, ModelSection
+from sparsebp_cli.worker.float8 import convert_to_float8
 
 MODELS = "sparsebp.models"
 
@@ -121,6 +122,8 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, num_l
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
+    if section.float8 is not None:
+        convert_to_float8(model, section.float8)
     if section.lora is not None:
         model = _with_adapters(model, section.lora, num_labels)
     trained: PreTrainedModel = model.train()

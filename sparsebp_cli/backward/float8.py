@@ -1,0 +1,231 @@
+"""Linears of torchao that multiply in float8, with a backward that multiplies and keeps only what is asked for.
+
+torchao 0.18's own backward multiplies for the gradient of weight and input whether or not somebody wants them, and its
+forward keeps the input in high precision for it, also where the weight is frozen. Here every cast and every product is
+torchao's, so that the numbers are its numbers, bit for bit; what is left out are products without a reader. Where the
+weight's gradient reads the input cast as the forward casts it (scales for a whole tensor), that cast is kept: one byte
+a number in place of two or four. Other scales are taken along the other dimension, so the input itself is kept.
+
+Where the engine is disabled this backward runs all the same, and decides nothing: the dense pass that a policy is
+measured against does not waste what torchao's would.
+
+Shape letters: N rows (= B*T), D input width, O output width, K kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from sparsebp_cli.backward.kernel import Needs
+from sparsebp_cli.backward.linear import Decider, Form
+from sparsebp_cli.backward.shared_cast import SharedCast
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import Rows, Selection
+
+
+def float8_class() -> type[nn.Linear] | None:
+    """Return torchao's class of linears in float8; None where nothing has loaded it, so that no model has one."""
+    loaded = sys.modules.get("torchao.float8.float8_linear")
+    return None if loaded is None else cast("type[nn.Linear]", loaded.Float8Linear)
+
+
+def refuse_float8(model: nn.Module, sites: str) -> None:
+    """Refuse sites where float8 linears are not built.
+
+    Args:
+        model: Any.
+        sites: Where policies are asked.
+
+    Raises:
+        UnsupportedError: At branches, rows would be multiplied again on their own: with another scale than in the
+            forward, which was that of all rows.
+    """
+    kind = float8_class()
+    if kind is None or sites != "branches":
+        return
+    name = next((name for name, module in model.named_modules() if isinstance(module, kind)), None)
+    if name is not None:
+        raise UnsupportedError(f"sites='branches' and float8 linears (at {name!r}) is not built; use sites='linears'")
+
+
+class _Casts(NamedTuple):
+    """How one operand is cast for the product that reads it."""
+
+    config: Any  # torchao's CastConfig
+    role: Any  # torchao's GemmInputRole
+    dim: int  # along which scales are taken where there is more than one
+
+
+@final
+class Float8Form(Form):
+    """``torchao.float8`` ``Float8Linear``: the weight is (O, D), in high precision; products are in float8.
+
+    Args:
+        module: Of that class.
+        shared: The last input that linears of the model have cast.
+    """
+
+    output_dim = 0
+    replaces = True
+
+    def __init__(self, module: Any, shared: SharedCast) -> None:
+        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
+
+        self._wrapper: Any = Float8TrainingTensor
+        self._shared = shared
+        self.config, self.products = module.config, module.linear_mm_config
+        config, role = module.config, GemmInputRole
+        self.input = _Casts(config.cast_config_input, role.INPUT, -1)
+        self.weight_t = _Casts(config.cast_config_weight, role.WEIGHT, 0)
+        self.grad = _Casts(config.cast_config_grad_output, role.GRAD_OUTPUT, -1)
+        self.weight_t_again = _Casts(config.cast_config_weight_for_grad_input, role.WEIGHT, -1)
+        self.grad_again = _Casts(config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
+        self.input_again = _Casts(config.cast_config_input_for_grad_weight, role.INPUT, 0)
+
+    def apply(self, module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
+        # As torchao's forward: it looks at the autocast of CUDA alone.
+        if torch.is_autocast_enabled("cuda"):
+            x = x.to(torch.get_autocast_dtype("cuda"))
+        return cast("Tensor", _Float8Product.apply(x, module.weight, module.bias, decider))  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.multiply(self.cast(x, self.input), weight, bias)
+
+    def by_output(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
+        grad8_NO, x8_ND = self.cast(grad_NO, self.grad_again), self.cast(x_ND, self.input_again)
+        return torch.mm(grad8_NO.t(), x8_ND)
+
+    def share(self, selection: type[Selection] | None, budget: float) -> float:
+        return budget if selection is Rows and self.rows_are_alike else 1.0
+
+    @property
+    def rows_are_alike(self) -> bool:
+        """Whether leaving rows of the gradient out leaves the cast of all others as it is."""
+        return self.is_one(self.grad, self.grad_again) and self.is_one(self.input, self.input_again)
+
+    def is_one(self, one: _Casts, other: _Casts) -> bool:
+        """Return whether two casts of a tensor are the same: alike, and with one scale for all of it."""
+        from torchao.float8.config import ScalingGranularity, ScalingType
+
+        dynamic = one.config.scaling_type is ScalingType.DYNAMIC
+        return (
+            one.config == other.config and dynamic and one.config.scaling_granularity is ScalingGranularity.TENSORWISE
+        )
+
+    def cast(self, tensor: Tensor, casts: _Casts) -> Tensor:
+        """Return a tensor as a product reads it, by torchao's own cast."""
+        from torchao.float8.config import ScalingType
+        from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+
+        if casts.config.scaling_type is ScalingType.DISABLED:
+            return tensor
+        found: Tensor = hp_tensor_to_float8_dynamic(
+            tensor,
+            casts.config.target_dtype,
+            self.products,
+            gemm_input_role=casts.role,
+            scaling_granularity=casts.config.scaling_granularity,
+            axiswise_dim=get_maybe_axiswise_dim(casts.dim, casts.config.scaling_granularity),
+            round_scales_to_power_of_2=self.config.round_scales_to_power_of_2,
+        )
+        return found
+
+    def multiply(self, x8: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the output for an input that is cast already."""
+        output = torch.mm(x8.reshape(-1, x8.shape[-1]), self.cast(weight.t(), self.weight_t))
+        output = output.reshape(*x8.shape[:-1], output.shape[-1])
+        return output if bias is None else output + bias.to(output.dtype)
+
+    def cast_input(self, x: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return the numbers, the scale and the rest of the input in float8; those of a linear before, if it is its."""
+        how = (self.input.config, self.products, self.config.round_scales_to_power_of_2)
+        found = self._shared.find(x, how)
+        if found is None:
+            found = self.take_apart(self.cast(x, self.input))
+            self._shared.note(x, how, found)
+        return found
+
+    def take_apart(self, x8: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return the numbers, the scale and the rest of a tensor in float8."""
+        (data, scale), rest = cast("Any", x8).__tensor_flatten__()
+        return getattr(x8, data), getattr(x8, scale), rest
+
+    def put_together(self, data: Tensor, scale: Tensor, rest: Any) -> Tensor:
+        """Return the tensor in float8 that was taken apart."""
+        inner: Tensor = self._wrapper.__tensor_unflatten__({"_data": data, "_scale": scale}, rest, None, None)
+        return inner
+
+
+@final
+class _Float8Product(Function):
+    """The layer, its bias included."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: Decider) -> Tensor:
+        ctx.set_materialize_grads(False)
+        form = cast("Float8Form", decider.form)
+        ctx.decider, ctx.input_shape, ctx.rest = decider, x.shape, None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
+        kept = scale = None
+        if needs_wgrad and x.is_contiguous() and form.is_one(form.input, form.input_again):
+            kept, scale, ctx.rest = form.cast_input(x)
+            x8 = form.put_together(kept, scale, ctx.rest)
+        else:
+            x8, kept = form.cast(x, form.input), x if needs_wgrad else None
+        ctx.save_for_backward(kept, scale, weight if needs_dgrad else None)
+        return form.multiply(x8, weight, bias).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None
+        (kept, scale, weight), decider = ctx.saved_tensors, ctx.decider
+        form, needs = cast("Float8Form", decider.form), Needs(*ctx.needs_input_grad[:3])
+        grad_NO, selection = decider.decide(
+            grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], ctx.input_shape[-1], needs
+        )
+        rows = selection if isinstance(selection, Rows) and not decider.reference and form.rows_are_alike else None
+        if selection is not None:
+            grad_NO = selection.apply(grad_NO) if rows is None else rows.gather(grad_NO)
+            grad = grad_NO if rows is not None else grad_NO.view(grad.shape)
+        if kept is not None:
+            kept = kept.reshape(-1, kept.shape[-1])
+            kept = kept if rows is None else _take_rows(kept, rows.index_K)
+        dgrad, wgrad = _products(form, grad_NO, kept, scale, ctx.rest, weight)
+        if dgrad is not None and rows is not None:
+            dgrad = dgrad.new_zeros(ctx.input_shape.numel() // dgrad.shape[1], dgrad.shape[1]).index_copy_(
+                0, rows.index_K, dgrad
+            )
+        bias_grad = grad.sum_to_size(grad.shape[-1:]).to(ctx.bias_dtype) if needs.bias else None
+        return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None
+
+
+def _products(
+    form: Float8Form, grad_NO: Tensor, kept_ND: Tensor | None, scale: Tensor | None, rest: Any, weight: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    dgrad_ND = wgrad_OD = grad8_NO = None
+    if weight is not None:
+        grad8_NO = form.cast(grad_NO, form.grad)
+        dgrad_ND = torch.mm(grad8_NO, form.cast(weight.t(), form.weight_t_again).t())
+    if kept_ND is not None:
+        if grad8_NO is None or not form.is_one(form.grad, form.grad_again):
+            grad8_NO = form.cast(grad_NO, form.grad_again)
+        x8_ND = form.cast(kept_ND, form.input_again) if scale is None else form.put_together(kept_ND, scale, rest)
+        wgrad_OD = torch.mm(grad8_NO.t(), x8_ND)
+    return dgrad_ND, wgrad_OD
+
+
+def _take_rows(kept_ND: Tensor, index_K: Tensor) -> Tensor:
+    if kept_ND.element_size() > 1:
+        return kept_ND.index_select(0, index_K)
+    return kept_ND.view(torch.uint8).index_select(0, index_K).view(kept_ND.dtype)  # no kernel picks rows of float8
