@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from sparsebp_cli.compare import Comparison, comparison, loaded, margin, measured, statistics
+from sparsebp_cli.run import memory
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -30,7 +31,9 @@ def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
 def _describe(name: str, definition: dict[str, Any]) -> None:
     """What a field means stands in the class's docstring alone."""
     found = next(
-        getattr(module, name) for module in (comparison, measured, margin, statistics, loaded) if hasattr(module, name)
+        getattr(module, name)
+        for module in (comparison, measured, margin, statistics, loaded, memory)
+        if hasattr(module, name)
     )
     text = inspect.getdoc(found) or ""
     definition["description"] = text.partition("\n\n")[0].replace("\n", " ")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.memory import draw_run_memory, memory_table
 from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
 from sparsebp_cli.cli.screen import console, print_json, print_line
@@ -34,11 +35,18 @@ def show(
         Path | None,
         typer.Option(metavar="FILE", help="Only draw kept share and fidelity by layer and step (.png, .svg, .pdf)."),
     ] = None,
+    memory: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only draw live bytes over the watched steps, in parts (.png, .svg, .pdf)."),
+    ] = None,
 ) -> None:
     """Show one run: recipe, numbers, proof, notes, machine, files."""
     folder = find_one(run)
     if layers is not None:
         print_line(str(_draw_layers(folder, layers)))
+    if memory is not None:
+        print_line(str(draw_run_memory(folder, memory)))
+    if layers is not None or memory is not None:
         return
     plan, history = read_plan(folder), History.load(folder.path)
     if output is Form.YAML:
@@ -80,6 +88,7 @@ def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[
         "environments": history.environments,
         "metrics": metrics,
         "layers": history.layers,
+        "memory": history.memory,
         "proofs": {step: read_rows(proof) for step, proof in history.proofs.items()},
         "notes": [{"attempt": attempt, "level": level, "text": text} for attempt, level, text in history.notes],
         "ends": history.ends,
@@ -108,6 +117,10 @@ def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
         step = max(history.proofs)
         console().print()
         console().print(proof_table(history.proofs[step], step))
+    if history.memory:
+        step = max(history.memory)
+        console().print()
+        console().print(memory_table(history.memory[step], step))
     sections: dict[str, Any] = {"facts": history.facts, "machine": (history.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):

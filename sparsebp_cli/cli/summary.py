@@ -26,6 +26,14 @@ MEMORY = (
     (metric.SAVED_BYTES, "saved for backward"),
 )
 
+STEP_MEMORY = (
+    (metric.PEAK_WEIGHT_BYTES, "weights"),
+    (metric.PEAK_GRADIENT_BYTES, "gradients"),
+    (metric.PEAK_OPTIMIZER_BYTES, "optimizer"),
+    (metric.PEAK_ACTIVATION_BYTES, "saved for backward"),
+    (metric.PEAK_WORKSPACE_BYTES, "workspace"),
+)
+
 
 def summarise(run: RunFolder, *, show_next: bool = True) -> RenderableType:
     """Return a table of what a run has shown.
@@ -154,6 +162,9 @@ def _memory(history: History) -> str:
     peak = next((value for value in peaks if value is not None), None)
     if peak is None:
         return ""
-    parts = [(word, history.last(key.name)) for key, word in MEMORY]
+    whole = history.last(metric.STEP_PEAK_BYTES.name)
+    parts = [(word, history.last(key.name)) for key, word in (MEMORY if whole is None else STEP_MEMORY)]
     split = ", ".join(f"{word} {show_count(value, 'B')}" for word, value in parts if value is not None)
+    if whole is not None:
+        split = f"a step's tensors {show_count(whole, 'B')} at most ({split})"
     return f"peak {show_count(peak, 'B')}" + (f": {split}" if split else "")

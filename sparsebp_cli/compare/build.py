@@ -18,6 +18,7 @@ from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import NotWorse, decide_all
 from sparsebp_cli.compare.measured import Quality
+from sparsebp_cli.compare.memory import find_curve
 from sparsebp_cli.compare.question import (
     Members,
     Question,
@@ -155,6 +156,7 @@ class _Builder:
             speed=measure_speed(here, there),
             cost=measure_cost(here, there),
             layers=measure_layers(here),
+            memory=find_curve(here),
             verdict="",
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparsebp_cli.compare.loaded import Point
-from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed
+from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed, StepMemory
 from sparsebp_cli.compare.statistics import Difference
 
 
@@ -63,6 +63,7 @@ class Group:
         speed: See :class:`Speed`.
         cost: See :class:`Cost`.
         layers: See :class:`Layers`.
+        memory: Of the last step of the newest run that was watched; None when none was, or only a store has the runs.
         verdict: In words, never stronger than the numbers.
     """
 
@@ -79,6 +80,7 @@ class Group:
     speed: Speed
     cost: Cost
     layers: Layers
+    memory: StepMemory | None
     verdict: str
 
 

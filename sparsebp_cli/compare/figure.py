@@ -8,6 +8,7 @@ from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun, Point
 from sparsebp_cli.compare.measured import Cost, Reach, Speed
+from sparsebp_cli.compare.memory import find_step_peak
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.metric import Metric
@@ -60,6 +61,7 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         gradient_bytes=_largest(runs, metric.GRADIENT_BYTES),
         optimizer_bytes=_largest(runs, metric.OPTIMIZER_BYTES),
         saved_bytes=_largest(runs, metric.SAVED_BYTES),
+        step_peak=find_step_peak(runs),
         executed_flops=_median(runs, metric.BACKWARD_EXECUTED),
         dense_flops=_median(runs, metric.BACKWARD_DENSE),
         claimed_flops=_claimed_flops(runs),

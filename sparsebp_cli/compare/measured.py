@@ -7,6 +7,7 @@ from typing import Literal
 
 from sparsebp_cli.compare.margin import NotWorse
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
+from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,8 @@ class Cost:
         gradient_bytes: Gradients.
         optimizer_bytes: Optimizer state.
         saved_bytes: Saved for the backward pass.
+        step_peak: What is live at the peak of a step that was watched, in its parts; of the run and step where that
+            is most.
         executed_flops: Of one backward pass, counted.
         dense_flops: Of one dense backward pass.
         claimed_flops: What the policy claims to leave; None without a ceiling.
@@ -122,12 +125,28 @@ class Cost:
     gradient_bytes: float | None = None
     optimizer_bytes: float | None = None
     saved_bytes: float | None = None
+    step_peak: MemorySplit | None = None
     executed_flops: float | None = None
     dense_flops: float | None = None
     claimed_flops: float | None = None
     kept_share: float | None = None
     cosine: float | None = None
     relative_error: float | None = None
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step, moment by moment.
+
+    Args:
+        run_id: Of the run that was watched.
+        step: Which of its steps.
+        curve: Live bytes in their parts, thinned.
+    """
+
+    run_id: str
+    step: int
+    curve: MemoryCurve
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.memory import step_grid
 from sparsebp_cli.compare.number import BYTES, FLOPS, SECONDS
 from sparsebp_cli.compare.quality_grid import quality_grids
 
@@ -24,7 +25,7 @@ def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
         Recipe differences, other differences, quality, controls, speed, cost, runs that do not count.
     """
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
-    tables += [_speed(comparison), memory_grid(comparison), _work(comparison), _left_out(comparison)]
+    tables += [_speed(comparison), *memory_grids(comparison), _work(comparison), _left_out(comparison)]
     return [table for table in tables if table.rows]
 
 
@@ -74,15 +75,20 @@ def _speed(comparison: Comparison) -> Grid:
     return Grid("Speed", columns, tuple(rows), note)
 
 
-def memory_grid(comparison: Comparison) -> Grid:
-    """Return the table of memory.
+def memory_grids(comparison: Comparison) -> list[Grid]:
+    """Return the tables of memory.
 
     Args:
         comparison: What was compared.
 
     Returns:
-        The table; without rows when nothing was measured.
+        That of whole runs, without rows when nothing was measured, and that of watched steps, if there are any.
     """
+    steps = step_grid([(group.label, group.cost) for group in comparison.groups])
+    return [_memory(comparison), *([steps] if steps.rows else [])]
+
+
+def _memory(comparison: Comparison) -> Grid:
     rows = []
     for group in comparison.groups:
         c = group.cost

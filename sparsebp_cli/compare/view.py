@@ -15,7 +15,7 @@ from sparsebp_cli.compare.draw.curve import Along, place
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.number import BYTES, SECONDS
-from sparsebp_cli.compare.overview_grid import memory_grid
+from sparsebp_cli.compare.overview_grid import memory_grids
 from sparsebp_cli.compare.statistics import spread
 
 MOST_ROWS = 12
@@ -76,7 +76,7 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
         case "layers":
             return [_layers(group) for group in comparison.groups if group.layers.figures] or [_no_layers()]
         case _:
-            return [memory_grid(comparison)]
+            return memory_grids(comparison)
 
 
 def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:

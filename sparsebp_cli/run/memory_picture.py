@@ -12,7 +12,7 @@ from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import FigureBase
 
 # Okabe and Ito's, which colour-blind readers tell apart: those of the same parts in a comparison.
 COLOURS: dict[Part, str] = {
@@ -29,6 +29,7 @@ WORDS: dict[Part, str] = {
     "activations": "saved activations",
     "workspace": "workspace",
 }
+WIDTH, PANEL, BELOW = 8.5, 3.1, 0.7  # inches: a picture, one panel in it, and the legend
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 _NARROW = 0.06  # of the width: a phase that has less gets no room for its name
 
@@ -51,19 +52,18 @@ def save_curves(curves: Sequence[tuple[str, MemoryCurve]], path: Path) -> Path:
     from matplotlib.figure import Figure
 
     with mpl.rc_context(OPTIONS):
-        figure = Figure(layout="constrained")
+        figure = Figure(figsize=(WIDTH, BELOW + PANEL * len(curves)), layout="constrained")
         draw_curves(figure, curves)
         return save(figure, path)
 
 
-def draw_curves(figure: Figure, curves: Sequence[tuple[str, MemoryCurve]]) -> None:
+def draw_curves(figure: FigureBase, curves: Sequence[tuple[str, MemoryCurve]]) -> None:
     """Draw curves below each other, on one scale of bytes, each over its own time.
 
     Args:
-        figure: Empty.
+        figure: Empty; of :data:`WIDTH`, and :data:`PANEL` high a curve and :data:`BELOW`.
         curves: Each with its title.
     """
-    figure.set_size_inches(8.5, 0.7 + 3.1 * len(curves))
     highest = max(curve.peak.split.total for _, curve in curves)
     scale, unit = next((pair for pair in _UNITS if highest >= pair[0]), _UNITS[-1])
     panels = figure.subplots(len(curves), squeeze=False)[:, 0]

@@ -1,45 +1,79 @@
-"""Of what the memory of a step consists, and the peak that was read."""
+"""Of what the memory of a step consists: a bar a group, and below how it came about where steps were watched."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.compare.comparison import Comparison
+from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.draw.style import name
+from sparsebp_cli.run.memory import PARTS, Part
+from sparsebp_cli.run.memory_picture import COLOURS, PANEL, WIDTH, WORDS, draw_curves
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
-PARTS = (
-    ("weight_bytes", "weights", "#0072B2", ""),
-    ("gradient_bytes", "gradients", "#D55E00", "//"),
-    ("optimizer_bytes", "optimizer", "#009E73", ".."),
-    ("saved_bytes", "saved for backward", "#E69F00", "xx"),
-)
+MOST_CURVES = 6  # below each other; more are in the report
+HATCHES: dict[Part, str] = {"weights": "", "gradients": "//", "optimizer": "..", "activations": "xx", "workspace": ""}
 
 
 def draw_memory(figure: Figure, comparison: Comparison) -> None:
-    """Draw a bar a group, in its parts; the peak is written beside it, for it also holds what is in no part.
+    """Draw the parts of every group, and the curves of those whose steps were watched.
 
     Args:
         figure: Empty.
         comparison: What was compared.
     """
-    groups = [g for g in comparison.groups if any(getattr(g.cost, part) is not None for part, *_ in PARTS)]
-    figure.set_size_inches(8, 1.6 + 0.5 * max(1, len(groups)))
+    groups = [group for group in comparison.groups if any(part is not None for part in _parts(group).values())]
+    curves = [
+        (f"{group.label}: step {group.memory.step}", group.memory.curve) for group in groups if group.memory is not None
+    ][:MOST_CURVES]
+    heights = [1.7 + 0.5 * max(1, len(groups)), *([PANEL * len(curves)] if curves else [])]
+    figure.set_size_inches(WIDTH, sum(heights))
+    if not curves:
+        _draw_bars(figure, groups, has_legend=True)
+        return
+    halves: Any = figure.subfigures(2, 1, height_ratios=heights)
+    _draw_bars(halves[0], groups, has_legend=False)
+    draw_curves(halves[1], curves)
+
+
+def _parts(group: Group) -> dict[Part, float | None]:
+    """At the peak of a step that was watched; else each part by itself, and without the workspace."""
+    cost = group.cost
+    if cost.step_peak is not None:
+        return {part: float(getattr(cost.step_peak, part)) for part in PARTS}
+    return {
+        "weights": cost.weight_bytes,
+        "gradients": cost.gradient_bytes,
+        "optimizer": cost.optimizer_bytes,
+        "activations": cost.saved_bytes,
+    }
+
+
+def _draw_bars(figure: FigureBase, groups: list[Group], *, has_legend: bool) -> None:
+    """The peak of the device or process is written beside the bar, for it also holds what is in no part."""
     axes = figure.subplots()
     left = [0.0] * len(groups)
-    for part, word, colour, hatch in PARTS:
-        widths = [(getattr(group.cost, part) or 0.0) / 1e6 for group in groups]
-        axes.barh(range(len(groups)), widths, left=left, color=colour, hatch=hatch, edgecolor="white", label=word)
+    for part in PARTS:
+        widths = [(_parts(group).get(part) or 0.0) / 1e6 for group in groups]
+        if any(widths):
+            look: dict[str, Any] = {"color": COLOURS[part], "hatch": HATCHES[part], "edgecolor": "white"}
+            axes.barh(range(len(groups)), widths, left=left, label=WORDS[part], **look)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, group in enumerate(groups):
-        if group.cost.peak_bytes is not None:
-            peak = f" peak {group.cost.peak_bytes / 1e6:.0f} MB ({group.cost.peak_of})"
-            axes.text(left[row], row, peak, va="center", fontsize=8)
+        axes.text(left[row], row, f" {_tell(group, left[row])}", va="center", fontsize=8)
     axes.set_yticks(range(len(groups)), [name(group.label) for group in groups])
     axes.invert_yaxis()
-    axes.margins(x=0.3)
+    axes.margins(x=0.4)
     axes.set(xlabel="MB")
-    if groups:
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    if any(group.cost.step_peak for group in groups):
+        axes.set_title("at the highest moment of a watched step", loc="left", fontsize=9)
+    if groups and has_legend:
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+
+
+def _tell(group: Group, sum_megabytes: float) -> str:
+    parts = [f"{sum_megabytes:.4g} MB"] if group.cost.step_peak is not None else []
+    if group.cost.peak_bytes is not None:
+        parts.append(f"peak {group.cost.peak_bytes / 1e6:.0f} MB ({group.cost.peak_of})")
+    return "; ".join(parts)

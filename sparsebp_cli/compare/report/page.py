@@ -76,7 +76,7 @@ def render_report(comparison: Comparison, command: str = "") -> str:
             *parts,
             "</main>",
             f'<script type="application/json" id="data">{data}</script>',
-            f"<script>{_file('page.js')}</script></body></html>\n",
+            f"<script>{_file('page.js')}{_file('memory.js')}</script></body></html>\n",
         ]
     )
 
@@ -147,6 +147,12 @@ def _drawings(comparison: Comparison) -> str:
     )
     if has_layers:
         blocks.append("<section><h2>Layers</h2><div id=layers></div></section>")
+    if any(group.memory for group in comparison.groups):
+        blocks.append(
+            "<section><h2>Memory over one step</h2><div id=memory></div><p class=note>All that PyTorch's allocator had "
+            "given out, moment by moment, in a step that was watched; on one scale. Its peaks are in a table below."
+            "</p></section>"
+        )
     blocks.append(
         "<noscript><p class=note>The drawings need JavaScript; all of their numbers are below.</p></noscript>"
     )
@@ -193,6 +199,11 @@ def _data(comparison: Comparison) -> dict[str, Any]:
             }
             for group in comparison.groups
             if not group.baseline
+        ],
+        "memory": [
+            {"label": group.label, "step": group.memory.step, "points": group.memory.curve.to_values()["points"]}
+            for group in comparison.groups
+            if group.memory is not None
         ],
         "layers": [
             asdict(group.layers) | {"label": group.label} for group in comparison.groups if group.layers.figures
