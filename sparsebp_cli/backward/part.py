@@ -63,10 +63,16 @@ class PassClaim:
     Args:
         backward: Of the backward, in [0, 1].
         recomputed: Of forwards that run again inside the backward, in [0, 1].
+        forward: Of the forward, from 0.
+        allowed_backward: As ``backward``, with counts rounded up to what can be computed; empty: the same.
+        allowed_recomputed: As ``recomputed``, the same way.
     """
 
     backward: Mapping[str, float] = field(default_factory=dict)
     recomputed: Mapping[str, float] = field(default_factory=dict)
+    forward: Mapping[str, float] = field(default_factory=dict)
+    allowed_backward: Mapping[str, float] = field(default_factory=dict)
+    allowed_recomputed: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

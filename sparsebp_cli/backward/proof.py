@@ -9,7 +9,7 @@ Shape letters: N rows (= B*T), D input width, O output width.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import cast
@@ -132,6 +132,15 @@ class Proof:
         return left - self.report.dense_flops + self.report.claimed_flops
 
     @property
+    def claimed_forward_flops(self) -> float:
+        """What all policies together claim to leave of the dense forward, and what they compute only to choose."""
+        left = sum(
+            flops * prod(claim.forward.get(name, 1.0) for claim in self.claims)
+            for name, flops in self.dense.flops.forward.items()
+        )
+        return left + (0 if self.report.chosen is None else self.report.chosen.scoring_flops)
+
+    @property
     def claimed_share(self) -> float | None:
         """What the policy claims to leave of the sites' dense backward FLOPs; None when the sites have none."""
         if not self.claims:
@@ -216,12 +225,7 @@ class Proof:
 
     def _left(self, backward: Mapping[str, int], recomputed: Mapping[str, int]) -> dict[str, float]:
         """What policies that are not asked at sites leave, by module."""
-        left: dict[str, float] = {}
-        for name in dict.fromkeys([*backward, *recomputed]):
-            shares = [(claim.backward.get(name, 1.0), claim.recomputed.get(name, 1.0)) for claim in self.claims]
-            again = recomputed.get(name, 0) * prod(share for _, share in shares)
-            left[name] = backward.get(name, 0) * prod(share for share, _ in shares) + again
-        return left
+        return _times(backward, recomputed, [(claim.backward, claim.recomputed) for claim in self.claims])
 
     def _before(self) -> dict[str, float]:
         """The dense backward, with a checkpointed layer's forward whole: PyTorch ends it where nothing more is wanted,
@@ -229,7 +233,11 @@ class Proof:
         again = {
             name: max(self.dense.flops.recomputed[name], self.dense.flops.forward[name]) for name in self.checkpointed
         }
-        return self._left(self.dense.flops.backward, self.dense.flops.recomputed | Counter(again))
+        allowed = [
+            (claim.allowed_backward or claim.backward, claim.allowed_recomputed or claim.recomputed)
+            for claim in self.claims
+        ]
+        return _times(self.dense.flops.backward, self.dense.flops.recomputed | Counter(again), allowed)
 
     def _claimed(self, name: str, sites: list[SiteReport], left: Mapping[str, float]) -> float | None:
         dense = self.dense.backward_flops[name]
@@ -246,6 +254,19 @@ def _excess(executed: float, before: float, dense: float, allowed: float) -> flo
     """Executed beyond what the dense pass executed less the saving that was claimed; counts are exact integers."""
     beyond = executed - (before - dense + allowed)
     return beyond if beyond > 0.5 + 1e-9 * dense else 0.0  # claims are sums of floats
+
+
+def _times(
+    backward: Mapping[str, int],
+    recomputed: Mapping[str, int],
+    shares: Sequence[tuple[Mapping[str, float], Mapping[str, float]]],
+) -> dict[str, float]:
+    """Return by module what shares, of the backward and of what runs again in it, leave of both together."""
+    return {
+        name: backward.get(name, 0) * prod(of_backward.get(name, 1.0) for of_backward, _ in shares)
+        + recomputed.get(name, 0) * prod(of_recomputed.get(name, 1.0) for _, of_recomputed in shares)
+        for name in dict.fromkeys([*backward, *recomputed])
+    }
 
 
 def _inside(site: str, count: Mapping[str, float]) -> float:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 
-def ceiling(forward_flops: float, backward_flops: float, claimed_backward_flops: float) -> float:
+def ceiling(
+    forward_flops: float,
+    backward_flops: float,
+    claimed_backward_flops: float,
+    claimed_forward_flops: float | None = None,
+) -> float:
     """Return the largest speed-up of forward plus backward if time were proportional to FLOPs.
 
     With F for the forward, 2F for the backward and a share p claimed of all of it, this is 3 / (1 + 2p).
@@ -12,6 +17,7 @@ def ceiling(forward_flops: float, backward_flops: float, claimed_backward_flops:
         forward_flops: Of one dense forward pass.
         backward_flops: Of one dense backward pass.
         claimed_backward_flops: What the policy claims to leave of the backward pass.
+        claimed_forward_flops: What it claims to leave of the forward, with what it computes to choose; None: all.
 
     Returns:
         Dense over claimed, at least 1 for a policy that claims no more than dense.
@@ -19,9 +25,10 @@ def ceiling(forward_flops: float, backward_flops: float, claimed_backward_flops:
     Raises:
         ValueError: A count is negative, or there is no work at all.
     """
-    if min(forward_flops, backward_flops, claimed_backward_flops) < 0 or forward_flops + claimed_backward_flops == 0:
+    forward = forward_flops if claimed_forward_flops is None else claimed_forward_flops
+    if min(forward_flops, backward_flops, claimed_backward_flops, forward) < 0 or forward + claimed_backward_flops == 0:
         raise ValueError("FLOP counts must be positive")
-    return (forward_flops + backward_flops) / (forward_flops + claimed_backward_flops)
+    return (forward_flops + backward_flops) / (forward + claimed_backward_flops)
 
 
 def realised_share(dense_seconds: float, policy_seconds: float, ceiling_speedup: float) -> float | None:

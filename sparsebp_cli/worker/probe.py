@@ -107,6 +107,6 @@ def _speed(proof: Proof, dense_seconds: float, policy_seconds: float) -> dict[st
     }
     if proof.claimed_flops is None:  # at graph nodes nothing is claimed beforehand
         return speed
-    highest = ceiling(forward, dense, proof.claimed_flops)
+    highest = ceiling(forward, dense, proof.claimed_flops, proof.claimed_forward_flops)
     share = realised_share(dense_seconds, policy_seconds, highest)
     return speed | {metric.CEILING.name: highest, metric.REALISED_SHARE.name: share}

@@ -15,14 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch import call_module, replaced
+from sparsebp_cli.backward.part import DensePass, PassClaim
 from sparsebp_cli.backward.score.chooser import TokenChooser
 from sparsebp_cli.backward.site import Bound, check_free
 from sparsebp_cli.backward.token.chooser import Chooser
+from sparsebp_cli.backward.token.claim import Sizes, claim
 from sparsebp_cli.backward.token.decoder import Decoder, argument_names, find_decoder
 from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits
 from sparsebp_cli.backward.token.plan import Marks, Plan, make_plan, read_marks
 from sparsebp_cli.backward.token.reference import detached
-from sparsebp_cli.backward.token.stack import Stack, no_graph
+from sparsebp_cli.backward.token.run import draws, narrows, no_graph
+from sparsebp_cli.backward.token.stack import Stack
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, Step, TokenSelector
 
@@ -44,13 +47,15 @@ class TokenPart:
         policy: Its ``mode`` says how choices are carried out.
         decoder: The model.
         chooser: Asks the policy.
+        prefix: What stands before the decoder's module names in the attached model.
 
     Raises:
         UnsupportedError: The model is attached, or has a forward of its own.
     """
 
-    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: Chooser) -> None:
+    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: Chooser, prefix: str = "") -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
+        self._prefix, self._last = prefix, cast("Plan | None", None)
         self.given: dict[str, Tensor] = {}
         check_free("the model", decoder.model)
         for layer in decoder.layers:
@@ -80,6 +85,27 @@ class TokenPart:
             **columns: By name; they count until the next call.
         """
         self.given = columns
+
+    def remember(self, plan: Plan | None, length: int) -> None:
+        """Note what was chosen last, for :meth:`claim`.
+
+        Args:
+            plan: None: everything is computed.
+            length: Positions of the batch.
+        """
+        self._last, self._length = plan, length
+
+    def claim(self, dense: DensePass) -> PassClaim:  # noqa: ARG002 - shares say it
+        """Return what the choice of the last forward, of the same batch, leaves of a dense pass."""
+        if self._last is None:
+            return PassClaim()
+        return claim(
+            self.decoder,
+            self._prefix,
+            Sizes.chosen(self._last, self._length, columns=self.policy.mode == "exact"),
+            narrows=narrows(self.decoder, self._last),
+            remembers=not any(draws(layer.module) for layer in self.decoder.layers),
+        )
 
 
 class BoundDecoder(Bound):
@@ -119,10 +145,12 @@ class BoundDecoder(Bound):
         return_dict = own.pop("return_dict", None)
         own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)
-        if self.engine.reference or marks.is_whole:
+        plan = None if marks.is_whole else make_plan(marks, labels, self.part.policy.mode)
+        self.part.remember(plan, labels.shape[1])
+        if plan is None or self.engine.reference:
             output = self._run_all(own, labels if given else None, num_items, marks)
         else:
-            output = self._run_rows(own, labels, num_items, marks, with_loss=given)
+            output = self._run_rows(own, plan, num_items, marks, with_loss=given)
         output.past_key_values = None  # of rows, or of all positions: of no use to anybody after training on them
         return output.to_tuple() if return_dict is False else output
 
@@ -153,9 +181,8 @@ class BoundDecoder(Bound):
         with detached(self.part.decoder, marks.carries.to(next(self._model.parameters()).device)):
             return call_module(self._model, **own)
 
-    def _run_rows(self, own: dict[str, Any], labels: Tensor, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
-        plan = make_plan(marks, labels, self.part.policy.mode)
-        stack, head = Stack(self.part.decoder, plan, labels.shape[1]), self.part.decoder.head
+    def _run_rows(self, own: dict[str, Any], plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
+        stack, head = Stack(self.part.decoder, plan, marks.real.shape[1]), self.part.decoder.head
         cut = partial(_run_head, head, head.__dict__.get("forward"), len(plan.label_N))
         with stack.installed(), replaced([(head, cut)]):
             output = call_module(self._model, **own)
@@ -202,5 +229,6 @@ def make_parts(
     if sites != "linears":  # branches and nodes hold on to tensors by their place among all positions
         raise UnsupportedError(f"{type(policy).__name__} needs sites='linears', got {sites!r}")
     decoder = find_decoder(model)
+    name = next(name for name, module in model.named_modules() if module is decoder.model)
     scores = reference if isinstance(reference, nn.Module) else None
-    return [TokenPart(policy, decoder, TokenChooser(policy, decoder.model, scores))]
+    return [TokenPart(policy, decoder, TokenChooser(policy, decoder.model, scores), f"{name}." if name else "")]

@@ -1,0 +1,143 @@
+"""What a choice of positions claims to leave of a dense forward and backward, by module, from counts alone.
+
+Attention counts the whole square of queries and keys, as :mod:`sparsebp_cli.backward.flops` does.
+
+Shape letters: B examples, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.part import PassClaim
+from sparsebp_cli.backward.token.decoder import Decoder, Layer
+from sparsebp_cli.backward.token.plan import Plan
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many rows a forward has, example by example; all tensors are (B,), float64, on the CPU.
+
+    Args:
+        length: T.
+        carried: Rows with a graph.
+        dropped: Rows without one.
+        trained: Rows that the head reads.
+        is_prompt: Whether dropped rows look at dropped ones alone.
+    """
+
+    length: int
+    carried: Tensor
+    dropped: Tensor
+    trained: Tensor
+    is_prompt: bool
+
+    @classmethod
+    def chosen(cls, plan: Plan, length: int, *, columns: bool) -> Sizes:
+        """Return what was chosen.
+
+        Args:
+            plan: Of the forward.
+            length: T.
+            columns: Whether whole columns of the batch carry gradient.
+        """
+        rows = (plan.carried, plan.dropped, plan.trained)
+        counts = [torch.zeros(1) if r is None else r.valid_BK.sum(1).to("cpu", torch.float64) for r in rows]
+        if columns:
+            counts[0] = torch.full_like(counts[0], len(plan.carried))
+        counts[1] = counts[1].expand_as(counts[0])
+        return cls(length, counts[0], counts[1], counts[2], plan.is_prompt)
+
+    @property
+    def padded(self) -> Sizes:
+        """The same with every example as long as the longest: what is computed."""
+        carried, dropped, trained = (
+            torch.full_like(count, float(count.max())) for count in (self.carried, self.dropped, self.trained)
+        )
+        return Sizes(self.length, carried, dropped, trained, self.is_prompt)
+
+
+class Share(NamedTuple):
+    """Shares of a module's dense FLOPs."""
+
+    forward: float
+    backward: float
+
+
+def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembers: bool) -> PassClaim:
+    """Return what is left.
+
+    Args:
+        decoder: The model.
+        prefix: What stands before its modules' names.
+        sizes: What was chosen.
+        narrows: Whether the last layer computes queries for trained rows alone.
+        remembers: Whether a checkpointed layer computes carried rows alone again.
+
+    Returns:
+        The claim; a count that the work is rounded up to is no part of it, but allowed.
+    """
+    ideal, most = (_shares(decoder, given, narrows=narrows) for given in (sizes, sizes.padded))
+    again = _shares(decoder, _without_dropped(sizes) if remembers else sizes, narrows=narrows)
+    most_again = _shares(decoder, _without_dropped(sizes.padded) if remembers else sizes.padded, narrows=narrows)
+    return PassClaim(
+        forward=_named(prefix, {name: share.forward for name, share in ideal.items()}),
+        backward=_named(prefix, {name: share.backward for name, share in ideal.items()}),
+        recomputed=_named(prefix, {name: share.forward for name, share in again.items()}),
+        allowed_backward=_named(prefix, {name: share.backward for name, share in most.items()}),
+        allowed_recomputed=_named(prefix, {name: share.forward for name, share in most_again.items()}),
+    )
+
+
+def _without_dropped(sizes: Sizes) -> Sizes:
+    return Sizes(sizes.length, sizes.carried, torch.zeros_like(sizes.dropped), sizes.trained, sizes.is_prompt)
+
+
+def _named(prefix: str, shares: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}{name}": share for name, share in shares.items()}
+
+
+def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool) -> dict[str, Share]:
+    names = {module: name for name, module in decoder.model.named_modules()}
+    num_rows = len(sizes.carried) * sizes.length
+    shares = {names[decoder.head]: Share(*[float(sizes.trained.sum()) / num_rows] * 2)}
+    for number, layer in enumerate(decoder.layers):
+        is_last = number == len(decoder.layers) - 1
+        linears, attention = _of_last(sizes, layer, narrows=narrows) if is_last else _of_middle(sizes)
+        pairs = num_rows * sizes.length
+        for name, module in layer.module.named_modules():
+            if module is layer.core:
+                shares[f"{layer.name}.{name}"] = Share(attention.forward / pairs, attention.backward / pairs)
+            else:
+                rows = linears["keys" if _makes_keys(layer, name, module) else "others"]
+                shares[f"{layer.name}.{name}"] = Share(rows.forward / num_rows, rows.backward / num_rows)
+    return shares
+
+
+def _makes_keys(layer: Layer, name: str, module: nn.Module) -> bool:
+    core = next(found for found, part in layer.module.named_modules() if part is layer.core)
+    inside = name.removeprefix(f"{core}.") if name.startswith(f"{core}.") else ""
+    return module is not layer.core and inside.split(".")[0] in layer.attention.key_value
+
+
+def _of_middle(sizes: Sizes) -> tuple[dict[str, Share], Share]:
+    """Return rows of the linears, and pairs of queries and keys."""
+    k, m = sizes.carried, sizes.dropped
+    rows = Share(float((k + m).sum()), float(k.sum()))
+    looked_at = m if sizes.is_prompt else k + m
+    pairs = Share(float((k * (k + m) + m * looked_at).sum()), float((k * (k + m)).sum()))
+    return {"keys": rows, "others": rows}, pairs
+
+
+def _of_last(sizes: Sizes, layer: Layer, *, narrows: bool) -> tuple[dict[str, Share], Share]:
+    k, m = sizes.carried, sizes.dropped
+    r = sizes.trained if narrows else k
+    again = r if narrows and layer.attention.fused else torch.zeros_like(r)
+    keys = Share(float((k + m + again).sum()), float((k + again).sum()))
+    others, pairs = float(r.sum()), float((r * (k + m)).sum())
+    return {"keys": keys, "others": Share(others, others)}, Share(pairs, pairs)
