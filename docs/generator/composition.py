@@ -25,6 +25,14 @@ turn nothing would be left. At `branches` rows are tested with `checkpointing: n
 are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`, `_orig_mod.`): save
 the model inside. What is compiled is what lies between the sites; kept rows are computed again uncompiled."""
 
+WHOLE_STEP = """Policies that are not asked at sites, and ways to carry a step out. Each cell is a test: weights after
+two steps of SGD with momentum equal those of a training by hand, without an engine, to 1e-12 of the largest change; for
+`tokens` those of its reference, which computes all positions, to 1e-6, since the loss is a mean in float32. Adapters
+(LoRA) have no dropout here: rows that are left out would draw other numbers. Clipping under `update: eager` is
+`max_grad_norm` with `eager_clip: exact`; its accumulation is `engine.backward(loss, is_last=False)` for all but the
+last micro-batch."""
+PAIRS = """Two of them in one training, held the same way. A gradient policy at `linears` goes with each of them as
+well; with `tokens` and examples it chooses among the rows that are computed."""
 LETTERS = "abcdefghij"
 
 
@@ -34,12 +42,13 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     Args:
         root: Of the repository.
     """
-    matrix = _load()
+    matrix, ways = _load("matrix"), _load("way")
     parts = [head("What goes with what", TEXT)]
     numbered = [(str(number), *pair) for number, pair in enumerate(matrix.COMPOSITIONS.items(), start=1)]
     parts.append(table(("", "way of training", "meaning"), numbered))
     for site in matrix.SITES:
         parts += _site(matrix, site)
+    parts += [*_ways(matrix, ways), *_pairs(ways)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
@@ -61,10 +70,42 @@ def _site(matrix: ModuleType, site: str) -> list[str]:
     return [f"## {site}\n", table(columns, rows), *reasons]
 
 
-def _load() -> ModuleType:
+def _ways(matrix: ModuleType, ways: ModuleType) -> list[str]:
+    letters: dict[str, str] = {}
+    rows = []
+    for way in ways.WAYS:
+        cells = []
+        for composition in matrix.COMPOSITIONS:
+            after, before = (ways.find_refusal(way, composition, wrapped) for wrapped in ("after", "before"))
+            letter = letters.setdefault(after or before, LETTERS[len(letters)]) if after or before else ""
+            cells.append(letter if after else f"✓ {letter}".strip())
+        rows.append((code(way.label), *cells))
+    lines = [f"- {letter}: {code(message)}" for message, letter in letters.items()]
+    columns = ("", *(str(number) for number in range(1, len(matrix.COMPOSITIONS) + 1)))
+    return ["## The whole step\n", f"{WHOLE_STEP}\n", table(columns, rows), "\n".join(lines) + "\n"]
+
+
+def _pairs(ways: ModuleType) -> list[str]:
+    letters: dict[str, str] = {}
+    rows = []
+    for number, way in enumerate(ways.WAYS):
+        cells = []
+        for other in ways.WAYS[: number + 1]:
+            refusal = ways.find_pair_refusal(other, way)
+            cells.append(letters.setdefault(refusal, LETTERS[len(letters)]) if refusal else "✓")
+            if other.question == way.question:
+                cells[-1] = ""
+        cells += [""] * (len(ways.WAYS) - len(cells))
+        rows.append((str(number + 1), code(way.label), *cells))
+    lines = [f"- {letter}: {code(message)}" for message, letter in letters.items()]
+    columns = ("", "", *(str(number + 1) for number in range(len(ways.WAYS))))
+    return ["## Two at once\n", f"{PAIRS}\n", table(columns, rows), "\n".join(lines) + "\n"]
+
+
+def _load(name: str) -> ModuleType:
     """Read the table from its file: it lies among the tests, which are no package of the documentation."""
-    file = Path(__file__).resolve().parents[2] / "tests" / "composition" / "matrix.py"
-    spec = importlib.util.spec_from_file_location("composition_matrix", file)
+    file = Path(__file__).resolve().parents[2] / "tests" / "composition" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"composition_{name}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -21,6 +21,8 @@ from sparsebp_cli.recipe import load_recipe
 from .matrix import COMPOSITIONS, ENTRIES, SITES, Entry, find_refusal
 from .replay import Decisions, Recorder, Replayer
 from .training import batch, build, compile_branches, largest_difference, train
+from .way import WAYS
+from .way import find_refusal as find_way_refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = [entry.label for entry in ENTRIES]
@@ -47,7 +49,9 @@ def _forget_compiled() -> Iterator[None]:
 
 
 def test_the_table_has_every_policy_in_every_kind_of_selection() -> None:
-    own = {name: found.kind for name, found in find_policies().items() if found.source.split()[0] == "sparsebp"}
+    asked_at_sites = ("GradientSelector", "EdgeRouter")
+    installed = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
+    own = {found.name: found.kind for found in installed if found.kind in asked_at_sites}
     assert {entry.policy: entry.kind for entry in ENTRIES} == own
     assert len(set(LABELS)) == len(LABELS)
     for name in own:
@@ -138,15 +142,17 @@ def test_ddp_is_what_the_table_says_wrapped_before_and_after_attaching(tmp_path:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     cells = json.loads(result.read_text())
-    assert len(cells) == len(ENTRIES) * len(SITES) * 2
-    entries = dict(zip(LABELS, ENTRIES, strict=True))
+    assert len(cells) == len(ENTRIES) * len(SITES) * 2 + len(WAYS) * 2
+    entries, ways = dict(zip(LABELS, ENTRIES, strict=True)), {way.label: way for way in WAYS}
     for label, site, wrapped, outcome in cells:
-        refusal = find_refusal(entries[label], site, "DDP")
-        if refusal is None:
-            assert isinstance(outcome, float), (label, site, wrapped, outcome)
-            assert outcome <= 1e-11, (label, site, wrapped)
-        else:
-            assert outcome == refusal.message, (label, site, wrapped)
+        refusal = find_refusal(entries[label], site, "DDP") if site else None
+        message = refusal.message if refusal else "" if site else find_way_refusal(ways[label], "DDP", wrapped)
+        if message:
+            assert outcome == message, (label, site, wrapped)
+            continue
+        assert isinstance(outcome, float), (label, site, wrapped, outcome)
+        # transformers means the loss in float32: where rows are left out, its sum has another order
+        assert outcome <= (1e-6 if label.startswith("tokens") else 1e-11), (label, site, wrapped)
 
 
 RECIPE = """

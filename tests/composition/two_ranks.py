@@ -17,9 +17,12 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsebp_cli.errors import UnsupportedError
+import sparsebp_cli as sbp
+from sparsebp_cli.errors import SparseBPError, UnsupportedError
 from tests.composition.matrix import ENTRIES, SITES, Entry
+from tests.composition.step import NUM_STEPS, SEED, policies_of
 from tests.composition.training import Gradients, attach, batch, build, largest_difference
+from tests.composition.way import WAYS, Way
 
 STEPS = 2
 
@@ -67,6 +70,44 @@ def judge(entry: Entry, site: str, wrapped: str) -> float | str:
     return largest_difference(ours, run(entry, site, "never"))
 
 
+def run_way(way: Way, wrapped: str) -> Gradients:
+    """Return how far each weight has come after two steps; see :func:`run`.
+
+    Args:
+        way: What acts on the step.
+        wrapped: As for :func:`run`.
+    """
+    inner = build("DDP")
+    before = [parameter.detach().clone() for parameter in inner.parameters()]
+    model: nn.Module = DistributedDataParallel(inner) if wrapped == "before" else inner
+    options = {"engine": "reference"} if wrapped == "never" else way.options
+    optimizer = torch.optim.SGD(inner.parameters(), 0.5, momentum=0.9)
+    engine = sbp.attach(model, policies_of([way]), optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
+    if wrapped == "after":
+        model = DistributedDataParallel(inner)
+    for number in range(STEPS):
+        ids = torch.cat([batch(number, distributed.get_rank()), batch(5 + number, distributed.get_rank())])
+        engine.backward(model(input_ids=ids, labels=ids).loss)
+        for parameter in inner.parameters() if wrapped == "never" else ():
+            if parameter.grad is not None:
+                distributed.all_reduce(parameter.grad)
+                parameter.grad /= distributed.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.detach()
+    changes = zip(inner.named_parameters(), before, strict=True)
+    return [{name: parameter.detach() - start for (name, parameter), start in changes}]
+
+
+def judge_way(way: Way, wrapped: str) -> float | str:
+    """Return the largest difference to the reference, or the refusal."""
+    try:
+        ours = run_way(way, wrapped)
+    except SparseBPError as error:
+        return str(error)
+    return largest_difference(ours, run_way(way, "never"))
+
+
 def main(result: Path) -> None:
     """Judge every cell."""
     warnings.simplefilter("ignore")
@@ -78,6 +119,7 @@ def main(result: Path) -> None:
         for site in SITES
         for wrapped in ("before", "after")
     ]
+    found += [(way.label, "", wrapped, judge_way(way, wrapped)) for way in WAYS for wrapped in ("before", "after")]
     everywhere: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everywhere, found)
     assert everywhere[0] == everywhere[1]

@@ -1,0 +1,159 @@
+"""Trainings of two steps with what acts on a whole step, and the same by hand, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+import sparsebp_cli as sbp
+from sparsebp_cli.backward.parameter import find_parameters
+from sparsebp_cli.policy import Examples, ExampleSelector, ParameterSelector, Policy, Step, TokenSelector
+
+from .training import batch, compile_branches
+from .training import build as build_model
+from .way import Way
+
+Weights = dict[str, Tensor]
+NUM_STEPS, SEED, MAX_NORM = 4, 3, 0.05
+
+
+def build(composition: str) -> nn.Module:
+    """Return the model; its adapters without dropout, which would draw anew for rows that are left out."""
+    model = build_model(composition)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for dropout in module.lora_dropout.values():
+                dropout.p = 0.0
+    return model
+
+
+def policies_of(ways: Sequence[Way]) -> list[Policy]:
+    """Return the policies of some ways."""
+    return [
+        sbp.make_policy(way.policy["name"], **{k: v for k, v in way.policy.items() if k != "name"})
+        for way in ways
+        if way.policy
+    ]
+
+
+def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = False) -> Weights:
+    """Train for two steps with an engine.
+
+    Args:
+        composition: How.
+        ways: What acts on the step.
+        tokens_by_reference: Compute all positions, and nothing eagerly or in segments.
+
+    Returns:
+        The weights afterwards.
+    """
+    model, policies = build(composition), policies_of(ways)
+    options: dict[str, Any] = {key: value for way in ways for key, value in way.options.items()}
+    if tokens_by_reference:
+        options = {"engine": "reference"}
+    elif "update" in options and composition == "clipping":
+        options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
+    is_eager, optimizer = "update" in options, _optimizer(model)
+
+    def attach() -> Any:
+        return sbp.attach(model, policies, optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
+
+    engine = attach()
+    if composition == "compile":
+        compile_branches(model)
+    for number in range(2):
+        micro_batches = _micro_batches(composition, number)
+        for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
+                loss = model(input_ids=ids, labels=ids).loss * share
+            engine.backward(loss, **({"is_last": left == 0} if is_eager else {}))
+        if composition == "clipping" and "max_grad_norm" not in options:
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if composition == "resume" and number == 0:
+            state = model.state_dict(), optimizer.state_dict(), engine.state_dict()
+            engine.detach()
+            model = build(composition)
+            model.load_state_dict(state[0])
+            optimizer = _optimizer(model)
+            optimizer.load_state_dict(state[1])
+            engine = attach()
+            engine.load_state_dict(state[2])
+    engine.detach()
+    return _weights(model)
+
+
+def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
+    """Train for two steps without an engine: what the policies of the ways say, in the obvious way.
+
+    Args:
+        composition: How.
+        ways: None of them chooses tokens.
+
+    Returns:
+        The weights afterwards.
+    """
+    model = build(composition)
+    optimizer, (shown, _) = _optimizer(model), find_parameters(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for number in range(2):
+        for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
+            ids = all_ids
+            step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS)
+            for policy in policies_of(ways):
+                assert not isinstance(policy, TokenSelector)
+                if isinstance(policy, ParameterSelector):
+                    chosen = set(policy.select(shown, step))
+                    for name, parameter in trained.items():
+                        parameter.requires_grad_(name in chosen)
+                elif isinstance(policy, ExampleSelector):
+                    ids = _choose(model, policy, all_ids, step)
+            with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
+                loss = model(input_ids=ids, labels=ids).loss * share
+            loss.backward()
+        if composition == "clipping":
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(model)
+
+
+def difference(ours: Weights, theirs: Weights, before: Weights) -> float:
+    """Return the largest difference of a weight's change, by the largest change of any weight."""
+    assert ours.keys() == theirs.keys() == before.keys()
+    moved = max(float((theirs[name] - before[name]).abs().max()) for name in theirs)
+    assert moved > 0.0
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) / moved
+
+
+def _weights(model: nn.Module) -> Weights:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def untrained(composition: str) -> Weights:
+    """Return the weights that every training begins with."""
+    return _weights(build(composition))
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, 0.5, momentum=0.9, weight_decay=0.1)
+
+
+def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
+    count = 2 if composition == "accumulation" else 1
+    return [(torch.cat([batch(10 * number + i), batch(5 + 10 * number + i)]), 1 / count) for i in range(count)]
+
+
+def _choose(model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step) -> Tensor:
+    model.eval()  # and so without checkpointing
+    with torch.no_grad():
+        losses = [model(input_ids=ids_1T, labels=ids_1T).loss.float() for ids_1T in ids_BT[:, None]]
+    model.train()
+    index_K = policy.choose(Examples(len(ids_BT), torch.stack(losses)), step)
+    return ids_BT if index_K is None else ids_BT[index_K]

@@ -1,0 +1,92 @@
+"""What acts on a whole step goes with every way of training, and with each other, as the table says."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.policy import find_policies
+
+from .matrix import COMPOSITIONS
+from .step import difference, train, train_by_hand, untrained
+from .test_composition import quiet
+from .way import WAYS, Way, find_pair_refusal, find_refusal
+
+LABELS = [way.label for way in WAYS]
+PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question != pair[1].question]
+# Double precision throughout, but the loss is a mean in float32, as transformers computes it: with rows left out, its
+# sum has another order. bfloat16 has 8 bits.
+EXACT, ROUNDED, COARSE = 1e-12, 1e-6, 0.05
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
+    own = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
+    beside = {found.name: found.kind for found in own if found.kind not in ("GradientSelector", "EdgeRouter")}
+    assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+@quiet
+@pytest.mark.parametrize("way", WAYS, ids=LABELS)
+@pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "DDP"])
+def test_a_cell_is_what_the_table_says(composition: str, way: Way) -> None:
+    refusal = find_refusal(way, composition)
+    if refusal:
+        _check_refused(composition, (way,), refusal)
+        return
+    tolerance = COARSE if composition == "autocast" else ROUNDED
+    assert _judge(composition, (way,)) <= (tolerance if way.question == "TokenSelector" else EXACT)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " + ".join(way.label for way in pair))
+def test_two_at_once_are_what_the_table_says(pair: tuple[Way, Way]) -> None:
+    refusal = find_pair_refusal(*pair)
+    if refusal:
+        _check_refused("nothing", pair, refusal)
+    else:
+        assert _judge("nothing", pair) <= (ROUNDED if any(w.question == "TokenSelector" for w in pair) else EXACT)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=LABELS)
+def test_a_gradient_policy_at_linears_goes_with_each(way: Way) -> None:
+    """One that keeps everything changes nothing; one that does not is asked, and changes what is trained."""
+    alone, without = train("nothing", (way,)), untrained("nothing")
+    everything, some = (Way("topk", "GradientSelector", {"name": "topk", "keep": keep}) for keep in (1.0, 0.3))
+    assert difference(train("nothing", (way, everything)), alone, without) <= EXACT
+    assert difference(train("nothing", (way, some)), alone, without) > 1e-3
+
+
+def _judge(composition: str, ways: tuple[Way, ...]) -> float:
+    """Return how far a training is from its reference."""
+    without_stop = "nothing" if composition in ("resume", "compile") else composition
+    if any(way.question == "TokenSelector" for way in ways):
+        reference = train(without_stop, ways, tokens_by_reference=True)
+    else:
+        reference = train_by_hand(without_stop, ways)
+    return difference(train(composition, ways), reference, untrained(composition))
+
+
+def _check_refused(composition: str, ways: tuple[Way, ...], refusal: str) -> None:
+    with pytest.raises(SparseBPError) as raised:
+        train(composition, ways)
+    assert str(raised.value) == refusal
+
+
+def test_each_way_does_something() -> None:
+    """Else a table of equal trainings would prove nothing."""
+    dense: Any = train_by_hand("nothing", ())
+    for way in WAYS:
+        change = difference(train("nothing", (way,)), dense, untrained("nothing"))
+        assert (change > 1e-3) == bool(way.policy), way.label

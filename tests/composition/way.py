@@ -1,0 +1,86 @@
+"""What goes with what, for that which acts on a whole step and not at sites. The test and the page both read this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Options = dict[str, Any]
+_CHOICE = {"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One policy that is not asked at sites, or one way to carry a step out.
+
+    Args:
+        label: What the table calls it.
+        question: What it answers: no two with the same one are given together.
+        policy: Its name and options; empty where there is no policy.
+        options: Further options of ``attach``.
+    """
+
+    label: str
+    question: str
+    policy: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+
+
+def _tokens(mode: str) -> Way:
+    options = {"name": "tokens", "score": "random", "keep": 0.4, "mode": mode}
+    return Way(f"tokens (mode: {mode})", "TokenSelector", options)
+
+
+WAYS = (
+    _tokens("exact"),
+    _tokens("detach"),
+    Way("selective-backprop", "ExampleSelector", {"name": "selective-backprop", **_CHOICE}),
+    Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
+    Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
+    Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
+    Way("update: eager", "update", options={"update": "eager"}),
+    Way("segments: 2", "segments", options={"segments": 2}),
+)
+
+_REENTRANT = (
+    "parameters that are frozen by a policy and reentrant checkpointing (at 'model'), which runs the backward of every "
+    "layer: enable checkpointing with use_reentrant=False"
+)
+_CHECKPOINTED = (
+    "segments and activation checkpointing (at 'model') in one model are not built: switch checkpointing off, segments "
+    "keep less and compute as much again"
+)
+
+
+def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
+    """Return the one line that is raised; empty where the two go together.
+
+    Args:
+        way: One of :data:`WAYS`.
+        composition: A way of training of the other table.
+        wrapped: By DDP ``before`` attaching, or ``after`` it.
+    """
+    if way.question == "ParameterSelector" and composition == "DDP":
+        if wrapped == "before":
+            return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
+        if "turn" in way.policy:
+            return "Frozen with another set of parameters each step works in one process: without DDP or FSDP"
+    return {
+        ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
+        ("segments", "checkpointing"): _CHECKPOINTED,
+        ("segments", "reentrant checkpointing"): _CHECKPOINTED,
+        ("update", "DDP"): "update='eager' works in one process: without DDP or FSDP",
+    }.get((way.question, composition), "")
+
+
+def find_pair_refusal(first: Way, second: Way) -> str:
+    """Return the one line that is raised; empty where the two go together.
+
+    Args:
+        first: One of :data:`WAYS`.
+        second: Another.
+    """
+    questions = {first.question, second.question}
+    if questions == {"TokenSelector", "segments"}:
+        return "SelectedTokens with segments is not built: it runs layers for some positions in its own way"
+    return ""
