@@ -160,7 +160,7 @@ def _write(part: Path, snapshot: Snapshot) -> None:
         save_file(_contiguous(own.policy), part / f"{_of_rank('policy', rank)}.safetensors")
     state = {
         "step": snapshot.step,
-        "optimizer_plain": plain,
+        "optimizer_plain": dict(sorted(plain.items())),  # parameters may have been updated in any order
         "optimizer_groups": snapshot.optimizer["param_groups"],
         "rest": snapshot.rest,
     }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
+from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
 from sparsebp_cli.backward.part import Claiming, DensePass, PassClaim
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
@@ -59,7 +59,8 @@ def run_probe(rehearsal: Rehearsal, stopwatch: Stopwatch) -> Probe:
     policy, report, _ = _count(rehearsal, "policy")
     proof = Proof.of(rehearsal.model, dense, policy, report, claims)
     chosen = report.chosen
-    values = _work(proof, left["policy"]) | {metric.SCORING_FLOPS.name: chosen and float(chosen.scoring_flops)}
+    values = _work(proof, left["policy"], rehearsal.engine)
+    values[metric.SCORING_FLOPS.name] = None if chosen is None else float(chosen.scoring_flops)
     values |= _speed(proof, median(seconds["dense"]), median(seconds["policy"]))
     return Probe(values, proof, left["dense"], left["policy"])
 
@@ -83,19 +84,25 @@ def _count(rehearsal: Rehearsal, way: Way) -> tuple[PassCount, Report, list[Pass
         return PassCount(flops, saved), engine.report(), claims
 
 
-def _work(proof: Proof, policy: Outcome) -> dict[str, float | None]:
+def _work(proof: Proof, policy: Outcome, engine: Engine) -> dict[str, float | None]:
     return {
         metric.FORWARD_FLOPS.name: float(proof.policy.flops.forward.total()),
         metric.BACKWARD_EXECUTED.name: float(proof.policy.backward_flops.total()),
         metric.BACKWARD_DENSE.name: float(proof.dense.backward_flops.total()),
         metric.SAVED_BYTES.name: float(proof.policy.saved.total),
         metric.DENSE_SAVED_BYTES.name: float(proof.dense.saved.total),
-        metric.GRADIENT_BYTES.name: float(tensor_bytes(policy.gradients.values())),
+        metric.GRADIENT_BYTES.name: float(_gradient_bytes(policy, engine)),
         metric.ROWS_SHARE.name: proof.rows_share,
         metric.CLAIMED_SHARE.name: proof.claimed_share,
         metric.EXECUTED_SHARE.name: proof.executed_share,
         metric.EXCESS_SHARE.name: proof.excess_share,
     }
+
+
+def _gradient_bytes(policy: Outcome, engine: Engine) -> int:
+    """A probe keeps all gradients; under an eager update a step of training does not."""
+    report = None if engine.eager is None else engine.eager.report
+    return tensor_bytes(policy.gradients.values()) if report is None else report.gradient_bytes
 
 
 def _speed(proof: Proof, dense_seconds: float, policy_seconds: float) -> dict[str, float | None]:

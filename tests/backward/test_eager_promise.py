@@ -299,6 +299,10 @@ def test_gradients_are_never_there_together() -> None:
     assert engine.eager.report.gradient_bytes == max(sizes)
     _, engine = train(Llama, steps=2, eager=True, accumulation=2)
     assert engine.eager.report.gradient_bytes == sum(sizes)
+    model = Llama()
+    _, engine = train(Llama, steps=2, eager=True, segments=2)
+    layer = sum(p.nbytes for p in model.inner.model.layers[0].parameters())
+    assert engine.eager.report.gradient_bytes == layer
 
 
 def test_detach_gives_the_parameters_back_without_hooks() -> None:

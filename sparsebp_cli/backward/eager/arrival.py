@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -35,8 +36,7 @@ class Arrivals:
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         self._model, self._parameters = model, {id(p) for p in parameters}
-        self._direct: set[Tensor] = set()  # in the graph itself
-        self._is_reentrant = False
+        self._graph = Survey(frozenset(), is_reentrant=False, bytes_at_once=0)
         self._uses: UseCounter | None = None
         self._counted: Counter[_Use] | None = None
 
@@ -46,8 +46,13 @@ class Arrivals:
         Args:
             loss: What is differentiated.
         """
-        self._direct, self._is_reentrant = survey(loss)
+        self._graph = survey(loss)
         self._counted = None if self._uses is None else self._uses.take()
+
+    @property
+    def bytes_at_once(self) -> int:
+        """Bytes of gradients that one node of the graph gives at once, at most."""
+        return self._graph.bytes_at_once
 
     def is_complete(self, parameter: Tensor) -> bool:
         """Return whether no more of a gradient can arrive in this pass.
@@ -58,8 +63,8 @@ class Arrivals:
         Returns:
             False also where it cannot be known.
         """
-        is_direct = parameter in self._direct
-        if is_direct and not self._is_reentrant:
+        is_direct = parameter in self._graph.leaves
+        if is_direct and not self._graph.is_reentrant:
             return True
         self._count_uses()
         if self._counted is None:
@@ -81,32 +86,49 @@ class Arrivals:
             self._uses = UseCounter(self._model, self._parameters)
 
 
-def survey(loss: Tensor) -> tuple[set[Tensor], bool]:
+@dataclass(frozen=True)
+class Survey:
+    """What a graph tells before it is passed.
+
+    Args:
+        leaves: That collect a gradient in it.
+        is_reentrant: Whether a node runs a pass of its own.
+        bytes_at_once: The most that one node gives to leaves: their gradients are there together.
+    """
+
+    leaves: frozenset[Tensor]
+    is_reentrant: bool
+    bytes_at_once: int
+
+
+def survey(loss: Tensor) -> Survey:
     """Look at the graph of a loss.
 
     Args:
         loss: What is differentiated.
 
     Returns:
-        The leaves in it, and whether a node of it runs a pass of its own.
+        What it tells.
     """
-    leaves, is_reentrant = set[Tensor](), False
-    if loss.grad_fn is None:
-        return leaves, is_reentrant
-    seen: set[Node] = {loss.grad_fn}
-    waiting = [loss.grad_fn]
+    leaves, is_reentrant, most = set[Tensor](), False, 0
+    seen: set[Node] = set() if loss.grad_fn is None else {loss.grad_fn}
+    waiting = list(seen)
     while waiting:
         node = waiting.pop()
-        name = node.name()
-        if name == _LEAF:
-            leaves.add(cast("Any", node).variable)
-        elif _REENTRANT in name:
-            is_reentrant = True
+        is_reentrant = is_reentrant or _REENTRANT in node.name()
+        own: set[Tensor] = set()
         for child, _ in node.next_functions:
-            if child is not None and child not in seen:
+            if child is None:
+                continue
+            if child.name() == _LEAF:
+                own.add(cast("Any", child).variable)
+            elif child not in seen:
                 seen.add(child)
                 waiting.append(child)
-    return leaves, is_reentrant
+        if own:
+            leaves |= own
+            most = max(most, sum(leaf.nbytes for leaf in own))
+    return Survey(frozenset(leaves), is_reentrant, most)
 
 
 class UseCounter:

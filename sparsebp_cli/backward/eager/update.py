@@ -111,7 +111,8 @@ class EagerUpdate:
             self._check_total(self._total, num_updated=0)
         self._single.start()
         self._has_updated = True
-        under_way = Pass(self._update, early=looks_first or not is_exact)
+        at_once = self._arrivals.bytes_at_once
+        under_way = Pass(self._update, early=looks_first or not is_exact, bytes_most=at_once)
         with self._passing(under_way):
             differentiate()
             num_early, late = len(under_way.done), self._held()
