@@ -66,7 +66,7 @@ class PolicyCallback(TrainerCallback):
         options |= {} if seed is None else {"seed": seed}
         self.engine: Engine | None = None
         self._choice = Choice.of(policies, options, attach_options or {})
-        self._log_flops_every = log_flops_every
+        self.log_flops_every = log_flops_every
         self._trainer: Any = None
         self._undo: list[Callable[[], object]] = []  # what is in force while a model is attached
         self._resumed: dict[str, Any] | None = None
@@ -138,7 +138,7 @@ class PolicyCallback(TrainerCallback):
         **kwargs: Any,  # noqa: ARG002 - the same
     ) -> None:
         """See whether this step is one that is counted."""
-        every = self._log_flops_every
+        every = self.log_flops_every
         self._counts_next = every is not None and state.global_step % every == 0
 
     @property

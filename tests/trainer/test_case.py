@@ -72,6 +72,11 @@ def test_two_lines_change_and_nothing_else() -> None:
         case.changed(case.BEFORE, "-no such line\n+x\n")
 
 
+def test_the_guide_shows_these_two_lines() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "trainer.md").read_text(encoding="utf-8")
+    assert f"```diff\n{case.TWO_LINES}```" in guide
+
+
 def test_the_script_trains_as_before_with_a_dense_engine(before: Any, dense: Any) -> None:
     assert differing(weights(before.model), weights(dense.model)) == []
 
