@@ -91,6 +91,10 @@ class ScoredTokenSelector(TokenSelector):
         return frozenset(name for name in (self.mask_column, self.carry_column) if name is not None)
 
     @property
+    def candidate_column(self) -> str | None:
+        return self.mask_column
+
+    @property
     def budget(self) -> float | None:
         if self.mask_column is not None:
             return None

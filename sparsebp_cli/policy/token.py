@@ -93,6 +93,14 @@ class TokenSelector(Policy):
         return frozenset()
 
     @property
+    def candidate_column(self) -> str | None:
+        """The one of these columns that says which labels may be trained at all, 0 or 1 a token; None: all of them.
+
+        With accumulation, and on several processes, each of these weighs alike.
+        """
+        return None
+
+    @property
     @abstractmethod
     def budget(self) -> float | None:
         """Share of the targets that is trained once schedules have ended, in (0, 1]; None where the data says it."""

@@ -26,6 +26,7 @@ class BatchOrder:
         rank: int = 0,
         num_ranks: int = 1,
         columns: Collection[str] = (),
+        candidates: str | None = None,
     ) -> None:
         """Set the order.
 
@@ -37,9 +38,11 @@ class BatchOrder:
             rank: Which of the processes that train together this is.
             num_ranks: How many there are; together they see what one would with so many times the batch.
             columns: Names of the examples' columns that a batch brings.
+            candidates: The one of them that says which targets count.
         """
         self.examples, self.seed, self.pad_token_id = examples, seed, pad_token_id
         self.batch_size, self.num_ranks, self.columns = batch_size * num_ranks, num_ranks, columns
+        self.candidates = candidates
         self._own = slice(rank * batch_size, (rank + 1) * batch_size)
         self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
 
@@ -56,10 +59,10 @@ class BatchOrder:
             number: Counted from 0 over the whole run.
 
         Returns:
-            The part, and :func:`num_targets` of the micro-batch of all ranks.
+            The part, and :func:`num_targets` of the micro-batch of all ranks, only candidates counted.
         """
         batch = self[number]
-        return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch)
+        return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch, self.candidates)
 
     def _example(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.examples))
@@ -118,7 +121,18 @@ def _columns(examples: Sequence[Example], names: Collection[str], length: int) -
     return found
 
 
-def num_targets(batch: dict[str, Tensor]) -> int:
-    """Return how many predictions of a batch the loss counts: trained next tokens, or examples of a classification."""
+def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
+    """Return how many predictions of a batch the loss counts: trained next tokens, or examples of a classification.
+
+    Args:
+        batch: From :func:`collate`.
+        candidates: Name of a column that leaves out the tokens where it is 0; None: none.
+
+    Returns:
+        The number.
+    """
     labels = batch["labels"]
-    return labels.numel() if labels.ndim == 1 else int((labels[:, 1:] != IGNORED).sum())
+    if labels.ndim == 1:
+        return labels.numel()
+    target_BT = labels[:, 1:] != IGNORED
+    return int((target_BT if candidates is None else target_BT & (batch[candidates][:, 1:] != 0)).sum())

@@ -20,7 +20,7 @@ from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
-from sparsebp_cli.worker.chosen import find_columns
+from sparsebp_cli.worker.chosen import find_candidates, find_columns
 from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.model import build_model, build_tokenizer
@@ -128,6 +128,7 @@ def build_training(
             rank=ranks.rank,
             num_ranks=ranks.count,
             columns=find_columns(policies) | reference.columns,
+            candidates=find_candidates(policies),
         ),
         "held_out": data.held_out,
         "checkpoints": checkpoints,

@@ -24,6 +24,18 @@ def find_columns(policies: Iterable[Policy]) -> frozenset[str]:
     return frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
 
 
+def find_candidates(policies: Iterable[Policy]) -> str | None:
+    """Return the name of the column that says which targets may be trained; None: all of them may.
+
+    Args:
+        policies: Of any kind.
+
+    Returns:
+        The name.
+    """
+    return next((policy.candidate_column for policy in policies if isinstance(policy, TokenSelector)), None)
+
+
 def tell_chosen(chosen: Chosen | None, ranks: Ranks, recipe: Recipe) -> dict[str, float | None]:
     """Return the figures of what was chosen before the forward, over all ranks.
 

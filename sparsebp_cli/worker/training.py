@@ -209,7 +209,11 @@ class Training:
         if batch["labels"].ndim == 1:
             loss: Tensor = self.model(**on_device).loss
             return loss * (num_targets(batch) / targets) if targets != num_targets(batch) else loss
-        count = torch.tensor(targets, device=self.accelerator.device)
+        items: float = targets
+        if (name := self.order.candidates) is not None:
+            # The engine multiplies with the share of this batch's targets that is trained: leave that of candidates.
+            items *= num_targets(batch) / max(1, num_targets(batch, name))
+        count = torch.tensor(items, device=self.accelerator.device)
         mean: Tensor = self.model(**on_device, num_items_in_batch=count).loss
         return mean
 

@@ -138,13 +138,13 @@ def test_a_mask_of_all_labels_trains_as_dense(completion, tiny_recipe, prepared)
     dense, masked = run_of(completion(), prepared), run_of(completion(*policy), prepared)
     found, expected = weights(masked), weights(dense)
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
     assert set(values_of(masked, "policy/trained_share")) == {1.0}
     assert "policy/trained_share" not in History.load(dense.path).metrics
 
 
 def test_a_masked_run_is_the_plain_loop_with_masked_labels(completion, prepared) -> None:
-    """Accumulation included: each micro-batch weighs by its targets, and within it only the marked ones count."""
+    """Accumulation included: every marked token of a step weighs alike."""
     recipe = completion({"name": "tokens", "score": "mask", "mask_column": "answer"})
     run = run_of(recipe, prepared)
     training = recipe.training
@@ -157,24 +157,23 @@ def test_a_masked_run_is_the_plain_loop_with_masked_labels(completion, prepared)
     for step in range(training.max_steps):
         optimizer.param_groups[0]["lr"] = training.learning_rate * (1 - step / training.max_steps)
         batches = [order[2 * step], order[2 * step + 1]]
-        counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
-        trained = 0
-        for batch, count in zip(batches, counts, strict=True):
-            labels = batch["labels"].masked_fill(batch.pop("answer") == 0, -100)
-            trained += int((labels[:, 1:] != -100).sum())
-            loss = model(**(batch | {"labels": labels})).loss  # the mean over the marked
-            (loss * count / sum(counts)).backward()
+        targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for batch in batches:
+            batch["labels"] = batch["labels"].masked_fill(batch.pop("answer") == 0, -100)
+        trained = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        for batch in batches:
+            model(**batch, num_items_in_batch=torch.tensor(trained)).loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        shares.append(trained / sum(counts))
+        shares.append(trained / targets)
     assert values_of(run, "policy/trained_share") == pytest.approx(shares)
     assert values_of(run, "policy/kept_share") == pytest.approx(shares)
     assert 0.1 < min(shares) < 0.9
     found = weights(run)
     for name, parameter in model.named_parameters():
         if name in found:
-            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-4)  # steps of 1e-2
 
 
 POLICIES: list[dict[str, Any]] = [

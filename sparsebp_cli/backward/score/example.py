@@ -8,7 +8,6 @@ Shape letters: B examples, T positions, K kept.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, final
@@ -22,6 +21,7 @@ from sparsebp_cli.backward.score.chosen import Chosen
 from sparsebp_cli.backward.score.cost import ScoringCost
 from sparsebp_cli.backward.score.scorer import IGNORED, Scorer, evaluating
 from sparsebp_cli.backward.site import Bound
+from sparsebp_cli.backward.token.decoder import by_name
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 
@@ -90,16 +90,17 @@ class BoundExamples(Bound):
     ) -> None:
         self.is_attached = True
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
-        self._signature = inspect.signature(type(model).forward)
         # What chooses tokens below is asked about the chosen examples, and counts their targets.
         self._counts_all = not isinstance(before, Bound)
         self._inner: Callable[..., Any] = before or type(model).forward.__get__(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = self._model.training and torch.is_grad_enabled()
+        if args and args[0] is self._model:  # accelerate binds what it once wrapped as a method
+            args = args[1:]
         if not (self.is_attached and training and self._engine.enabled):
             return self._inner(*args, **kwargs)
-        arguments = self._name(args, kwargs)
+        arguments = by_name(self._model, args, kwargs)
         labels = arguments.get("labels")
         if labels is None:
             raise UsageError(
@@ -122,14 +123,6 @@ class BoundExamples(Bound):
             share = kept / targets.clamp(min=1)
             chosen["num_items_in_batch"] = (arguments["num_items_in_batch"] * share).clamp(min=1.0)
         return self._inner(**chosen)
-
-    def _name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        if not args:
-            return kwargs
-        bound = self._signature.bind(self._model, *args, **kwargs).arguments
-        further = [name for name, p in self._signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-        named = {name: value for name, value in list(bound.items())[1:] if name not in further}
-        return named | {key: value for name in further for key, value in bound.get(name, {}).items()}
 
     def _losses(self, arguments: Arguments) -> Tensor:
         """Return the mean loss of each example's targets in the part that is read."""

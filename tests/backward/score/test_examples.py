@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from sparsebp_cli.backward import attach, count_flops
 from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.policies.max_child import MaxChild
 from sparsebp_cli.policies.selective_backprop import SelectiveBackprop
 from sparsebp_cli.policies.topk import TopK
 from sparsebp_cli.policies.uniform import Uniform
@@ -215,11 +216,28 @@ def test_evaluation_disabled_and_probing_leave_everything_as_it_was() -> None:
     assert same(train(model, arguments), dense)
 
 
-def test_it_goes_with_a_gradient_policy() -> None:
-    model, arguments = tiny_decoder("llama"), batch(4)
-    policy = TopK(keep=0.5)
-    both = train(model, arguments, Given(index=[1, 2]), policy)
-    assert same(both, train(model, rows(arguments, [1, 2]), policy))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sites": "branches"},
+        {"sites": "branches", "checkpointing": "sparse"},
+        {"sites": "nodes"},
+        {"segments": 2},
+        {"engine": "reference"},
+    ],
+    ids=str,
+)
+def test_it_goes_with_a_gradient_policy_everywhere(options) -> None:
+    model, arguments, policy = tiny_decoder("llama"), batch(4), TopK(keep=0.5)
+    both = train(model, arguments, Given(index=[1, 2], scores=True), policy, **options)
+    assert same(both, train(model, rows(arguments, [1, 2]), policy, **options))
+
+
+def test_it_goes_with_a_router() -> None:
+    model, arguments, options = tiny_decoder("llama"), batch(4), {"sites": "nodes"}
+    both = train(model, arguments, Given(index=[1, 2]), MaxChild(), **options)
+    assert same(both, train(model, rows(arguments, [1, 2]), MaxChild(), **options))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
