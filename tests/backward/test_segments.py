@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, count_flops, saved_bytes
@@ -16,7 +17,7 @@ from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Rows, Selection, Site, Step
 from tests.selector import Promises
 
-from .conftest import tokens
+from .conftest import FAMILIES, VOCABULARY, tokens
 from .families import DECODERS, tiny_decoder
 from .live_bytes import live_bytes
 
@@ -278,9 +279,10 @@ def test_the_peak_of_saved_bytes_is_what_theory_says(segments: Any) -> None:
     length = 8
     model = tiny_decoder("llama", num_hidden_layers=length)
     with ModuleTrace(model) as trace, saved_bytes(model.parameters(), trace) as saved:
-        _loss(model)
+        loss = _loss(model)
     layers = [sum(n for name, n in saved.by_module.items() if f"layers.{i}." in f"{name}.") for i in range(length)]
-    outside = saved.total - sum(layers)
+    outside, embedding = saved.total - sum(layers), saved.by_module["model.embed_tokens"]
+    del loss
     stream, positions = 2 * 16 * 32 * 4, 16 * 8
     rotary = layers[0] - layers[1]  # cosines and sines, which the first layer saves for all of them
     starts = [int(name.split(".")[2]) for name in segments] if isinstance(segments, list) else []
@@ -290,7 +292,6 @@ def test_the_peak_of_saved_bytes_is_what_theory_says(segments: Any) -> None:
     for number, (start, end) in enumerate(zip(starts, ends, strict=True)):
         inputs = stream * number + (rotary + positions if len(starts) > 1 else rotary)
         held.append(inputs + sum(layers[start:end]) - (rotary if start == 0 else 0))
-    embedding = saved.by_module["model.embed_tokens"]
     held = [number + embedding for number in held]
     held[-1] += outside - embedding  # the head and the loss go with the last segment
     with sbp.attach(model, [], segments=segments) as engine, live_bytes(model.parameters()) as live:
@@ -428,7 +429,7 @@ LOST: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: Stack(lambda seen: seen[-1] * 2), "between 'layers.0' and 'layers.1' something is computed"),
     (lambda: Stack(lambda seen: seen[0]), "between 'layers.0' and 'layers.1' something is computed"),
     (Skipping, "'layers.2' was run where 'layers.1' is the next layer"),
-    (Watching, "the loss uses the output of 'layers.0', which lies inside a segment"),
+    (Watching, "the loss uses what 'layers.0' computes inside a segment"),
     (_foreign, r"a layer from 'layers.0' to 'layers.1' uses a tensor of shape \(4,\) that requires grad"),
     (_in_place, r"begins with 'layers.0' changes a tensor of shape \(2, 4\) in place"),
 ]
@@ -442,6 +443,34 @@ def test_a_gradient_that_would_be_lost_is_an_error(make: Callable[[], nn.Module]
         assert exclude in ([], list(engine.report().not_covered))
         with pytest.raises(UnsupportedError, match=text):
             engine.backward(model(torch.ones(2, 4)))
+
+
+def test_a_loss_of_what_a_router_inside_a_layer_computes_is_refused_and_its_scores_are_told() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = FAMILIES["llama"] | {"num_local_experts": 4, "num_hidden_layers": 3}
+        return MixtralForCausalLM(MixtralConfig(**sizes)).train()
+
+    model = make()
+    scores = model(tokens(0), output_router_logits=True).router_logits
+    plain = _run(model)
+    _assert_same(_run(make(), segments=3), plain)
+    with sbp.attach(model, [], segments=3) as engine:
+        output = model(tokens(0), labels=tokens(0), output_router_logits=True)
+        assert all(torch.equal(a, b) for a, b in zip(output.router_logits, scores, strict=True))
+        with pytest.raises(UnsupportedError, match=r"the loss uses what 'model.layers.\d' computes inside a segment"):
+            engine.backward(output.loss)
+
+
+def test_an_encoder_that_all_layers_of_a_decoder_look_at_gets_its_whole_gradient() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 4, "num_heads": 4}
+        return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, decoder_start_token_id=0)).train()
+
+    plain, cut = _run(make()), _run(make(), segments=3)
+    for name, grad in plain.items():  # summed over the decoder's layers in another order
+        torch.testing.assert_close(cut[name], grad, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_between_segments_a_model_may_compute_and_after_a_failure_it_begins_anew() -> None:

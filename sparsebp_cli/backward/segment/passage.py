@@ -88,9 +88,12 @@ class Passage:
             self._refuse_between()
         real = [_without_cache(leaf, self._name) for leaf in leaves]
         args, kwargs = tree_unflatten(real, spec)
+        captured = [(each, len(each)) for each in _find_captured()]
         with torch.no_grad(), self._surrounding.without_cache():
             output = forward(*args, **kwargs)
         self._calls.append(_Call(forward, stand_ins, spec))
+        for each, length in captured:  # such as a router's scores, of which a loss may be made
+            each[length:] = [self._as_mark(leaf) for leaf in each[length:]]
         outputs, spec = tree_flatten(output)
         return tree_unflatten([self._mark(leaf, number) for number, leaf in enumerate(outputs)], spec)
 
@@ -165,11 +168,17 @@ class Passage:
     def _mark(self, leaf: Any, number: int) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        mark = leaf.detach()
-        if _is_differentiable(mark):
-            refusal = _Refusal(self.names[len(self._calls) - 1])
-            mark.requires_grad_().register_hook(refusal)  # type: ignore[no-untyped-call]
+        mark = self._as_mark(leaf)
         self._made[id(mark)] = weakref.ref(mark), _Made(len(self._calls) - 1, number)
+        return mark
+
+    def _as_mark(self, leaf: Any) -> Any:
+        """Return a tensor of the segment's inside so that no gradient can arrive at it without a word."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        mark = leaf.detach()
+        if _is_differentiable(mark) and any(t.requires_grad for t in (*self.parameters, *self.given)):
+            mark.requires_grad_().register_hook(_Refusal(self.names[len(self._calls) - 1]))  # type: ignore[no-untyped-call]
         return mark
 
     def _refuse_between(self) -> NoReturn:
@@ -188,8 +197,8 @@ class _Refusal:
 
     def __call__(self, grad: Tensor) -> NoReturn:  # noqa: ARG002 - torch's signature
         raise UnsupportedError(
-            f"segments: the loss uses the output of {self._name!r}, which lies inside a segment and has no graph: "
-            "let a segment begin with the layer after it"
+            f"segments: the loss uses what {self._name!r} computes inside a segment, where there is no graph: "
+            "only outputs of segments, and the last segment, have one"
         )
 
 
@@ -197,6 +206,14 @@ def _put(leaf: Any, given: Sequence[Tensor], outputs: list[list[Any]]) -> Any:
     if isinstance(leaf, _Given):
         return given[leaf.number]
     return outputs[leaf.call][leaf.leaf] if isinstance(leaf, _Made) else leaf
+
+
+def _find_captured() -> list[list[Any]]:
+    """Return the lists in which transformers collects what modules compute: attentions, scores of routers."""
+    loaded = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(loaded, "_active_collector", None)
+    found = None if collector is None else collector.get()
+    return [each for each in (found or {}).values() if isinstance(each, list)]
 
 
 def _is_differentiable(leaf: Any) -> bool:
