@@ -124,11 +124,11 @@ class Apollo(torch.optim.Optimizer):
         projected = projection_RS @ (gradient if small == 0 else gradient.t())  # rank by channels
         moved = _adam(projected.float(), state, group)
         dim = 0 if group["scale_type"] == "channel" else None
-        factor = _norm(moved, dim) / (_norm(projected.float(), dim) + 1e-8)
+        factor = _norm(moved, dim) / (_norm(projected, dim) + 1e-8)
         if dim == 0:
             factor = factor[None, :] if small == 0 else factor[:, None]
         update = gradient * factor.to(gradient.dtype)
-        norm = _norm(update.float(), None)
+        norm = _norm(update, None)
         if "norm" in state:
             limit = torch.clamp(norm / (state["norm"] + 1e-8), min=_GROWTH) / _GROWTH
             update, norm = update.div_(limit.to(update.dtype)), norm / limit
@@ -158,5 +158,5 @@ def _adam(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Ten
 
 
 def _norm(tensor: Tensor, dim: int | None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.float32)
     return norm
