@@ -45,6 +45,9 @@ class Sizes:
             plan: Of the forward.
             length: T.
             columns: Whether whole columns of the batch carry gradient.
+
+        Returns:
+            The counts.
         """
         rows = (plan.carried, plan.dropped, plan.trained)
         counts = [torch.zeros(1) if r is None else r.valid_BK.sum(1).to("cpu", torch.float64) for r in rows]
@@ -83,19 +86,14 @@ def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembe
         The claim; a count that the work is rounded up to is no part of it, but allowed.
     """
     ideal, most = (_shares(decoder, given, narrows=narrows) for given in (sizes, sizes.padded))
-    again = _shares(decoder, _without_dropped(sizes) if remembers else sizes, narrows=narrows)
-    most_again = _shares(decoder, _without_dropped(sizes.padded) if remembers else sizes.padded, narrows=narrows)
+    again = 1 if remembers else 0  # what is computed of carried rows is what has a backward
     return PassClaim(
         forward=_named(prefix, {name: share.forward for name, share in ideal.items()}),
         backward=_named(prefix, {name: share.backward for name, share in ideal.items()}),
-        recomputed=_named(prefix, {name: share.forward for name, share in again.items()}),
+        recomputed=_named(prefix, {name: share[again] for name, share in ideal.items()}),
         allowed_backward=_named(prefix, {name: share.backward for name, share in most.items()}),
-        allowed_recomputed=_named(prefix, {name: share.forward for name, share in most_again.items()}),
+        allowed_recomputed=_named(prefix, {name: share[again] for name, share in most.items()}),
     )
-
-
-def _without_dropped(sizes: Sizes) -> Sizes:
-    return Sizes(sizes.length, sizes.carried, torch.zeros_like(sizes.dropped), sizes.trained, sizes.is_prompt)
 
 
 def _named(prefix: str, shares: Mapping[str, float]) -> dict[str, float]:

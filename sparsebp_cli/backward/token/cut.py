@@ -59,9 +59,11 @@ class Cutter:
 
     Args:
         implementation: transformers' name of the attention function: ``eager`` or ``sdpa``.
+        mask_dtype: Of masks that say yes or no, so that no layer converts and keeps its own; None: as they are.
     """
 
     implementation: str
+    mask_dtype: torch.dtype | None = None
     _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)  # with what has the id, alive
 
     def cut(self, arguments: dict[str, Any], view: View, *, mask: bool = True) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class Cutter:
         """
         changed: dict[str, Any] = {"attention_mask": None}
         if mask:
-            changed["attention_mask"] = self._once(_cut_mask, arguments.get("attention_mask"), view)
+            changed["attention_mask"] = self._once(self._cut_mask, arguments.get("attention_mask"), view)
         if arguments.get("position_embeddings") is not None:
             changed["position_embeddings"] = self._once(_cut_embeddings, arguments["position_embeddings"], view)
         if arguments.get("position_ids") is not None:
@@ -107,6 +109,12 @@ class Cutter:
             unknown.append("position_embeddings that are not of three dimensions")
         if unknown:
             raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
+
+    def _cut_mask(self, mask: Tensor | None, view: View) -> Tensor | None:
+        allowed = _cut_mask(mask, view)
+        if allowed is None or allowed.dtype != torch.bool or self.mask_dtype is None:
+            return allowed
+        return torch.zeros_like(allowed, dtype=self.mask_dtype).masked_fill_(~allowed, -torch.inf)
 
     def _once(self, function: Any, value: Any, view: View) -> Any:
         key = (id(value), id(view))

@@ -108,6 +108,20 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     return _names(cast("Any", type(module)))
 
 
+def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a module's forward by their names.
+
+    Args:
+        module: Its class's own forward tells the names.
+        args: As given.
+        kwargs: As given.
+
+    Returns:
+        All of them that were given.
+    """
+    return dict(zip(argument_names(module), args, strict=False)) | kwargs
+
+
 @contextmanager
 def unchecked(module: nn.Module) -> Iterator[None]:
     """Run a layer without its own checkpointing, which takes its cache away.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.branch import call_module, replaced
-from sparsebp_cli.backward.token.decoder import Decoder, Layer, argument_names, unchecked
+from sparsebp_cli.backward.token.decoder import Decoder, Layer, by_name, unchecked
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
     cache = _Detaching(carries_BT[:, None, :, None])
 
     def run(layer: Layer, *args: Any, **kwargs: Any) -> Any:
-        arguments = dict(zip(argument_names(layer.module), args, strict=False)) | kwargs
+        arguments = by_name(layer.module, args, kwargs)
         with unchecked(layer.module):
             return call_module(layer.module, **(arguments | {layer.attention.cache: cache}))
 

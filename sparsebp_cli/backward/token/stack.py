@@ -16,10 +16,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch import is_filled, replaced
-from sparsebp_cli.backward.token.decoder import Decoder, argument_names
+from sparsebp_cli.backward.token.decoder import Decoder, argument_names, by_name
 from sparsebp_cli.backward.token.plan import Plan
 from sparsebp_cli.backward.token.run import LayerRun, Views
 from sparsebp_cli.errors import UnsupportedError
@@ -51,14 +52,14 @@ class Stack:
 
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
         layer = self._decoder.layers[number]
-        names = argument_names(layer.module)
-        arguments = dict(zip(names, args, strict=False)) | kwargs
-        hidden: Tensor = arguments.pop(names[0])
+        arguments = by_name(layer.module, args, kwargs)
+        hidden: Tensor = arguments.pop(argument_names(layer.module)[0])
         # An empty one stays unused; whether there is one decides about the masks that the model makes.
         if is_filled(arguments.pop(layer.attention.cache, None), layer.core):
             raise UnsupportedError("token selection computes without keys and values of earlier positions")
         self._views.cutter.check(arguments)
         if number == 0:
+            self._views.cutter.mask_dtype = _mask_dtype(layer.core, hidden)
             if self._plan.dropped is not None:
                 self._dropped = self._plan.dropped.take(hidden.detach())
             hidden = self._plan.carried.take(hidden)
@@ -75,3 +76,11 @@ class Stack:
             rows_ND = rows_ND.index_select(0, self._plan.trained.valid_BK.flatten().nonzero().flatten())
         missing = -len(rows_ND) % self._length
         return nn.functional.pad(rows_ND, (0, 0, 0, missing)).view(-1, self._length, rows_ND.shape[-1])
+
+
+def _mask_dtype(core: nn.Module, hidden: Tensor) -> torch.dtype | None:
+    """Return the dtype of an attention's queries, None where that is not sure: a mask must have it, or be boolean."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    dtypes = {parameter.dtype for parameter in core.parameters()} | {hidden.dtype}
+    return hidden.dtype if len(dtypes) == 1 else None
