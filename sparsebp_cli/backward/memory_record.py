@@ -30,7 +30,7 @@ class MemoryRecord:
     """Records what a device's allocator does. A context manager; :meth:`curve` tells afterwards.
 
     Args:
-        device: Whose allocator; of type ``cpu`` or ``cuda``.
+        device: Whose allocator: ``cpu``, or ``cuda`` with its number.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class MemoryRecord:
             part: What for.
         """
         for plain in plain_tensors(tensor):
-            if plain.device.type == self._device.type:
+            if plain.device == self._device:
                 storage = plain.untyped_storage()
                 self.note_block(storage.data_ptr(), storage.nbytes(), part)
 
@@ -144,7 +144,7 @@ class _Reader:
 
     def _allocation(self, event: Any) -> list[Event | int]:
         fields = event.extra_fields
-        same = fields.device.type == self.device.type and fields.device.index in (None, -1, self.device.index)
+        same = fields.device.type == self.device.type and self.device.index in (None, fields.device.index)
         return [Allocation(event.start_time_ns, fields.ptr, fields.alloc_size)] if same and fields.ptr else []
 
 

@@ -138,4 +138,6 @@ def memory_trace(
     where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"memory can be traced on cpu and cuda, got {where.type}")
-    return MemoryTrace(model, optimizer, also, where)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return MemoryTrace(model, optimizer, also, torch.device("cpu") if where.type == "cpu" else where)

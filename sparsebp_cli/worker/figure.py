@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparsebp_cli.backward import Route
 from sparsebp_cli.backward.memory import tensor_bytes
+from sparsebp_cli.backward.memory_storage import tensors_in
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.peak import PeakMemory
 from sparsebp_cli.worker.sharding import own_part
@@ -24,7 +25,7 @@ def held_bytes(model: nn.Module, optimizer: Any, peak: PeakMemory) -> dict[str, 
     Returns:
         Bytes by metric name.
     """
-    state = (value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor))
+    state = tensors_in(dict(optimizer.state))
     name = metric.PEAK_ALLOCATED_BYTES if peak.device.type == "cuda" else metric.PEAK_RESIDENT_BYTES
     return {
         metric.WEIGHT_BYTES.name: float(tensor_bytes(own_part(p) for p in model.parameters())),
