@@ -206,6 +206,13 @@ def test_measuring_changes_nothing_and_a_resumed_run_is_the_same(completion, pre
     flops = values_of(measured, "flops/scoring")
     assert flops
     assert all((count > 0) == scores for count in flops)
+    assert all(excess < 0.01 for excess in values_of(measured, "proof/excess_share"))
+    highest = max(values_of(measured, "speed/ceiling"))
+    assert highest > 1.05
+    if policy["name"] == "uniform":
+        assert highest == pytest.approx(2.0), "half of the examples, and nothing to choose them"
+    if policy["name"] == "selective-backprop":
+        assert 1.4 < highest < 2.0, "less the forward of half of the positions"
 
 
 def test_tokens_go_with_a_gradient_policy(completion, prepared) -> None:

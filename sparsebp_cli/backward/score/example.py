@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sparsebp_cli.backward.part import DensePass, PassClaim
 from sparsebp_cli.backward.score.batch import next_tokens
 from sparsebp_cli.backward.score.chosen import Chosen
 from sparsebp_cli.backward.score.cost import ScoringCost
@@ -73,6 +74,12 @@ class ExamplePart:
     def start_step(self, step: Step) -> None:
         """Nothing to do: the forward asks the engine."""
 
+    def claim(self, dense: DensePass) -> PassClaim:
+        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.part.Claiming`."""
+        share = self._bound.tell_share()
+        backward, recomputed = dict.fromkeys(dense.flops.backward, share), dict.fromkeys(dense.flops.recomputed, share)
+        return PassClaim(backward, recomputed, dict.fromkeys(dense.flops.forward, share))
+
 
 class BoundExamples(Bound):
     """The model's ``forward``: its own, on the examples that the policy chooses.
@@ -88,7 +95,7 @@ class BoundExamples(Bound):
     def __init__(
         self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: Engine, before: Any
     ) -> None:
-        self.is_attached = True
+        self.is_attached, self._number = True, 1
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
         # What chooses tokens below is asked about the chosen examples, and counts their targets.
         self._counts_all = not isinstance(before, Bound)
@@ -99,6 +106,7 @@ class BoundExamples(Bound):
         if args and args[0] is self._model:  # accelerate binds what it once wrapped as a method
             args = args[1:]
         if not (self.is_attached and training and self._engine.enabled):
+            self._number = _count_examples(by_name(self._model, args, kwargs))
             return self._inner(*args, **kwargs)
         arguments = by_name(self._model, args, kwargs)
         labels = arguments.get("labels")
@@ -123,6 +131,13 @@ class BoundExamples(Bound):
             share = kept / targets.clamp(min=1)
             chosen["num_items_in_batch"] = (arguments["num_items_in_batch"] * share).clamp(min=1.0)
         return self._inner(**chosen)
+
+    def tell_share(self) -> float:
+        """Return the share of the last batch's examples that is chosen at this step; who they are does not matter."""
+        step, number = self._engine.now(), self._number
+        loss_B = torch.zeros(number) if self._policy.needs_loss(step) else None
+        index_K = self._policy.choose(Examples(number, loss_B), step)
+        return 1.0 if index_K is None else len(index_K) / number
 
     def _losses(self, arguments: Arguments) -> Tensor:
         """Return the mean loss of each example's targets in the part that is read."""
@@ -158,6 +173,12 @@ class BoundExamples(Bound):
 def _count_targets(labels: Tensor) -> Tensor:
     """Return how many predictions of each example the labels train."""
     return torch.ones_like(labels) if labels.ndim == 1 else (labels[:, 1:] != IGNORED).sum(1)
+
+
+def _count_examples(arguments: Arguments) -> int:
+    """Return B; 1 where the model was given something else."""
+    given = next((arguments[name] for name in ("labels", "input_ids") if arguments.get(name) is not None), None)
+    return max(1, len(given)) if isinstance(given, Tensor) else 1
 
 
 def _length(arguments: Arguments) -> int:
