@@ -15,11 +15,17 @@ if TYPE_CHECKING:
 
 
 class SavedBytes:
-    """Bytes saved for the backward; storages that several operators save count once."""
+    """Bytes saved for the backward; storages that several operators save count once.
+
+    What is saved and let go again within the forward does not count: checkpointing notes the input of a layer before it
+    knows that the layer will need no backward.
+    """
 
     def __init__(self) -> None:
         self.by_storage: dict[int, int] = {}
         self._module: dict[int, str] = {}
+        self._holders: Counter[int] = Counter()
+        self._is_closed = False
 
     @property
     def total(self) -> int:
@@ -45,6 +51,25 @@ class SavedBytes:
         if module is not None and address not in self.by_storage:
             self._module[address] = module
         self.by_storage[address] = tensor.untyped_storage().nbytes()
+        self._holders[address] += 1
+
+    def drop(self, tensor: Tensor) -> None:
+        """Count a tensor no more that was added, unless others hold it or the forward is over.
+
+        Args:
+            tensor: That is let go.
+        """
+        address = _address(tensor)
+        if self._is_closed:
+            return
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            del self._holders[address], self.by_storage[address]
+            self._module.pop(address, None)
+
+    def close(self) -> None:
+        """Stay as it is: what is let go from now on is let go by the backward."""
+        self._is_closed = True
 
 
 @contextmanager
@@ -56,18 +81,38 @@ def saved_bytes(parameters: Iterable[Tensor] = (), modules: ModuleTrace | None =
         modules: Knows which module runs; None: bytes are not told by module.
 
     Yields:
-        SavedBytes: Grows while the block runs. Right as long as the graph lives that was built inside.
+        SavedBytes: Follows what is saved while the block runs; when it has ended, what was saved then.
     """
     own = {_address(tensor) for tensor in parameters}
     saved = SavedBytes()
 
-    def pack(tensor: Tensor) -> Tensor:
-        if _address(tensor) not in own:
-            saved.add(tensor, None if modules is None else modules.current)
-        return tensor.detach()  # the tensor itself would keep its own graph alive
+    def pack(tensor: Tensor) -> _Saved:
+        if _address(tensor) in own:
+            return _Saved(tensor.detach(), None)
+        saved.add(tensor, None if modules is None else modules.current)
+        return _Saved(tensor.detach(), saved)  # the tensor itself would keep its own graph alive
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
+    with saved_tensors_hooks(pack, lambda packed: packed.tensor):
+        try:
+            yield saved
+        finally:
+            saved.close()
+
+
+class _Saved:
+    """What autograd holds in place of a tensor: it tells when it is let go.
+
+    Args:
+        tensor: The tensor.
+        saved: Counts it; None: nobody does.
+    """
+
+    def __init__(self, tensor: Tensor, saved: SavedBytes | None) -> None:
+        self.tensor, self._saved = tensor, saved
+
+    def __del__(self) -> None:
+        if self._saved is not None:
+            self._saved.drop(self.tensor)
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
