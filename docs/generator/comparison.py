@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -24,17 +25,19 @@ def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """
     made = TypeAdapter(Comparison).json_schema(mode="serialization")
     for name, definition in {"Comparison": made, **made["$defs"]}.items():
-        _describe(name, definition)
+        describe(name, definition, (comparison, measured, margin, statistics, loaded, memory))
     return json.dumps({"$schema": DRAFT} | made | {"title": "sparsebp compare -o json"}, indent=1) + "\n"
 
 
-def _describe(name: str, definition: dict[str, Any]) -> None:
-    """What a field means stands in the class's docstring alone."""
-    found = next(
-        getattr(module, name)
-        for module in (comparison, measured, margin, statistics, loaded, memory)
-        if hasattr(module, name)
-    )
+def describe(name: str, definition: dict[str, Any], modules: tuple[ModuleType, ...]) -> None:
+    """Write what the fields mean into a schema: it stands in the class's docstring alone.
+
+    Args:
+        name: The class's.
+        definition: Its schema, which is changed.
+        modules: One of which has the class.
+    """
+    found = next(getattr(module, name) for module in modules if hasattr(module, name))
     text = inspect.getdoc(found) or ""
     definition["description"] = text.partition("\n\n")[0].replace("\n", " ")
     arguments = text.partition("Args:\n")[2]

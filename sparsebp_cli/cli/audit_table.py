@@ -29,16 +29,17 @@ def print_audit(report: AuditReport) -> None:
         for finding in report.findings:
             _print_finding(finding)
     for note in report.notes:
-        print_line(f"note: {note}")
+        console().print(f"note: {note}", markup=False)
     cells = rows(report)
-    table = make_table(*COLUMNS, numbers=COLUMNS[1:])
+    used = [place for place in range(len(COLUMNS)) if any(row[place] for row in cells)]
+    table = make_table(*(COLUMNS[place] for place in used), numbers=COLUMNS[1:])
     for row in cells[:MOST_MODULES]:
-        table.add_row(*(escape(cell) for cell in row))
+        table.add_row(*(escape(row[place]) for place in used))
     console().print(table)
     if len(cells) > MOST_MODULES:
         print_line(f"and {len(cells) - MOST_MODULES} more")
     if report.findings:
-        print_line(BOUND)
+        console().print(BOUND)
     if report.num_below:
         print_line(f"{report.num_below} more below {100 * report.threshold:g} % of a step")
     print_line(report.verdict)

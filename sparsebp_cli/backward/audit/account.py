@@ -13,6 +13,7 @@ from sparsebp_cli.backward.audit.verdict import Verdict, judge_leaves
 from sparsebp_cli.finding import KINDS, AuditReport, Finding, ModuleWork
 
 FEWEST_VISITS = 4  # of one call: a hook that looks at fewer parameters scans nothing
+MANY_IGNORED = 0.05  # of the labels: below, nobody expects a saving
 MOST_NAMES = 3  # in a sentence
 
 
@@ -171,7 +172,7 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     ledger, steps = session.ledger, session.num_steps
     if session.wanted is not None and steps < session.wanted:
         yield f"the training ended after {steps} of the {session.wanted} steps that were asked for"
-    if ledger.ignored:
+    if ledger.labels and ledger.ignored / ledger.labels > MANY_IGNORED:
         ignored, body = ledger.ignored / ledger.labels, 1.0 - waste.body_share
         yield (
             f"{ignored:.1%} of the labels are ignored, but {body:.1%} of the rows below the head carry a gradient, "
@@ -179,6 +180,8 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
         )
     if not verdict.is_judged:
         yield "fewer than two optimizer steps were seen: whether parameters move was not judged"
+    if not session.saved.has_seen:
+        yield "saved tensors were not watched: somebody else's hooks were in their place all the time"
     if verdict.without_gradient:
         names = verdict.without_gradient
         yield f"no gradient ever reached {len(names)} parameters that an optimizer holds: {_list(names)}"

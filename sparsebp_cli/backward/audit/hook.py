@@ -53,6 +53,7 @@ class Hooks:
         """Count who goes through the parameters of a module."""
         self._before = named_parameters = nn.Module.named_parameters
 
+        @functools.wraps(named_parameters)
         def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
             for name, parameter in named_parameters(module, *args, **kwargs):
                 if self._running:

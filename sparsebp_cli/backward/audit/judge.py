@@ -42,6 +42,7 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
     waste = Waste()
     held = sum(fate.bit for fate in session.parameters.fates.values() if fate.steps)
     products: dict[str, Work] = defaultdict(Work)
+    _settle_whole(session.ledger.passes)
     for one in session.ledger.passes:
         for account, work in one.work.items():
             _judge_account(session, verdict, waste, one, held, account, work)
@@ -50,6 +51,18 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
     _judge_rows(session, waste, products)
     _judge_saved(session, verdict, waste, products)
     return waste
+
+
+def _settle_whole(passes: list[Pass]) -> None:
+    """A gradient that is all zero is waste if it always is: that of a new low-rank adapter is so but once."""
+    sums: dict[Account, Work] = defaultdict(Work)
+    for one in passes:
+        for account, work in one.work.items():
+            sums[account].add(work)
+    for one in passes:
+        for account, work in one.work.items():
+            if sums[account].whole == sums[account].flops - sums[account].dead:
+                work.zero, work.whole = work.zero + work.whole, 0.0
 
 
 def _judge_account(
@@ -116,7 +129,8 @@ def _judge_saved(session: Session, verdict: Verdict, waste: Waste, products: dic
             elif kept.padding_share and has_padding:
                 kind, share = "padding", kept.padding_share
             elif kept.zero_share:
-                kind, share = "zero-rows", kept.zero_share
+                kind = "ignored-logits" if kept.module in session.ledger.heads else "zero-rows"
+                share = kept.zero_share
         if kind is not None and share:
             waste.saved[kind][kept.module] += kept.num_bytes * share
 

@@ -34,12 +34,14 @@ class Work:
         dead: Of them, for gradients that autograd dropped.
         padding: Of the others, with zero rows of the gradient at padding positions.
         zero: Of the others, with other zero rows of the gradient.
+        whole: Of the others, with a gradient that is zero in all of its rows; part of neither of the two.
     """
 
     flops: float = 0.0
     dead: float = 0.0
     padding: float = 0.0
     zero: float = 0.0
+    whole: float = 0.0
 
     def add(self, other: Work) -> None:
         """Add another account's work."""
@@ -47,6 +49,7 @@ class Work:
         self.dead += other.dead
         self.padding += other.padding
         self.zero += other.zero
+        self.whole += other.whole
 
 
 @dataclass
@@ -84,6 +87,8 @@ class Pass:
         work.flops += operation.flops
         if is_dead:
             work.dead += operation.flops
+        elif padding + zero == 1.0:
+            work.whole += operation.flops
         else:
             work.padding += operation.flops * padding
             work.zero += operation.flops * zero

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ class AnyModules(ModuleTrace):
         super().__enter__()
         call, enter, leave = nn.Module.__call__, self._enter_module, self._leave_module
 
+        @functools.wraps(call)
         def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self._is_entered:
                 return call(module, *args, **kwargs)

@@ -27,8 +27,8 @@ class Fate:
         print_before: Of its numbers when it was first seen.
         steps: Of optimizers that hold it.
         steps_with_gradient: Of them, those that found a gradient.
-        had_rate: Whether its learning rate was ever other than zero.
-        had_gradient: Whether a gradient was ever other than zero.
+        steps_with_rate: Of those, those with a learning rate other than zero.
+        chances: Of those, those whose gradient was not all zero.
         grad_bytes: What its gradient occupied at most, when an optimizer began a step.
     """
 
@@ -38,8 +38,8 @@ class Fate:
     print_before: tuple[int, int]
     steps: int = 0
     steps_with_gradient: int = 0
-    had_rate: bool = False
-    had_gradient: bool = False
+    steps_with_rate: int = 0
+    chances: int = 0
     grad_bytes: int = 0
 
     @property
@@ -115,13 +115,14 @@ class Parameters:
                     self.add(f"parameter {len(self.fates)}", parameter)
                 fate = self.fates[parameter]
                 fate.steps += 1
-                fate.had_rate |= bool(float(group.get("lr", 1.0)) != 0.0)
                 if parameter.grad is None:
                     lost |= fate.bit
                     continue
                 found |= fate.bit
                 fate.steps_with_gradient += 1
-                fate.had_gradient = fate.had_gradient or bool(_local(parameter.grad).any())
+                if float(group.get("lr", 1.0)):
+                    fate.steps_with_rate += 1
+                    fate.chances += bool(_local(parameter.grad).any())
         for one in passes:
             one.discarded |= one.pending & lost
             one.used |= one.pending & found

@@ -33,17 +33,17 @@ class Reach:
     functions: list[Any] = field(default_factory=list)
     variables: list[Tensor] = field(default_factory=list)
 
-    def behind(self, number: int, weight: int) -> int:
+    def behind(self, number: int, own: int) -> int:
         """Return the leaves that the gradient of a product's input leads to.
 
         Args:
             number: The node's.
-            weight: The bit of the weight that the product has; 0 for none.
+            own: Bits of the parameters that the product's module reads itself: weight and bias.
 
         Returns:
-            A set of leaves: without the weight's own edge, where there is another.
+            A set of leaves: without the edges to its own parameters, where there is another.
         """
-        others = [edge for edge in self.edges.get(number, ()) if edge and edge != weight]
+        others = [edge for edge in self.edges.get(number, ()) if edge & ~own]
         if not others:
             return self.leaves.get(number, UNKNOWN)
         found = 0

@@ -80,23 +80,23 @@ class SavedTensors:
         self._modules, self._weights = modules, weights
         self.by_key: dict[int, Kept] = {}
         self.released: list[Kept] = []
-        self.is_active = False
+        self.is_active = self.has_seen = False
         self.rows: tuple[int, int, float] | None = None  # B, T, share of padding
         self._hooks: tuple[object, object] | None = None
 
     def start(self) -> None:
-        """Put the hooks in."""
-        self._hooks = (self._pack, _unpack)
-        torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)  # noqa: SLF001 - as the public class does
-        self.is_active = True
+        """Put the hooks in, unless they or somebody else's are there."""
+        if self._hooks is None and _top() is None:
+            self._hooks = (self._pack, _unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)  # noqa: SLF001 - as the public class does
+            self.is_active = self.has_seen = True
 
     def stop(self) -> None:
-        """Take them out; where somebody has put others on top, they stay and do nothing."""
+        """Take them out; as long as somebody else's are on top, they stay and do nothing."""
         self.is_active = False
-        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - as above
-        if self._hooks is not None and top is not None and tuple(top) == self._hooks:
+        if self._hooks is not None and _top() == self._hooks:
             torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001 - as above
-        self._hooks = None
+            self._hooks = None
 
     def release(self, key: int, kept: Kept) -> None:
         """Note that no graph holds a storage any more."""
@@ -129,6 +129,11 @@ class SavedTensors:
         apart = len(shape) >= 2 and shape[:2] == (size, length)
         heads = len(shape) == 4 and (shape[0], shape[2]) == (size, length)
         return share if flat or apart or heads else 0.0
+
+
+def _top() -> tuple[object, object] | None:
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public name
+    return None if top is None else (top[0], top[1])
 
 
 def _unpack(packed: Packed) -> Tensor:

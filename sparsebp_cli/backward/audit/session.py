@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +54,7 @@ class Session:
         self.is_running = True
         self.modules.__enter__()
         self.hooks.start()
-        self.saved.start()
+        self._arm()
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -63,10 +64,12 @@ class Session:
         torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined,assignment]  # noqa: SLF001 - as above
         session = self
 
+        @functools.wraps(self._zero)  # accelerate looks at its signature
         def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             session.parameters.clear((p for group in optimizer.param_groups for p in group["params"]), session.passes)
             session._zero(optimizer, *args, **kwargs)
 
+        @functools.wraps(self._zero_module)
         def zero_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             session.parameters.clear(module.parameters(), session.passes)
             session._zero_module(module, *args, **kwargs)
@@ -83,17 +86,14 @@ class Session:
             self.seconds = time.perf_counter() - self._since
         torch.autograd._engine_run_backward = self._run  # type: ignore[attr-defined]  # noqa: SLF001 - as above
         torch.optim.Optimizer.zero_grad, nn.Module.zero_grad = self._zero, self._zero_module  # type: ignore[method-assign]
-        self.saved.stop()
         self.hooks.stop()
         self.modules.__exit__(None, None, None)
         self.watch.is_active = False
-        if self._is_armed:
-            stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()  # noqa: SLF001 - no public name
-            if stack and stack[-1] is self.watch:  # else it stays below somebody else's, and passes everything on
-                self.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._withdraw()
 
     def close(self) -> None:
-        """Take the optimizers' hooks out: never inside one of them."""
+        """Take out what could not be taken out before: optimizers' hooks never inside one of them."""
+        self._withdraw()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -131,6 +131,7 @@ class Session:
         self.watch.is_graded = torch.is_grad_enabled()
         if self.watch.is_graded:
             self._arm()
+            self._begin_clock()
             self._see_mask(module, args, kwargs)
 
     def _see_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -150,14 +151,28 @@ class Session:
         self.saved.rows = (*mask.shape, padded / mask.numel()) if padded else None
 
     def _arm(self) -> None:
-        if not self._is_armed:
-            self._is_armed, self._since = True, time.perf_counter()
+        """Put the mode and the hooks of this thread in, but never on somebody else's, who will take out the top."""
+        if not self._is_armed and not _modes():
+            self._is_armed = True
             self.watch.__enter__()  # type: ignore[no-untyped-call]
+        self.saved.start()
+
+    def _withdraw(self) -> None:
+        """Take them out; as long as somebody else's are on top, they stay and do nothing."""
+        self.saved.stop()
+        if self._is_armed and _modes() and _modes()[-1] is self.watch:
+            self._is_armed = False
+            self.watch.__exit__(None, None, None)
+
+    def _begin_clock(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
 
     def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_running or torch.compiler.is_compiling():
             return self._run(outputs, *args, **kwargs)
         self._arm()
+        self._begin_clock()
         is_outer, accumulates = self._pass is None, bool(kwargs.get("accumulate_grad"))
         if is_outer:
             self._last_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -246,6 +261,10 @@ class Session:
     def _shape_of(self, name: str) -> tuple[int, ...]:
         fate = self.parameters.by_name.get(name)
         return tuple(fate.tensor.shape) if fate is not None else ()
+
+
+def _modes() -> list[Any]:
+    return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # noqa: SLF001 - no public name
 
 
 class _Dropped:

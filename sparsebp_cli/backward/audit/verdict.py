@@ -85,9 +85,12 @@ def _kind_of(fate: Fate, collected: int) -> str | None:
         return None
     if not fate.steps:
         return "unheld"
-    if not fate.had_rate:
-        return "zero-rate"
-    return "lost-update" if fate.had_gradient else "zero-gradient"
+    seen = (
+        ("zero-rate", fate.steps_with_gradient, fate.steps_with_rate),
+        ("zero-gradient", fate.steps_with_rate, fate.chances),
+        ("lost-update", fate.chances, 0),
+    )
+    return next((kind for kind, steps, others in seen if steps >= FEWEST_STEPS and not others), None)
 
 
 def _find_unread(session: Session) -> int:

@@ -94,7 +94,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kept.num_reads += 1
                 if place not in dead:
                     kept.need |= operation.leaves
-                    share = zero if operation.kind == WGRAD else 0.0
+                    share = zero if operation.kind == WGRAD and padding + zero < 1.0 else 0.0
                     kept.zero_share = share if kept.zero_share is None else min(share, kept.zero_share)
         self.weights.forget()
 
@@ -168,7 +168,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weight = next((name for tensor in factors if (name := self.weights.name_of(tensor)) is not None), None)
         if weight is not None:
             operation.kind, operation.parameter = DGRAD, weight
-            operation.leaves = reach.behind(operation.number, self._bit_of(weight))
+            operation.leaves = reach.behind(operation.number, self._own_bits(operation.module))
         elif isinstance(result, Tensor):
             found = self._find_parameter(operation.module, tuple(result.shape))
             if found is None:
@@ -199,8 +199,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if weight is not None:
                 bit = self._bit_of(weight)
                 part.parameter = weight
-                part.leaves = bit if kind == WGRAD else reach.behind(operation.number, bit)
+                part.leaves = bit if kind == WGRAD else reach.behind(operation.number, self._own_bits(operation.module))
         return parts[1:]
+
+    def _own_bits(self, module: str) -> int:
+        bits = 0
+        for name in self.used_here.get(module, ()):
+            bits |= self._bit_of(name)
+        return bits
 
     def _find_parameter(self, module: str, shape: tuple[int, ...]) -> str | None:
         """The parameter of a module that a product is the gradient of: the one of its shape."""

@@ -3,8 +3,11 @@
 Nothing but the standard library is imported here: most processes of a command (launchers, loaders of data) train
 nothing. Another ``sitecustomize`` further on the path is imported as if this one were not there.
 """
+# ruff: noqa: SLF001 - where every backward pass begins has no public name; tests hold it
 
+import atexit
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -13,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+STARTED: list[bool] = []
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -31,14 +35,50 @@ class TorchFinder:
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                begin()
+                wait(module)
 
             loader.exec_module = exec_module
         return spec
 
 
+def wait(torch: Any) -> None:
+    """Begin with the first module that is called with gradients, or the first backward pass.
+
+    Until then nothing is imported that the process would not import itself: it may still choose how libraries behave.
+    """
+    call, run = torch.nn.Module.__call__, torch.autograd._engine_run_backward
+
+    def begin_once() -> None:
+        if torch.nn.Module.__call__ is first_call:
+            torch.nn.Module.__call__, torch.autograd._engine_run_backward = call, run
+            begin()
+
+    @functools.wraps(call)
+    def first_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return call(module, *args, **kwargs)
+        begin_once()
+        return module(*args, **kwargs)
+
+    @functools.wraps(run)
+    def first_run(*args: Any, **kwargs: Any) -> Any:
+        begin_once()
+        return torch.autograd._engine_run_backward(*args, **kwargs)
+
+    torch.nn.Module.__call__, torch.autograd._engine_run_backward = first_call, first_run
+    atexit.register(note_idle)
+
+
+def note_idle() -> None:
+    """Say at the end that this process had torch and never began, if so."""
+    if not STARTED:
+        with contextlib.suppress(OSError):
+            (Path(os.environ["SPARSEBP_AUDIT_FOLDER"]) / f"idle-{os.getpid()}").touch()
+
+
 def begin() -> None:
     """Watch this process; say so where that cannot be done, and leave the process alone."""
+    STARTED.append(True)
     try:
         script = importlib.import_module("sparsebp_cli.worker.audit.script")
         script.begin_watching()

@@ -1,0 +1,138 @@
+"""``sparsebp audit``: recipes, and any command that trains, without a change to it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from sparsebp_cli.cli.app import app
+from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.finding import SCHEMA, AuditReport
+
+ROOT = Path(__file__).parents[2]
+Audit = Callable[..., subprocess.CompletedProcess[str]]
+N = 8
+
+
+def _refusal(*words: object) -> str:
+    """What one line says that a user reads."""
+    result = CliRunner().invoke(app, ["audit", *map(str, words)])
+    assert isinstance(result.exception, SparseBPError), result.output
+    assert result.exception.exit_code == 2
+    return str(result.exception)
+
+
+def test_a_script_is_watched_and_goes_on_and_what_it_wastes_is_told(script: Path, run_audit: Audit) -> None:
+    done = run_audit("--", sys.executable, script)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("step")] == [f"step {n}" for n in range(6)]
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    assert alone.splitlines()[-1] in done.stdout  # it trained to the same weights
+    assert "gradients of parameters that no optimizer holds" in done.stdout
+    assert "2 parameters: 0.weight, 0.bias" in done.stdout
+    assert "sparsebp audit: step 3 of 3" in done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_json_is_what_the_committed_schema_says_and_alone_on_standard_output(script: Path, run_audit: Audit) -> None:
+    done = run_audit("-o", "json", "--fail-if-waste", "0.01", "--stop", "--", sys.executable, script)
+    assert done.returncode == 1
+    assert "could be left out, allowed 1.00%" in done.stderr
+    assert "step 3\n" not in done.stderr  # it was ended after its third step
+    content = json.loads(done.stdout)
+    jsonschema.validate(content, json.loads((ROOT / "docs" / "audit.schema.json").read_text(encoding="utf-8")))
+    report = AuditReport.from_dict(content)
+    assert (report.schema, report.steps, report.backwards) == (SCHEMA, 3, 3)
+    finding = report.finding("unheld")
+    assert finding is not None
+    assert finding.flops == 2 * N * (16 * 32 + 32 * 4)
+    assert report.to_dict() == AuditReport.from_dict(json.loads(json.dumps(report.to_dict()))).to_dict()
+
+
+def test_a_gate_that_is_kept_ends_with_zero(script: Path, run_audit: Audit) -> None:
+    assert run_audit("--fail-if-waste", "0.9", "--stop", "--", sys.executable, script).returncode == 0
+
+
+def test_a_script_that_crashes_is_told_as_far_as_it_came_and_its_exit_code_is_passed_on(
+    script: Path, run_audit: Audit
+) -> None:
+    done = run_audit("--", sys.executable, script, "crash")
+    assert done.returncode == 1
+    assert "ValueError: no luck" in done.stderr
+    assert "watched 2 steps with 2 backward passes" in done.stdout
+    assert "the training ended after 2 of the 3 steps that were asked for" in done.stdout
+    assert run_audit("--", sys.executable, script, "seven").returncode == 7
+
+
+def test_commands_that_train_nothing_get_one_clear_line(run_audit: Audit) -> None:
+    for code, said in (
+        ("import torch; print(torch.ones(1).sum())", "ran no backward pass that could be seen"),
+        ("print(1)", "ran no Python that imports torch"),
+    ):
+        done = run_audit("--", sys.executable, "-c", code)
+        assert done.returncode == 2
+        assert done.stderr.strip().splitlines()[-1].startswith("error: ")
+        assert said in done.stderr
+    done = run_audit("--", sys.executable, "-c", "raise SystemExit(3)")
+    assert (done.returncode, "ended with 3 before it could be watched" in done.stderr) == (3, True)
+
+
+def test_a_launcher_with_two_processes_gives_the_report_of_the_first_rank(tmp_path: Path, run_audit: Audit) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import distributed, nn\n"
+        "distributed.init_process_group('gloo')\n"
+        "model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(4):\n"
+        "    model(torch.randn(4, 8)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "distributed.destroy_process_group()\n",
+        encoding="utf-8",
+    )
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script)
+    done = run_audit("-o", "json", "--", sys.executable, *launch)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = AuditReport.from_dict(json.loads(done.stdout))
+    assert (report.steps, report.findings) == (3, ())
+    assert {"0", "1"} <= {row.module for row in report.modules}  # the wrapper's name is no part of theirs
+
+
+def test_a_recipe_is_trained_for_a_few_steps_and_leaves_nothing(
+    tmp_path: Path, run_audit: Audit, home_folder: Path
+) -> None:
+    page = tmp_path / "audit.html"
+    done = run_audit(
+        ROOT / "recipes" / "cmudict-completion.yaml",
+        *("--steps", 2, "--set", "training.per_device_train_batch_size=2", "--html", page, "-o", "json"),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = AuditReport.from_dict(json.loads(done.stdout))
+    assert report.steps == 2
+    assert {"ignored-logits", "padding"} <= {finding.kind for finding in report.findings}
+    assert "SparseBP audit" in page.read_text(encoding="utf-8")
+    assert not (home_folder / "runs").exists()
+
+
+def test_what_cannot_be_audited_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "quickstart.yaml"
+    assert "runs on this machine (local), got docker" in _refusal(recipe, "--set", "target={kind: docker, image: x}")
+    assert "an audit watches 1, got 2" in _refusal(recipe, "--set", "target={kind: local, processes: 2}")
+    assert "one recipe at a time, got 2" in _refusal(recipe, recipe)
+    assert "--steps must be at most" in _refusal(recipe, "--steps", 10_000)
+    assert "--threshold must be in [0, 1), got 2" in _refusal(recipe, "--threshold", 2)
+    assert "must end in .html" in _refusal("--html", "report.pdf", recipe)
+    assert "there is no folder" in _refusal("--html", "nowhere/report.html", recipe)
+    assert "--set changes a recipe" in _refusal("--set", "a=1", "--", sys.executable, "x.py")
+    assert "did you mean: python train.py?" in _refusal("train.py")
+    with pytest.raises(AssertionError):
+        _refusal("--help")
