@@ -207,6 +207,39 @@ def test_policies_give_the_same_gradients_with_segments(options: dict[str, Any],
     assert any(not torch.equal(whole[name], dense[name]) for name in dense)
 
 
+TOGETHER: dict[str, tuple[list[Any], dict[str, Any]]] = {
+    "frozen in turn": ([sbp.make_policy("frozen", turn="layers")], {}),
+    "frozen in turn, eager": ([sbp.make_policy("frozen", turn="layers")], {"update": "eager"}),
+    "rows, eager": ([ROWS], {"update": "eager"}),
+    "eager, clipped": ([], {"update": "eager", "max_grad_norm": 0.1, "eager_clip": "exact"}),
+    "examples": ([sbp.make_policy("selective-backprop", keep=0.5)], {"num_steps": 4}),
+    "feedback": ([sbp.make_policy("topk", keep=0.3, along="rows", error_feedback=True)], {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [*((name, False) for name in TOGETHER), *((name, True) for name in ("rows, eager", "eager, clipped", "feedback"))],
+)
+def test_other_choices_train_the_same_weights_with_segments(name: str, shares: bool) -> None:
+    """Bitwise for gpt2; to rounding for a stack that shares all its weights, which has neither layers nor labels."""
+    policies, options = TOGETHER[name]
+
+    def train(**more: Any) -> list[Tensor]:
+        model = Recurrent() if shares else _model("gpt2")
+        torch.manual_seed(2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        with sbp.attach(model, policies, optimizer=optimizer, seed=3, **options, **more) as engine:
+            for step in range(4):
+                engine.backward(_recurrent_loss(model) if shares else _loss(model, step))
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    tolerance = 1e-5 if shares else 0.0
+    torch.testing.assert_close(train(segments=2), train(), rtol=tolerance, atol=tolerance)
+
+
 def test_autocast_is_the_same_in_the_second_run() -> None:
     def loss(model: nn.Module) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
