@@ -18,7 +18,7 @@ def _check(pattern: str) -> str:
         try:
             re.compile(pattern[1:-1])
         except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+            raise ValueError(f"'{pattern}' is no regular expression: {error}") from None
     return pattern
 
 
@@ -49,7 +49,7 @@ def match(option: str, patterns: Sequence[str], parameters: Iterable[Parameter])
         if not matched:
             near = dict.fromkeys(place for names in known.values() for each in names for place in _places(each))
             hint = "" if _is_regex(pattern) else did_you_mean(pattern, near)
-            raise PolicyError(f"{option}: {pattern!r} matches no parameter that the model would train{hint}")
+            raise PolicyError(f"{option}: '{pattern}' matches no parameter that the model would train{hint}")
         found |= matched
     return found
 
