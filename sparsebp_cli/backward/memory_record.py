@@ -27,7 +27,7 @@ _UPDATE = "Optimizer.step#"
 
 
 class MemoryRecord:
-    """Records what a device's allocator does. A context manager; :meth:`curve` tells afterwards.
+    """Records what a device's allocator does. A context manager; :meth:`take_curve` tells afterwards.
 
     Args:
         device: Whose allocator: ``cpu``, or ``cuda`` with its number.
@@ -36,6 +36,7 @@ class MemoryRecord:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._has_turns = False
+        self._profile: profile | None = None
 
     def __enter__(self) -> MemoryRecord:
         """Begin.
@@ -56,6 +57,7 @@ class MemoryRecord:
 
     def __exit__(self, *error: Any) -> None:
         """End."""
+        assert self._profile is not None
         self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def note(self, tensor: Tensor, part: Part) -> None:
@@ -90,10 +92,16 @@ class MemoryRecord:
         self._has_turns = True
         _mark(f"turn::{phase}")
 
-    def curve(self) -> MemoryCurve:
-        """Return the live bytes over all that was recorded."""
+    def take_curve(self) -> MemoryCurve:
+        """Return the live bytes over all that was recorded, and let go of the record, which is large.
+
+        Returns:
+            The curve.
+        """
+        assert self._profile is not None
         assert self._profile.profiler is not None
         entries = _Reader(self._device, told=self._has_turns).read(self._profile.profiler.kineto_results)
+        self._profile = None
         start = next(entry for entry in entries if isinstance(entry, int))
         ledger = Ledger(start)
         ledger.read(entry for entry in entries if not isinstance(entry, int))
@@ -134,11 +142,12 @@ class _Reader:
         return events
 
     def _rows(self, results: Any) -> Iterator[tuple[Any, bool]]:
-        """Every event, and whether it is inside a node of a backward pass."""
+        """Every event of interest, and whether it is inside a node of a backward pass or a step of an optimizer."""
         todo = [(event, False) for event in reversed(results.experimental_event_tree())]
         while todo:
             event, in_node = todo.pop()
-            yield event, in_node
+            if not self.told or event.tag.name == "Allocation" or event.name.startswith(_MARK):
+                yield event, in_node
             inside = in_node or event.name.startswith((_NODE, _UPDATE))
             todo += [(child, inside) for child in reversed(event.children)]
 

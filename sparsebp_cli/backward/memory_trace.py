@@ -65,7 +65,7 @@ class MemoryTrace:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             self._allocator_peak = int(torch.cuda.memory_stats(self._device)["allocated_bytes.all.peak"])
-        self._curve = self._record.curve()
+        self._curve = self._record.take_curve()
 
     def begin(self, phase: Phase) -> None:
         """Say that a phase begins. If nobody does, phases are told from what runs: nodes, and ``Optimizer.step``.

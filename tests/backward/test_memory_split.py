@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import sparsebp_cli as sbp
@@ -262,6 +263,27 @@ def test_weights_of_lora_are_all_weights_and_only_the_adapters_have_gradients() 
     assert _last(curve).weights == tensor_bytes([*model.parameters(), *model.buffers()])
     assert _last(curve).gradients == tensor_bytes(trained)
     assert _last(curve).optimizer == 2 * tensor_bytes(trained) + FLOAT * len(trained)
+
+
+def test_a_weight_that_wraps_others_is_what_they_hold() -> None:
+    linear = nn.Linear(8, 4, bias=False)
+    linear.weight = nn.Parameter(TwoTensor(torch.randn(4, 8), torch.randn(4, 8)))
+    x = torch.randn(ROWS, 8)
+    curve = _trace(linear, None, lambda: linear(x).sum().backward()).curve
+    assert _last(curve) == MemorySplit(2 * FLOAT * 32, 2 * FLOAT * 32, activations=FLOAT * ROWS * 8)  # x is still there
+
+
+def test_a_compiled_model_is_traced_too() -> None:
+    model, x = _stack(), torch.randn(ROWS, WIDTHS[0])
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    compiled(x).sum().backward()
+    model.zero_grad()
+    plain = _trace(model, None, _step(model, None, x)).curve
+    model.zero_grad()
+    curve = _trace(compiled, None, _step(compiled, None, x)).curve
+    assert {point.phase for point in curve.points} == {"forward", "backward"}
+    assert curve.highest.gradients == plain.highest.gradients
+    assert curve.highest.activations == plain.highest.activations
 
 
 def test_state_in_objects_of_an_optimizer_is_state() -> None:
