@@ -163,7 +163,7 @@ class PolicyCallback(TrainerCallback):
             folder = get_last_checkpoint(self._trainer.args.output_dir)  # type: ignore[no-untyped-call]
         self._resumed = None
         if folder:
-            stored = load_state(Path(folder) / self._file_name)
+            stored = load_state(Path(folder) / self._file_name, self._trainer.args.device)
             check_same(stored["choice"], self._choice.describe(), str(folder))
             self._resumed = stored["engine"]
         try:

@@ -50,14 +50,15 @@ def save_state(file: Path, state: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{file} cannot be written: {error.strerror or error}") from None
 
 
-def load_state(file: Path) -> dict[str, Any]:
+def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
     """Read a state.
 
     Args:
         file: As :func:`save_state` wrote it.
+        device: Where its tensors are needed.
 
     Returns:
-        The state, on the CPU.
+        The state.
 
     Raises:
         CheckpointError: It is not there, or not as it was written.
@@ -74,7 +75,7 @@ def load_state(file: Path) -> dict[str, Any]:
         text = header["state"]
         if header["format"] != str(_FORMAT) or header["sha256"] != _digest(text, tensors):
             raise ValueError("it is not as it was written")
-        state: dict[str, Any] = _join(json.loads(text), tensors)
+        state: dict[str, Any] = _join(json.loads(text), {name: t.to(device) for name, t in tensors.items()})
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); resume from another checkpoint") from None
     return state

@@ -190,3 +190,22 @@ def test_evaluation_is_dense(door: Make, tmp_path: Path) -> None:
         assert trainer.predict(make_examples(2)).metrics["test_loss"] > 0
     assert values[0][0] == values[1][0]  # the same weights
     assert values[0][-1] != values[1][-1]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
+def test_a_compiled_model_trains_the_same_and_stays_compiled(tmp_path: Path) -> None:
+    def train(kind: type[Trainer], **options: Any) -> Any:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        args = make_arguments(tmp_path, max_steps=2, optim="sgd", torch_compile=True, torch_compile_backend="aot_eager")
+        trainer = kind(model=make_model(), args=args, train_dataset=make_examples(4), **options)
+        trainer.train()
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+        return trainer
+
+    plain, ours = train(Trainer), train(sbp.PolicyTrainer, policies=KEPT)
+    found, wanted = weights(ours.model), weights(plain.model)
+    assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) < 1e-6
+    assert not any("flops/forward" in log for log in ours.state.log_history)  # counters would undo compiling
+    torch._dynamo.reset()
