@@ -173,7 +173,7 @@ class Engine:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Run forward and backward densely, as if the model were not attached; nothing is counted.
+        """Run forward and backward densely, as if no policy were attached; nothing is counted. Segments stay.
 
         Yields:
             None: As long as the model is dense.

@@ -398,6 +398,9 @@ def test_detaching_gives_the_model_back() -> None:
     before = {name: dict(module.__dict__) for name, module in model.named_modules()}
     with sbp.attach(model, [ROWS], segments=2) as engine:
         engine.backward(_loss(model))
+        assert engine.report().notes == (
+            "layers run in segments that begin with model.layers.0, model.layers.3; all but the last are run again",
+        )
         with pytest.raises(UnsupportedError, match="already attached"):
             sbp.attach(model, [], segments=2)
     assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before

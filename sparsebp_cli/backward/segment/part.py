@@ -60,7 +60,9 @@ class Segments:
         self._hook: Any = None
 
     def install(self, engine: Engine) -> None:
-        del engine
+        names = self._layers.names
+        starts = ", ".join(names[part[0]] for part in self.segments)
+        engine.notes["segments"] = f"layers run in segments that begin with {starts}; all but the last are run again"
         self._hook = self._layers.owner.register_forward_pre_hook(_Start(self))
         for module in dict.fromkeys(self._layers.modules):
             module.forward = BoundLayer(module, self, module.__dict__.get("forward"))

@@ -81,13 +81,13 @@ class Passage:
             UnsupportedError: Something was computed since the layer before, or a cache is filled.
         """
         leaves, spec = tree_flatten((args, kwargs))
+        leaves = [_without_cache(leaf, self._name) for leaf in leaves]
         if self._surrounding is None:
             self._surrounding = Surrounding(self.modules, (t for t in leaves if isinstance(t, Tensor)))
-        stand_ins = tuple(self._stand_in(_without_cache(leaf, self._name)) for leaf in leaves)
+        stand_ins = tuple(self._stand_in(leaf) for leaf in leaves)
         if self._calls and not any(isinstance(leaf, _Made) for leaf in stand_ins):
             self._refuse_between()
-        real = [_without_cache(leaf, self._name) for leaf in leaves]
-        args, kwargs = tree_unflatten(real, spec)
+        args, kwargs = tree_unflatten(leaves, spec)
         captured = [(each, len(each)) for each in _find_captured()]
         with torch.no_grad(), self._surrounding.without_cache():
             output = forward(*args, **kwargs)
