@@ -12,6 +12,7 @@ from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.finding import Finding, word_errors
 from sparsebp_cli.recipe.chosen import find_chosen
 from sparsebp_cli.recipe.eager import find_eager
+from sparsebp_cli.recipe.frozen import find_frozen
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.target import check_target, lay_over_named
@@ -44,7 +45,7 @@ def check_recipe(tree: Node) -> Recipe:
     policies = _check_policies(data.get("policy") or [{"name": "dense"}], sites, findings, is_cut=is_cut)
     target = _check_target(data.get("target", {}), findings)
     findings += [] if recipe is None else find_eager(recipe, data)
-    findings += [] if recipe is None or findings else find_chosen(recipe)
+    findings += [] if recipe is None or findings else [*find_chosen(recipe), *find_frozen(recipe)]
     if recipe is not None and not findings:
         return recipe.model_copy(update={"policy": policies, "target": target})
     placed = [(_find_place(tree, finding), finding) for finding in findings]
