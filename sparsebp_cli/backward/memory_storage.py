@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 _DEPTH = 6  # of objects in objects: states of optimizers are two deep
 
 
@@ -24,10 +26,14 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from plain_tensors(getattr(tensor, name))
-    elif tensor.is_sparse:
+    elif tensor.layout is torch.sparse_coo:
         yield tensor._indices()  # noqa: SLF001 - the public one refuses tensors that are not coalesced
         yield tensor._values()  # noqa: SLF001 - the same
-    elif not tensor.is_mkldnn and not tensor.is_meta:
+    elif tensor.layout in _BY_ROWS:
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in _BY_COLUMNS:
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.layout is torch.strided and not tensor.is_meta:
         yield tensor
 
 

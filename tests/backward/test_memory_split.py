@@ -273,6 +273,17 @@ def test_a_weight_that_wraps_others_is_what_they_hold() -> None:
     assert _last(curve) == MemorySplit(2 * FLOAT * 32, 2 * FLOAT * 32, activations=FLOAT * ROWS * 8)  # x is still there
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support:UserWarning")  # beta, says PyTorch once a process
+@pytest.mark.parametrize("make", [torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_coo_tensor])
+def test_sparse_tensors_are_their_indices_and_values(make: Callable[..., Tensor]) -> None:
+    plain, values = torch.arange(6), torch.ones(6)
+    given = (torch.stack([plain, plain]),) if make is torch.sparse_coo_tensor else (torch.arange(7), plain)
+    state = make(*given, values, (6, 6), check_invariants=True)
+    with sbp.memory_trace(_stack(), also=[state]) as trace:
+        pass
+    assert trace.peak.split.workspace == 8 * sum(index.numel() for index in given) + FLOAT * 6
+
+
 def test_a_compiled_model_is_traced_too() -> None:
     model, x = _stack(), torch.randn(ROWS, WIDTHS[0])
     compiled: Any = torch.compile(model, backend="aot_eager")
