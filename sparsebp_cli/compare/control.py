@@ -11,20 +11,24 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, Literal
 
+from pydantic import ValidationError
+
 from sparsebp_cli.compare.comparison import Control
 from sparsebp_cli.compare.figure import median_time
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.question import Members
 from sparsebp_cli.compare.statistics import Difference
-from sparsebp_cli.policy import find_policies
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.policy import Policy
+from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import metric
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
 SCHEDULE = ("training.max_steps", "training.warmup_steps")
-RANDOM = "random"  # a policy of this name, or of one that goes on with a dash, draws: a control of its kind
 FASTER = 0.95  # under this share of dense's step time, dense deserves more steps
 SAME_TIME = 0.1  # two groups that differ by less than this share took the same time
 
+Entry = dict[str, Any]
 Kind = Literal["dense", "random", "equal_time"]
 
 
@@ -63,9 +67,10 @@ def _find(
 
     dense = _first(others, lambda some: bool(some[-1].exact) and _same_but(some[-1], newest, ("policy.",)))
     controls = [control("dense", dense, lambda: _run(runs, "policy=dense", "dense"))]
-    if not _is_random(newest):
-        random = _first(others, lambda some: _is_random_at_budget(some[-1], newest))
-        controls.append(control("random", random, lambda: _run_random(runs)))
+    drawn = [_control_of(entry) for entry in newest.policies]
+    if any(drawn):
+        random = _first(others, lambda some: _is_random_at_budget(some[-1], newest, drawn))
+        controls.append(control("random", random, lambda: _run_random(runs, drawn)))
     if dense and (steps := _equal_steps(counted[group], counted[dense])):
         equal = _first(others, lambda some: _takes_the_time(some, members[dense], counted[group]))
         change = f"training.max_steps={steps}"
@@ -82,39 +87,47 @@ def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
     return all(key.startswith((*NOT_THE_RESULT, *allowed)) for key in keys)
 
 
-def _is_random(run: LoadedRun) -> bool:
-    return all(_draws(entry["name"]) for entry in run.policies)
+UNKNOWN: Entry = {"name": ""}  # the control of a policy that is not installed here
 
 
-def _draws(name: str) -> bool:
-    return name == RANDOM or name.startswith(f"{RANDOM}-")
+def _control_of(entry: Mapping[str, Any]) -> Entry | None:
+    """Return what would choose as much at random; None where nothing does."""
+    made = _make(entry)
+    if made is None:
+        return UNKNOWN
+    return None if made.control is None else dict(made.control)
 
 
-def _is_random_at_budget(random: LoadedRun, run: LoadedRun) -> bool:
-    """The same recipe, and every option that both policies have is the same: they differ in the choice alone."""
-    if not _is_random(random) or len(random.policies) != len(run.policies) or not _same_but(random, run, ("policy.",)):
-        return False
-    pairs = list(zip(random.policies, run.policies, strict=True))
-    shared = [(a, b, (a.keys() & b.keys()) - {"name"}) for a, b in pairs]
-    return all(("keep" in a) == ("keep" in b) and all(a[k] == b[k] for k in keys) for a, b, keys in shared)
-
-
-def _run_random(runs: Sequence[LoadedRun]) -> str:
-    """The command for the control; empty where no policy that draws answers the same question."""
-    entries = [_random(entry) for entry in runs[-1].policies]
-    return "" if None in entries else _run(runs, f"policy={json.dumps(entries)}", "random")
-
-
-def _random(entry: Mapping[str, Any]) -> dict[str, Any] | None:
-    installed = find_policies()
-    mine = installed.get(entry["name"])
-    same = (p for p in installed.values() if mine and _draws(p.name) and p.kind == mine.kind and p.policy_class)
-    found = next(same, None)
-    if found is None or found.policy_class is None:
+def _make(entry: Mapping[str, Any]) -> Policy | None:
+    try:
+        return find_policy(entry["name"]).make({key: value for key, value in entry.items() if key != "name"})
+    except (PolicyError, ValidationError):  # a plugin that is not installed here, or another version of it
         return None
-    return {"name": found.name} | {
-        key: value for key, value in entry.items() if key in found.policy_class.model_fields and value is not None
-    }
+
+
+def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entry | None]) -> bool:
+    """The same recipe, and each policy that has a control gave way to it."""
+    if len(random.policies) != len(drawn) or not _same_but(random, run, ("policy.",)):
+        return False
+    wanted = [control or entry for control, entry in zip(drawn, run.policies, strict=True)]
+    return all(_has(entry, control) for entry, control in zip(random.policies, wanted, strict=True))
+
+
+def _has(entry: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """Whether a policy has at least these options; those that its recipe leaves out are its defaults."""
+    made = _make(entry)
+    options = {} if made is None else made.model_dump(mode="json")
+    found = {**options, **entry}
+    return all(found.get(key) == value for key, value in wanted.items())
+
+
+def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str:
+    """The command for the control; empty where one of the policies is not installed here."""
+    if UNKNOWN in drawn:
+        return ""
+    wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
+    given = [{key: value for key, value in entry.items() if value is not None} for entry in wanted]
+    return _run(runs, f"policy={json.dumps(given)}", "random")
 
 
 def _equal_steps(runs: Sequence[LoadedRun], dense: Sequence[LoadedRun]) -> int | None:

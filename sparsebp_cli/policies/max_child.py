@@ -27,6 +27,10 @@ class MaxChild(ChildRouter):
         "first", description="Which of several equally large children: a residual sum hands the same gradient to both."
     )
 
+    @property
+    def control(self) -> dict[str, object]:
+        return {"name": "random-child", "leaves": self.leaves, "missing": self.missing}
+
     def choose(self, rivals: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
         sizes = self.sizes([edges[i].gradient for i in rivals])
         largest = [i for i, size in zip(rivals, sizes, strict=True) if size == max(sizes)]

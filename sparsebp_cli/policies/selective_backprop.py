@@ -35,6 +35,11 @@ class SelectiveBackprop(SampledExamples):
     def scored_share(self) -> float:
         return self.scale_factor
 
+    @property
+    def control(self) -> dict[str, object] | None:
+        shared = self.model_dump(mode="json", include=set(SampledExamples.model_fields))
+        return None if self.exact else {"name": "uniform", **shared}
+
     def needs_loss(self, step: Step) -> bool:
         return self.is_choosing(step)
 

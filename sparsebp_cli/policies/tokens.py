@@ -53,6 +53,14 @@ class SelectedTokens(ScoredTokenSelector):
         return self.exact or (drawn and self.carries_all)
 
     @property
+    def control(self) -> dict[str, object] | None:
+        if self.score in ("mask", "random"):
+            return None
+        keep = self.keep if self.band is None else self.band[1] - self.band[0]
+        as_here = self.model_dump(mode="json", exclude={"reference", "reference_scores", "band"})
+        return {"name": "tokens", **as_here, "score": "random", "keep": keep}
+
+    @property
     def needs(self) -> frozenset[Score]:
         return _NEEDS[self.score]
 

@@ -29,6 +29,11 @@ class TopK(StructuredSelector):
     def unbiased(self) -> bool:
         return self.exact
 
+    @property
+    def control(self) -> dict[str, object] | None:
+        shared = self.model_dump(mode="json", include=set(StructuredSelector.model_fields))
+        return None if self.exact else {"name": "random", **shared}
+
     def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - same always
         return None if self.exact else self.choose(self._score(grad_NO), grad_NO, site)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -110,6 +111,12 @@ class Policy(BaseModel, ABC):
     @abstractmethod
     def unbiased(self) -> bool:
         """Whether, with these options, a site's selected gradient has the dense one as its mean over draws. Tested."""
+
+    @property
+    def control(self) -> Mapping[str, object] | None:
+        """Name and options of a policy that chooses as much at random, as a recipe writes them under ``policy``; None:
+        there is none, as for a policy that draws itself. A comparison asks for runs with it."""
+        return None
 
 
 class GradientSelector(Policy):

@@ -9,6 +9,7 @@ import json
 
 from pydantic import ValidationError
 
+from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import (
     EdgeRouter,
     ExampleSelector,
@@ -17,6 +18,7 @@ from sparsebp_cli.policy import (
     Policy,
     TokenSelector,
     find_policies,
+    make_policy,
 )
 from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.parameter import check_parameter_selector
@@ -35,6 +37,7 @@ def check_policy(policy: str | type[Policy], **options: object) -> None:
     """
     policy_class = _installed(policy) if isinstance(policy, str) else policy
     made = _check_options(policy_class, options)
+    _check_control(made)
     if isinstance(made, EdgeRouter):
         check_router(made)
         return
@@ -61,6 +64,22 @@ def _installed(name: str) -> type[Policy]:
     if policy_class is None:
         raise AssertionError(f"{name!r} of {found[name].source} is broken: {found[name].problem}")
     return policy_class
+
+
+def _check_control(policy: Policy) -> None:
+    name, entry = type(policy).__name__, policy.control
+    if entry is None:
+        return
+    options = {key: value for key, value in entry.items() if key != "name"}
+    try:
+        control = make_policy(str(entry.get("name")), **options)
+    except PolicyError as error:
+        raise AssertionError(f"{name}: its control cannot be made: {error}") from None
+    same = next(kind for kind in type(policy).__mro__ if kind.__module__.startswith("sparsebp_cli.policy."))
+    require(isinstance(control, same), f"{name}: its control answers another question: it is no {same.__name__}")
+    require(control.control is None, f"{name}: its control has a control: it must draw itself")
+    budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))
+    require(budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, its control's {budgets[1]}")
 
 
 def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Policy:

@@ -100,7 +100,7 @@ def test_a_router_is_held_against_one_that_draws(make_run: MakeRun) -> None:
     router: dict[str, Any] = {"policy": [{"name": "max-child", "leaves": "always"}], "exact": False}
     drawn: dict[str, Any] = {"policy": [{"name": "random-child", "leaves": "always"}], "exact": False}
     missing = next(c for c in compare_runs([make_run(), make_run("r", **router)]).controls if c.kind == "random")
-    assert """policy=[{"name": "random-child", "leaves": "always"}]""" in missing.command
+    assert """policy=[{"name": "random-child", "leaves": "always", "missing": "none"}]""" in missing.command
     found = compare_runs([make_run(), make_run("r", **router), make_run("d", **drawn)]).controls
     assert next(c for c in found if c.kind == "random").found == "d"
     assert [c.kind for c in found if c.label == "d"] == ["dense"]

@@ -120,6 +120,22 @@ class _Half(GradientSelector):
         return Rows(self.index(grad_NO, site, step))
 
 
+class _NoSuchControl(_Half):
+    control = property(lambda self: {"name": "randm"})
+
+
+class _ControlOfAnotherKind(_Half):
+    control = property(lambda self: {"name": "random-child"})
+
+
+class _ControlOfAnotherBudget(_Half):
+    control = property(lambda self: {"name": "random", "keep": 0.25})
+
+
+class _ControlThatChooses(_Half):
+    control = property(lambda self: {"name": "topk", "keep": 0.5})
+
+
 class _TakesAnything(_Half):
     model_config = ConfigDict(extra="ignore")
 
@@ -279,6 +295,10 @@ def test_half_keeps_the_contract() -> None:
         (_Forgets, "decides otherwise when asked again"),
         (_Remembers, "a resumed run decides otherwise"),
         (_SameAtEveryStep, "draws the same for every index"),
+        (_NoSuchControl, "its control cannot be made: unknown policy 'randm'"),
+        (_ControlOfAnotherKind, "is no GradientSelector"),
+        (_ControlOfAnotherBudget, "its budget is 0.5, its control's 0.25"),
+        (_ControlThatChooses, "its control has a control"),
         (_OutOfRange, r"index_K must be in \[0, "),
         (_Twice, "names something twice"),
         (_ShortIndex, "one dimension of int64"),
