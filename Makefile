@@ -44,7 +44,7 @@ check: style docs  ## style, types, layers, docstrings, docs
 
 style: .venv/develop
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py
+	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-rare/sparsebp_rare.py
 	$(BIN)/lint-imports
 	$(BIN)/pydoclint --quiet sparsebp_cli plugins
 

@@ -24,10 +24,17 @@ suite holds each claim against what is executed."""
 
 NUMBERS = (0.25, 0.5, 1.0)  # at which a share is asked
 
-ROUTERS = (
-    "Asked at `sites: nodes`. Never exact unless everything goes on, and never unbiased: what goes on cannot be "
-    "weighted for what does not. No FLOPs are claimed beforehand; what ran is counted.\n"
-)
+BY_KIND = {
+    "EdgeRouter": "Asked at `sites: nodes`. Never exact unless everything goes on, and never unbiased: what goes on "
+    "cannot be weighted for what does not. No FLOPs are claimed beforehand; what ran is counted.\n",
+    "ParameterSelector": "Asked at the start of each step. What is not trained at a step has no gradient in it.\n",
+    "TokenSelector": "Asked before each forward of training, with the scores that it needs, whose cost is counted. "
+    "Exact where all targets are trained and all gradient is carried; unbiased where they are drawn from the whole "
+    "batch and all gradient is carried. [Choosing tokens and examples](../guide/scoring.md)\n",
+    "ExampleSelector": "Asked before each forward of training, with the losses that it needs, whose cost is counted. "
+    "Exact where all examples are chosen, else biased: the mean over the targets of chosen examples of unequal length "
+    "is. [Choosing tokens and examples](../guide/scoring.md)\n",
+}
 
 
 def built_in() -> dict[str, FoundPolicy]:
@@ -63,7 +70,7 @@ def _policy(name: str, found: FoundPolicy, policy_class: type[Policy]) -> list[s
         f"*{found.kind}.* {unwrap(policy_class.__doc__)}\n",
         unwrap(_module(policy_class).__doc__) + "\n",
         options,
-        _claims(policy_class) if issubclass(policy_class, GradientSelector) else ROUTERS,
+        _claims(policy_class) if issubclass(policy_class, GradientSelector) else BY_KIND[found.kind],
     ]
 
 

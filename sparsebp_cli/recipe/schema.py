@@ -70,6 +70,9 @@ class DatasetSection(Section):
     text_column: str = Field("text", description="Column of text and classification.")
     prompt_column: str = Field("prompt", description="Column of completion: not trained on.")
     completion_column: str = Field("completion", description="Column of completion: trained on.")
+    completion_only_loss: bool = Field(
+        True, description="Of completion: whether the prompts stay untrained; held-out ones are never counted."
+    )
     label_column: str = Field("label", description="Column of classification: integers from 0, or names.")
     max_examples: PositiveInt | None = Field(None, description="Use the first so many rows of each split.")
 

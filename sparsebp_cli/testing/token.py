@@ -58,17 +58,6 @@ def _check_repeatable(policy: TokenSelector) -> None:
         require(_same(first, again), f"{name_of(policy)}: decides otherwise when asked again at the same step")
 
 
-def _check_scores(policy: TokenSelector) -> None:
-    """What lies outside of the targets, and what is not asked for, has no say."""
-    for tokens in _batches(policy):
-        noisy = {
-            name: torch.where(tokens.target_BT, score_BT, torch.full_like(score_BT, 1e6))
-            for name, score_BT in tokens.scores.items()
-        }
-        same = _same(policy.choose(tokens, _LATE), policy.choose(replace(tokens, scores=noisy), _LATE))
-        require(same, f"{name_of(policy)}: reads the score of a position that is no target")
-
-
 def _check_budget(policy: TokenSelector) -> None:
     budget = policy.budget
     if budget is None:
@@ -144,7 +133,6 @@ def _check_resume(policy: TokenSelector) -> None:
 _CHECKS: tuple[Callable[[TokenSelector], None], ...] = (
     _check_choice,
     _check_repeatable,
-    _check_scores,
     _check_budget,
     _check_draws,
     _check_exact,

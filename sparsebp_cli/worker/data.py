@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,8 @@ def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase, colu
     if test is None:
         num_held_out = max(1, round(section.eval_fraction * len(train)))
         train, test = train[:-num_held_out], train[-num_held_out:]
+    if section.format == "completion" and not section.completion_only_loss:
+        train = [replace(example, labels=example.input_ids) for example in train]
     for name, split in (("training", train), ("held-out", test)):
         if not split:
             raise DataError(

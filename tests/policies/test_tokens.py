@@ -224,18 +224,6 @@ class _ChangesTargets(_Half):
         return super().score_tokens(tokens, step)
 
 
-class _ReadsElsewhere(_Half):
-    """Centres a score by the mean of all positions, and trains nothing where that is negative."""
-
-    @property
-    def needs(self) -> frozenset[Score]:
-        return frozenset({"loss"})
-
-    def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
-        loss_BT = tokens.scores["loss"]
-        return (loss_BT - loss_BT.mean(1, keepdim=True)).abs()
-
-
 class _SaysExact(_Half):
     @property
     def exact(self) -> bool:
@@ -270,7 +258,6 @@ def test_half_keeps_the_contract() -> None:
         (_UsesGlobalGenerator, "global random generator"),
         (_SameAtEveryStep, "draws the same for every index"),
         (_ChangesTargets, "changes a tensor that it is shown"),
-        (_ReadsElsewhere, "reads the score of a position that is no target"),
         (_SaysExact, "says it is exact"),
         (_SaysUnbiased, "some targets are trained more often"),
     ],

@@ -119,6 +119,18 @@ def test_a_column_of_something_else_is_refused(tiny_folder, tiny_recipe, wrong) 
         load(recipe, "mark")
 
 
+def test_prompts_can_be_trained_on_and_are_never_counted_in_evaluation(completion) -> None:
+    recipe = completion()
+    whole = recipe.model_copy(update={"dataset": recipe.dataset.model_copy(update={"completion_only_loss": False})})
+    (_, masked), (_, dense) = load(recipe), load(whole)
+    assert [e.input_ids.tolist() for e in masked.train] == [e.input_ids.tolist() for e in dense.train]
+    assert all((e.labels == e.input_ids).all() for e in dense.train)
+    assert all((e.labels == -100).any() for e in masked.train)
+    for one, other in zip(masked.held_out, dense.held_out, strict=True):
+        assert one.labels.tolist() == other.labels.tolist()
+    assert masked.digest() != dense.digest()
+
+
 def test_columns_change_the_digest_and_only_training_batches_bring_them(completion) -> None:
     recipe = completion()
     tokenizer, plain = load(recipe)

@@ -1,0 +1,26 @@
+"""Train the rare tokens: those that occur least often in the batch. Nothing but the token ids is read."""
+
+from typing import TYPE_CHECKING
+
+from sparsebp_cli.policy import Score, ScoredTokenSelector, Step, Tokens
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Rare(ScoredTokenSelector):
+    """Score each position by how seldom the token that it predicts occurs in the batch."""
+
+    @property
+    def unbiased(self) -> bool:
+        return self.exact
+
+    @property
+    def needs(self) -> frozenset[Score]:
+        return frozenset()
+
+    def score_tokens(self, tokens: Tokens, step: Step) -> "torch.Tensor | None":  # noqa: ARG002
+        ids_BT = tokens.input_ids_BT
+        assert ids_BT is not None, "rare needs input_ids"
+        number = ids_BT.flatten().bincount()  # of each token
+        return -number[ids_BT.roll(-1, dims=1)].float()  # at the position before: the last one is never a target
