@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import sparsebp_cli as sbp
@@ -553,6 +554,40 @@ def test_the_children_of_a_sequential_are_layers_and_running_statistics_move_onc
     for (name, one), (_, other) in zip(plain.named_buffers(), cut.named_buffers(), strict=True):
         assert torch.equal(one, other), name
     assert cut[0][1].num_batches_tracked == 1
+
+
+class Counting(nn.Linear):
+    """Multiplies by how often it ran, which it counts in place or by another tensor."""
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__(4, 4)
+        self.in_place = in_place
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_place:
+            self.count += 1
+        else:
+            self.count = self.count + 1
+        return super().forward(x) * self.count
+
+
+def test_a_layer_that_reads_what_it_has_counted_reads_the_same_when_it_runs_again() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        own = [Counting(in_place=True), Counting(in_place=False)]
+        return nn.Sequential(*own, spectral_norm(nn.Linear(4, 4)), nn.Linear(4, 1))
+
+    plain, cut = make(), make()
+    x = torch.linspace(-1, 1, 32).view(8, 4).sin()
+    for model, segments in ((plain, None), (cut, 4)):
+        with sbp.attach(model, [], segments=segments) as engine:
+            for _ in range(3):
+                engine.backward(model(x).square().sum())
+    _assert_same(_gradients(cut), _gradients(plain))
+    for (name, one), (_, other) in zip(plain.named_buffers(), cut.named_buffers(), strict=True):
+        assert torch.equal(one, other), name
+    assert (int(cut[0].count), int(cut[1].count)) == (3, 3)
 
 
 REFUSED: list[tuple[dict[str, Any], type[SparseBPError], str]] = [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
@@ -40,6 +41,7 @@ def find_layers(model: nn.Module) -> Layers:
     """
     for kind in (nn.ModuleList, nn.Sequential):
         named = [(name, m) for name, m in model.named_modules() if isinstance(m, kind) and len(m) > 0]
+        named = [(name, m) for name, m in named if not isinstance(m, ParametrizationList)]  # what a weight is made by
         if not named:
             continue
         name, found = max(named, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
