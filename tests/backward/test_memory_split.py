@@ -212,6 +212,33 @@ def test_an_eager_update_holds_one_gradient_at_a_time() -> None:
     assert _in_order(curve, "gradients") == [0, *(size for n in sizes[::-1] for size in (n, 0))]
 
 
+def test_segments_save_less_at_once_and_an_eager_update_keeps_the_largest_gradient_alone() -> None:
+    model, ids = tiny_model("llama", num_hidden_layers=4), tokens(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    highest = {}
+    for key, options in {"plain": {}, "segments": {"segments": 4}, "eager": {"update": "eager"}}.items():
+        with sbp.attach(model, [], optimizer=optimizer, **options) as engine:
+            curve = _trace(model, optimizer, _attached_step(engine, model, ids, optimizer)).curve
+        highest[key] = curve.highest
+        assert _last(curve).gradients == 0
+    assert highest["plain"].gradients == highest["segments"].gradients == tensor_bytes(model.parameters())
+    assert highest["eager"].gradients == max(parameter.nbytes for parameter in model.parameters())
+    assert highest["segments"].activations < highest["plain"].activations / 2
+    assert highest["eager"].activations == highest["plain"].activations
+    assert highest["eager"].optimizer == highest["segments"].optimizer == highest["plain"].optimizer
+
+
+def _attached_step(
+    engine: sbp.Engine, model: nn.Module, ids: Tensor, optimizer: torch.optim.Optimizer
+) -> Callable[[], None]:
+    def run() -> None:
+        engine.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_saves_inputs_in_the_forward_and_the_rest_one_block_at_a_time(reentrant: bool) -> None:
     torch.manual_seed(0)
