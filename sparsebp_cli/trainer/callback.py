@@ -71,6 +71,7 @@ class PolicyCallback(TrainerCallback):
         self._undo: list[Callable[[], object]] = []  # what is in force while a model is attached
         self._resumed: dict[str, Any] | None = None
         self._counts_next, self._counted = False, dict[str, float]()
+        self._began = self._logged = 0  # optimizer steps done before this training, and before the next line of the log
 
     def join(self, trainer: Trainer) -> Self:
         """Take part in every training of a trainer from now on.
@@ -116,6 +117,7 @@ class PolicyCallback(TrainerCallback):
         if self._trainer is None:
             raise UsageError("PolicyCallback does not know its trainer: call callback.join(trainer) before train()")
         self._leave()  # a try with a larger batch may have run out of memory
+        self._began = self._logged = state.global_step
         engine, detach = self._attach(self._trainer, num_steps=state.max_steps, optimizer=self._trainer.optimizer)
         self.engine = engine
         self._undo.append(detach)
@@ -193,11 +195,12 @@ class PolicyCallback(TrainerCallback):
 
     def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if self._is_attached and self.engine is not None:
+            step, policies = self._trainer.state.global_step, self._choice.policies
             if "loss" in logs:
-                logs |= self._counted | take_values(self.engine)
-                self._counted = {}
+                logs |= self._counted | take_values(self.engine, policies, max(1, step - self._logged))
+                self._logged, self._counted = step, {}
             elif "train_loss" in logs:  # at the end
-                logs |= all_values(self.engine)
+                logs |= all_values(self.engine, policies, max(1, step - self._began))
         return log(logs, *args, **kwargs)
 
     def _save(self, save: Callable[..., Any], output_dir: str) -> None:

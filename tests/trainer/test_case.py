@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from sparsebp_cli.errors import UsageError
 
 from . import case
-from .conftest import differing, is_free, weights
+from .conftest import CHECKPOINTING, differing, is_free, weights
 
 SIZE = {"vocabulary": 512, "hidden": 64, "layers": 2, "steps": 4}
 QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
@@ -114,6 +114,8 @@ def test_executed_flops_fall_where_the_trainers_own_estimate_does_not_move(
     assert logs["detach"][0][BACKWARD] < 0.05 * logs["dense"][0][BACKWARD]
     share = 4 / 1022  # two of 511 in each example
     assert [log["policy/kept_share"] for log in logs["detach"]] == pytest.approx([share] * 5)
+    assert all(0 < log["policy/carried_share"] < 0.01 for log in logs["detach"])
+    assert not any("time/scoring_seconds" in log for log in logs["detach"])  # the data says it
 
 
 @pytest.mark.parametrize("mode", ["exact", "detach"])
@@ -135,6 +137,18 @@ def test_accumulation_bf16_and_a_second_training_work_in_the_script(mode: str, t
         assert "forward" in vars(one.model)
     assert evaluated == [torch.float32] * 2
     assert (loss_mask.shape, labels.shape) == ((2, 512), (2, 512))
+
+
+@pytest.mark.parametrize(
+    "options", [{CHECKPOINTING: True}, {"neftune_noise_alpha": 5.0}], ids=["checkpointing", "noise"]
+)
+def test_exact_goes_with_what_the_trainer_does_to_the_model(options: dict[str, Any], tmp_path: Path) -> None:
+    found = []
+    for script in (case.before(), case.after("exact")):
+        trainer = script.make_trainer(tmp_path, **(SIZE | QUIET | {"steps": 2} | options))
+        trainer.train()
+        found.append([log["loss"] for log in trainer.state.log_history[:2]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21

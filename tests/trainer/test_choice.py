@@ -63,7 +63,11 @@ def test_a_reference_model_can_be_handed_in(door: Make, tmp_path: Path) -> None:
         return trainer
 
     trainer = train({"reference": reference})
-    assert [log["policy/kept_share"] for log in trainer.state.log_history] == pytest.approx([0.25] * 4, abs=0.05)
+    for name in ("policy/kept_share", "policy/trained_share"):
+        assert [log[name] for log in trainer.state.log_history] == pytest.approx([0.25] * 4, abs=0.05)
+    seconds = [log["time/scoring_seconds"] for log in trainer.state.log_history]
+    assert seconds[3] == pytest.approx(sum(seconds[:3]) / 3)
+    assert all("policy/carried_share" in log for log in trainer.state.log_history)
     by_loss = train(None, {**policy, "score": "loss", "reference": None})
     assert differing(weights(trainer.model), weights(by_loss.model))  # the reference is asked
 
