@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
@@ -110,7 +111,7 @@ def test_two_passes_in_one_step_are_refused_by_name_and_micro_batches_are_not() 
 
 def test_what_is_hidden_from_graph_and_forward_is_refused_and_not_updated_twice_in_silence() -> None:
     class Hidden(torch.autograd.Function):
-        """Differentiates a parameter that is not among its inputs, in a pass of its own, before and after the rest."""
+        """Differentiates a parameter that is not among its inputs, in a pass of its own."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
@@ -121,7 +122,8 @@ def test_what_is_hidden_from_graph_and_forward_is_refused_and_not_updated_twice_
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             with torch.enable_grad():
-                ctx.layer(ctx.saved_tensors[0].detach()).sum().backward()
+                x, layer = ctx.saved_tensors[0].detach(), ctx.layer
+                nn.functional.linear(x, layer.weight, layer.bias).sum().backward()
             return grad, None
 
     class Model(nn.Module):
@@ -150,6 +152,41 @@ def test_probes_and_disabled_passes_leave_parameters_and_gradients_to_whoever_as
         engine.backward(model(0))
     assert_equal({name: p.grad for name, p in model.named_parameters()}, dense)
     assert_equal(dict(model.named_parameters()), before)
+
+
+class StopsOnce(nn.Module):
+    """One layer used twice, the first time without a gradient of its own, and both times checkpointed."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.first, self.reentrant = nn.Linear(4, 4), nn.Linear(4, 4), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        def stopped(y: Tensor) -> Tensor:
+            with torch.no_grad():
+                gate = self.layer(y)
+            return self.first(y) * gate
+
+        for function in (stopped, lambda y: self.layer(y).tanh()):
+            x = checkpoint(function, x, use_reentrant=self.reentrant)
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_checkpointing_would_compute_again_with_changed_weights_is_refused_by_name(reentrant: bool) -> None:
+    model = StopsOnce(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = attach(model, [], optimizer=optimizer, update="eager")
+    x = torch.ones(2, 4, requires_grad=True)
+    if reentrant:  # uses are counted there: the layer waits, and is right
+        for _ in range(3):
+            engine.backward(model(x))
+            optimizer.step()
+        assert set(engine.eager.report.waited) == {"layer.weight", "layer.bias"}
+        return
+    with pytest.raises(UsageError, match=r"layer.(weight|bias) is needed again after its update"):
+        engine.backward(model(x))
 
 
 def test_a_graph_that_still_needs_the_old_weights_notices() -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sparsebp_cli.backward.eager.arrival import Arrivals
 from sparsebp_cli.backward.eager.clip import Clipping, norm_of, total_of
@@ -147,10 +148,13 @@ class EagerUpdate:
         self._pass = under_way
         for parameter in self._held():
             under_way.hold(parameter)
+        # Runs where checkpointing runs forwards again inside the backward.
+        watch = register_module_forward_pre_hook(self._refuse_changed)
         try:
             yield
         finally:
             self._pass = None
+            watch.remove()
 
     def _hook_parameters(self) -> None:
         """A parameter that is frozen takes no hook; it may be thawed later."""
@@ -175,6 +179,21 @@ class EagerUpdate:
             self._finish(under_way, parameter)
         else:
             under_way.waiting[parameter] = None
+
+    def _refuse_changed(self, module: nn.Module, _: Any) -> None:
+        """What a module computes again with weights that have changed is not what it computed before.
+
+        That happens where no gradient comes back from a use: else the update would have waited for it.
+        """
+        under_way = self._pass
+        if under_way is None or not under_way.updates:
+            return
+        for parameter in module.parameters(recurse=False):
+            if parameter in under_way.done:
+                raise UsageError(
+                    f"{self._name(parameter)} is needed again after its update: a use from which no gradient comes "
+                    "back is computed once more inside the backward (checkpointing does so); use update='deferred'"
+                )
 
     def _finish(self, under_way: Pass, parameter: Tensor) -> None:
         norm = norm_of(_gradient(parameter))
