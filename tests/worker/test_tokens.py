@@ -231,3 +231,20 @@ def test_tokens_go_with_a_gradient_policy(completion, prepared) -> None:
     run = run_of(completion({"name": "tokens", "score": "loss", "keep": 0.5}, {"name": "topk", "keep": 0.25}), prepared)
     assert values_of(run, "policy/trained_share") == pytest.approx([0.5] * 8, abs=0.05)
     assert values_of(run, "policy/kept_share") == pytest.approx([0.25] * 8, abs=0.1)
+
+
+def test_both_go_with_mixed_precision_adapters_and_checkpointing(completion, prepared) -> None:
+    recipe = completion(
+        {"name": "tokens", "score": "loss", "keep": 0.5},
+        {"name": "selective-backprop", **ALWAYS},
+        training=TRAINING | {"mixed_precision": "bf16"},
+        model={"lora": {"r": 2}},
+        backward={"checkpointing": "full"},
+        measure={"eval_every": 4, "eval_batches": 1, "probe_every": 4, "fidelity_every": None},
+    )
+    run = run_of(recipe, prepared)
+    assert (run.path / "model" / "adapter_model.safetensors").exists()
+    assert all(0.1 < share < 0.4 for share in values_of(run, "policy/trained_share"))
+    assert all(seconds > 0.0 for seconds in values_of(run, "time/scoring_seconds"))
+    losses = values_of(run, "train/loss")
+    assert losses[-1] < losses[0]

@@ -108,6 +108,8 @@ class BoundExamples(Bound):
         if not (self.is_attached and training and self._engine.enabled):
             self._number = _count_examples(by_name(self._model, args, kwargs))
             return self._inner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("choosing examples is not built for torch.compile: what is chosen differs by step")
         arguments = by_name(self._model, args, kwargs)
         labels = arguments.get("labels")
         if labels is None:

@@ -250,6 +250,11 @@ def test_adapters_are_reached() -> None:
     assert same(train(model, arguments, policy), train(model, rows(arguments, [1, 3])))
 
 
+def test_checkpointed_layers_run_again_on_the_chosen_examples() -> None:
+    model, arguments = tiny_decoder("llama", checkpointing=True), batch(4)
+    assert same(train(model, arguments, Given(index=[1, 3], scores=True)), train(model, rows(arguments, [1, 3])))
+
+
 def test_what_cannot_be_is_refused_by_name() -> None:
     model, arguments = tiny_decoder("llama"), batch(4)
     with pytest.raises(UnsupportedError, match="Uniform chooses examples in the forward of a transformers model"):
