@@ -112,12 +112,12 @@ def _notes(report: AuditReport) -> str:
 
 
 def _modules(report: AuditReport) -> str:
-    head = "".join(f"<th scope=col{' class=n' * (place > 0)}>{name}</th>" for place, name in enumerate(COLUMNS))
+    cells = rows(report)
+    used = [place for place in range(len(COLUMNS)) if any(row[place] for row in cells)]
+    head = "".join(f"<th scope=col{' class=n' * (place > 0)}>{COLUMNS[place]}</th>" for place in used)
     body = "".join(
-        "<tr>"
-        + "".join(f"<td{' class=n' * (place > 0)}>{escape(cell)}</td>" for place, cell in enumerate(row))
-        + "</tr>"
-        for row in rows(report)
+        "<tr>" + "".join(f"<td{' class=n' * (place > 0)}>{escape(row[place])}</td>" for place in used) + "</tr>"
+        for row in cells
     )
     return (
         '<section><h2>What was executed and kept, by module</h2><div class="scroll" tabindex="0" role="region" '

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import sparsebp_cli as sbp
 from sparsebp_cli.finding import AuditReport
@@ -155,3 +156,25 @@ def test_a_gradient_that_a_function_adds_somewhere_itself_is_used() -> None:
 
     assert sbp.audit(train, threshold=0.0).findings == ()
     assert float(main_DD.abs().sum()) > 0
+
+
+def test_stock_float8_linears_compute_for_frozen_weights_and_keep_their_inputs() -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(width, out, bias=False) for width, out in pairwise(WIDTHS)]
+    linears[0].requires_grad_(False)
+    linears[2].requires_grad_(False)
+    model = convert_to_float8_training(nn.Sequential(*linears), config=Float8LinearConfig(emulate=True))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+    def train() -> None:
+        for _ in range(2):
+            model(torch.randn(N, WIDTHS[0])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = sbp.audit(train, threshold=0.0)
+    finding = report.finding("frozen-wgrad")
+    assert finding is not None
+    assert finding.flops == 2 * N * 128 * 64  # of layer 2; nothing below asks layer 0 for anything
+    assert finding.saved_bytes == 4 * N * 128
+    assert sum(row.forward_flops for row in report.modules) == 2 * N * sum(a * b for a, b in pairwise(WIDTHS))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import sparsebp_cli as sbp
@@ -130,3 +131,29 @@ def test_the_flops_of_a_step_are_those_of_theory(tmp_path: Path) -> None:
     attention = 2 * B * length * length * D
     assert report.forward_flops == 2 * rows * (L * LAYER + D * V) + 2 * L * attention
     assert sum(row.other_flops for row in report.modules) == 5 * L * attention
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_adapters_under_checkpointing_waste_nothing_but_the_gradient_of_the_embeddings(reentrant: bool) -> None:
+    length = 256
+    model = _model(length)
+    model.enable_input_require_grads()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
+
+    def train() -> None:
+        for _ in range(3):
+            ids = torch.randint(0, V, (2, length))
+            adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = sbp.audit(train)
+    if reentrant:  # which needs it, and hides its parameters from the graph
+        assert report.findings == ()
+    else:
+        (finding,) = report.findings
+        # q, k and v of the first layer, and what adapters add to q and v: only the embeddings are below
+        assert (finding.kind, finding.flops) == ("unread-leaf", 2 * 2 * length * (3 * D * D + 2 * 4 * D))

@@ -32,7 +32,7 @@ class AnyModules(ModuleTrace):
         self._at_root = at_root
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: set[str] = set()
-        self._depth = 0
+        self.has_compiled = False
 
     def __enter__(self) -> AnyModules:
         """Replace the call of modules."""
@@ -82,6 +82,7 @@ class AnyModules(ModuleTrace):
         self._roots.add(label or "model")
         for name, module in root.named_modules():
             own = [part for part in name.split(".") if part and part not in WRAPPED]
+            self.has_compiled = self.has_compiled or hasattr(module, "_orig_mod")
             self._names.setdefault(module, ".".join([label, *own] if label else own))
         return True
 

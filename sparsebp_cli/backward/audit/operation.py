@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sparsebp_cli.backward.audit.reach import UNKNOWN
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -53,11 +55,29 @@ class Tape:
         operations: Views apart, which compute nothing.
         references: Weak references to all that was written: no address is given away while the tape is kept.
         dropped: Weak references to what Functions returned for inputs that need no gradient, by storage.
+        hides_from: Number of the first node that ran a backward pass of its own; what it leads to is not in the graph,
+            and only nodes with larger numbers can lead to it. None without one.
     """
 
     operations: list[Operation] = field(default_factory=list)
     references: list[Any] = field(default_factory=list)
     dropped: dict[int, Any] = field(default_factory=dict)
+    hides_from: int | None = None
+
+    def hide(self, number: int) -> None:
+        """Note that a node runs a backward pass of its own, as reentrant checkpointing does.
+
+        Args:
+            number: The node's.
+        """
+        self.hides_from = number if self.hides_from is None else min(number, self.hides_from)
+
+    def settle(self) -> None:
+        """Give what may lead to a hidden graph an unknown end; a weight's own product leads to the weight alone."""
+        if self.hides_from is not None:
+            for operation in self.operations:
+                if operation.number >= self.hides_from and operation.kind != WGRAD:
+                    operation.leaves |= UNKNOWN
 
     def find_dead(self) -> set[int]:
         """Return which operations worked for a dropped gradient alone, by their place on the tape.

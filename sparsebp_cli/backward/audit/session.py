@@ -15,9 +15,9 @@ from sparsebp_cli.backward.audit.hook import Hooks
 from sparsebp_cli.backward.audit.ledger import Ledger, Pass
 from sparsebp_cli.backward.audit.module import AnyModules
 from sparsebp_cli.backward.audit.parameter import Parameters
-from sparsebp_cli.backward.audit.reach import UNKNOWN, walk
+from sparsebp_cli.backward.audit.runner import PassRunner
 from sparsebp_cli.backward.audit.saved import Kept, SavedTensors
-from sparsebp_cli.backward.audit.storage import Weights, key_of, refer
+from sparsebp_cli.backward.audit.storage import Weights
 from sparsebp_cli.backward.audit.watch import Watch
 
 MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass
@@ -41,12 +41,10 @@ class Session:
         self.modules = AnyModules(self._see_root)
         self.saved = SavedTensors(self.modules, self.weights)
         self.watch = Watch(self.ledger, self.modules, self.weights, self.saved, self._shape_of, self.parameters.bit_of)
-        self.inputs: list[tuple[int, int, Any]] = []  # gradients of leaves that are no parameters: bit, storage
+        self.runner = PassRunner(self.watch, self.parameters)
         self.is_running = self._is_armed = self._is_due = False
         self.seconds, self._last_number = 0.0, 0
         self._since: float | None = None
-        self._pass: Pass | None = None
-        self._depth = 0
         self._handles: list[Any] = []
 
     def start(self) -> None:
@@ -105,7 +103,7 @@ class Session:
     @property
     def passes(self) -> list[Pass]:
         """Outermost backward passes, the one under way as well."""
-        return self.ledger.passes + ([self._pass] if self._pass is not None else [])
+        return self.ledger.passes + ([self.runner.current] if self.runner.current is not None else [])
 
     @property
     def num_steps(self) -> int:
@@ -173,64 +171,20 @@ class Session:
             return self._run(outputs, *args, **kwargs)
         self._arm()
         self._begin_clock()
-        is_outer, accumulates = self._pass is None, bool(kwargs.get("accumulate_grad"))
-        if is_outer:
+        if self.runner.current is None:
             self._last_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
             self.parameters.clear_missing(self.ledger.passes)
-            self._pass = Pass()
-            modules = list(self.modules.known())
-            self.hooks.look_at(modules, list(self.parameters.fates))
-        assert self._pass is not None
-        current, seen = self._pass, list[tuple[int, Tensor]]()
-
-        def bit_of(variable: Tensor) -> int:
-            if isinstance(variable, nn.Parameter) and variable not in self.parameters.fates:
-                self.parameters.add(f"parameter {len(self.parameters.fates)}", variable)
-                self.weights.add(variable, self.parameters.fates[variable].name)
-            if variable in self.parameters.fates:
-                return self.parameters.fates[variable].bit
-            if not (is_outer and accumulates):
-                return UNKNOWN
-            bit = self.parameters.new_bit(f"input {len(seen)}")
-            seen.append((bit, variable))
-            return bit
-
-        reach = walk([output for output in outputs if isinstance(output, Tensor)], bit_of)
-        asked = args[3] if len(args) > 3 else ()
-        bits = self.parameters.bits_of(asked or reach.variables)
-        if accumulates:
-            current.collected |= bits
-        else:
-            self.parameters.captured |= bits
-        tape = self.watch.begin(reach)
-        handles = [node.register_hook(_Dropped(node, tape.dropped)) for node in reach.functions]
-        reach.functions.clear()
-        reach.variables.clear()
+            self.hooks.look_at(self.modules.known(), list(self.parameters.fates))
         try:
-            return self._run(outputs, *args, **kwargs)
+            return self.runner.run(self._run, outputs, *args, **kwargs)
         finally:
-            for handle in handles:
-                handle.remove()
-            self.watch.end(tape, current)
-            if is_outer:
-                self._end_pass(current, seen)
+            if self.runner.current is None and self._has_seen_enough():
+                self._end()
 
-    def _end_pass(self, current: Pass, seen: list[tuple[int, Tensor]]) -> None:
-        for bit, variable in seen:
-            if variable.grad is not None:
-                key = key_of(variable.grad)
-                self.inputs.append((bit, key, refer(variable.grad)))
-                self.watch.unread[key] = True
-            else:
-                self.inputs.append((bit, 0, None))
-        self.ledger.passes.append(current)
-        self._pass = None
-        if self._is_due or (
-            not self.parameters.optimizers
-            and self.wanted is not None
-            and len(self.ledger.passes) >= self.wanted * MOST_PASSES_A_STEP
-        ):
-            self._end()
+    def _has_seen_enough(self) -> bool:
+        if self.wanted is None or self.parameters.optimizers:
+            return self._is_due
+        return len(self.ledger.passes) >= self.wanted * MOST_PASSES_A_STEP
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
         if not self.is_running:
@@ -249,7 +203,7 @@ class Session:
             self._on_step(made, self.wanted or 0)
         if self.wanted is not None and made >= self.wanted:
             self._is_due = True
-            if self._pass is None:
+            if self.runner.current is None:
                 self._end()
 
     def _end(self) -> None:
@@ -265,17 +219,3 @@ class Session:
 
 def _modes() -> list[Any]:
     return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # noqa: SLF001 - no public name
-
-
-class _Dropped:
-    """Notes what a Function returns for inputs that need no gradient: autograd drops it."""
-
-    def __init__(self, node: Any, dropped: dict[int, Any]) -> None:
-        self._wanted = [child is not None for child, _ in node.next_functions]
-        self._dropped = dropped
-
-    def __call__(self, returned: Any, _incoming: Any) -> None:
-        for is_wanted, grad in zip(self._wanted, returned, strict=False):
-            if not is_wanted and isinstance(grad, Tensor):
-                reference = refer(grad)
-                self._dropped[reference.cdata] = reference

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sparsebp_cli.backward.audit.parameter import Fate
+from sparsebp_cli.backward.audit.runner import InputGradient
 from sparsebp_cli.backward.audit.session import Session
+from sparsebp_cli.backward.audit.storage import has_died
 
 FEWEST_STEPS = 2  # a first step may well have a learning rate of zero: schedules with warm-up begin so
 EXACT = ("unheld", "zero-rate", "unread-leaf")
@@ -96,21 +98,17 @@ def _kind_of(fate: Fate, collected: int) -> str | None:
 def _find_unread(session: Session) -> int:
     """Inputs whose gradient nobody read before it died; that of the last pass may still be read."""
     died, kept = 0, 0
-    last = session.inputs[-1] if session.inputs else None
-    for entry in session.inputs:
-        bit, key, reference = entry
-        if reference is None:
-            continue
-        if key in session.watch.read:
-            kept |= bit
-        elif reference.expired():
-            died |= bit
-        elif not _is_of_last_pass(entry, session, last):
-            kept |= bit
+    by_bit: dict[int, list[InputGradient]] = {}
+    for one in session.runner.inputs:
+        if one.reference is not None:
+            by_bit.setdefault(one.bit, []).append(one)
+    for bit, found in by_bit.items():
+        *earlier, last = found
+        for one in found:
+            if one.key in session.watch.read:
+                kept |= bit
+            elif one.reference is not None and has_died(one.reference):
+                died |= bit
+            elif one is not last or any(other.key == one.key for other in earlier):
+                kept |= bit
     return died & ~kept
-
-
-def _is_of_last_pass(entry: tuple[int, int, object], session: Session, last: tuple[int, int, object] | None) -> bool:
-    """Whether a leaf's gradient is of the newest pass, and no older one was kept in the same memory."""
-    same = [one for one in session.inputs if one[0] == entry[0]]
-    return last is not None and entry is same[-1] and [one[1] for one in same].count(entry[1]) == 1

@@ -57,7 +57,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_updating = False  # inside an optimizer's step
         self.used_here: dict[str, set[str]] = {}  # parameters that a module's forward reads
         self.padding_N: Tensor | None = None
-        self.unread: dict[int, Any] = {}  # gradients of inputs: gone from here when something reads them
+        self.unread: set[int] = set()  # gradients of inputs: gone from here when something reads them
         self.read: set[int] = set()
         self._waiting: list[tuple[Reach, Tape]] = []
         self._running: dict[int, tuple[Reach, Tape]] = {}
@@ -84,6 +84,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self._waiting = [pair for pair in self._waiting if pair[1] is not tape]
         self._running = {number: pair for number, pair in self._running.items() if pair[1] is not tape}
+        tape.settle()
         dead = tape.find_dead()
         for place, operation in enumerate(tape.operations):
             self.ledger.visited.add(operation.number)
@@ -248,7 +249,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.heads[head] = width
 
     def _note_read(self, keys: set[int]) -> None:
-        for key in keys & set(self.unread):
+        for key in keys & self.unread:
             self.read.add(key)
 
     def _shares(self, operation: Operation) -> tuple[float, float]:

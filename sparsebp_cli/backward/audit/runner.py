@@ -1,0 +1,139 @@
+"""Runs a backward pass as PyTorch would, with its graph known and its operators written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from sparsebp_cli.backward.audit.ledger import Pass
+from sparsebp_cli.backward.audit.operation import Tape
+from sparsebp_cli.backward.audit.parameter import Parameters
+from sparsebp_cli.backward.audit.reach import UNKNOWN, Reach, walk
+from sparsebp_cli.backward.audit.storage import key_of, refer
+from sparsebp_cli.backward.audit.watch import Watch
+
+
+@dataclass(frozen=True)
+class InputGradient:
+    """The gradient of a leaf that is no parameter, after one pass.
+
+    Args:
+        bit: The leaf's; leaves are told apart by their order in the graph.
+        key: Of its storage.
+        reference: To its storage; None when the pass gave it none.
+    """
+
+    bit: int
+    key: int
+    reference: StorageWeakRef | None
+
+
+class PassRunner:
+    """Knows the backward passes under way.
+
+    Args:
+        watch: Sees their operators.
+        parameters: Knows whose gradients they compute.
+
+    Attributes:
+        current: The outermost pass under way; None outside.
+        inputs: What leaves that are no parameters got, pass by pass.
+    """
+
+    def __init__(self, watch: Watch, parameters: Parameters) -> None:
+        self._watch, self._parameters = watch, parameters
+        self.current: Pass | None = None
+        self.inputs: list[InputGradient] = []
+        self._tapes: list[Tape] = []
+
+    def run(self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass; one inside another is counted with that.
+
+        Args:
+            run: PyTorch's own function.
+            outputs: What is differentiated.
+            *args: For ``run``.
+            **kwargs: For ``run``.
+
+        Returns:
+            What ``run`` returned.
+        """
+        is_outer = self.current is None
+        current = self.current = self.current or Pass()
+        reach, seen = self._look_at(outputs, args, current, is_outer=is_outer, accumulates=kwargs["accumulate_grad"])
+        tape = self._watch.begin(reach)
+        if self._tapes:
+            self._tapes[-1].hide(_current_number())
+        self._tapes.append(tape)
+        handles = [node.register_hook(_Dropped(node, tape.dropped)) for node in reach.functions]
+        reach.functions.clear()
+        reach.variables.clear()
+        try:
+            return run(outputs, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._tapes.remove(tape)
+            self._watch.end(tape, current)
+            if is_outer:
+                self.current = None
+                self._watch.ledger.passes.append(current)
+                self._note_inputs(seen)
+
+    def _look_at(
+        self, outputs: Any, args: tuple[Any, ...], current: Pass, *, is_outer: bool, accumulates: bool
+    ) -> tuple[Reach, list[tuple[int, Tensor]]]:
+        """The graph, and its leaves that are no parameters with their bits."""
+        parameters, seen = self._parameters, list[tuple[int, Tensor]]()
+
+        def bit_of(variable: Tensor) -> int:
+            if isinstance(variable, nn.Parameter) and variable not in parameters.fates:
+                parameters.add(f"parameter {len(parameters.fates)}", variable)
+                self._watch.weights.add(variable, parameters.fates[variable].name)
+            if variable in parameters.fates:
+                return parameters.fates[variable].bit
+            if not (is_outer and accumulates):
+                return UNKNOWN
+            seen.append((parameters.new_bit(f"input {len(seen)}"), variable))
+            return seen[-1][0]
+
+        reach = walk([output for output in outputs if isinstance(output, Tensor)], bit_of)
+        asked = args[3] if len(args) > 3 else ()
+        bits = parameters.bits_of(asked or reach.variables)
+        if accumulates:
+            current.collected |= bits
+        else:
+            parameters.captured |= bits
+        return reach, seen
+
+    def _note_inputs(self, seen: list[tuple[int, Tensor]]) -> None:
+        for bit, variable in seen:
+            grad = variable.grad
+            if grad is None:
+                self.inputs.append(InputGradient(bit, 0, None))
+                continue
+            self.inputs.append(InputGradient(bit, key_of(grad), refer(grad)))
+            self._watch.unread.add(key_of(grad))
+
+
+class _Dropped:
+    """Notes what a Function returns for inputs that need no gradient: autograd drops it."""
+
+    def __init__(self, node: Any, dropped: dict[int, Any]) -> None:
+        self._wanted = [child is not None for child, _ in node.next_functions]
+        self._dropped = dropped
+
+    def __call__(self, returned: Any, _incoming: Any) -> None:
+        for is_wanted, grad in zip(self._wanted, returned, strict=False):
+            if not is_wanted and isinstance(grad, Tensor):
+                self._dropped[key_of(grad)] = refer(grad)
+
+
+def _current_number() -> int:
+    node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; tests hold it
+    return 0 if node is None else int(node._sequence_nr())  # noqa: SLF001 - the same
