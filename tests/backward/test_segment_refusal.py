@@ -1,0 +1,189 @@
+"""What cannot be cut into segments is refused by name, and no gradient is lost without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import sparsebp_cli as sbp
+from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError
+
+from .conftest import FAMILIES, tokens
+from .segment_case import assert_same, gradients_of, loss_of, make_model, run
+
+
+class Stack(nn.Module):
+    """Layers with something between them that a test chooses."""
+
+    def __init__(self, between: Callable[[list[Tensor]], Tensor] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.between = between or (lambda seen: seen[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [x]
+        for number, layer in enumerate(self.layers):
+            seen.append(layer(self.between(seen) if number in (1, 3) else seen[-1]))
+        return seen[-1].square().sum()
+
+
+class Skipping(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[3](self.layers[2](self.layers[0](x))).sum()
+
+
+class Watching(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.layers[0](x)
+        return self.layers[3](self.layers[2](self.layers[1](middle))).sum() + middle.sum()
+
+
+class Foreign(nn.Linear):
+    """Uses a weight that it does not own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(4, 4)
+        self.others = [weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.others[0]
+
+
+class InPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2.0))
+
+
+def _foreign() -> nn.Module:
+    model = Stack()
+    model.layers[1] = Foreign(nn.Parameter(torch.ones(4)))
+    return model
+
+
+def _in_place() -> nn.Module:
+    model = Stack()
+    model.layers[0] = InPlace(4, 4)
+    return model
+
+
+LOST: list[tuple[Callable[[], nn.Module], str]] = [
+    (lambda: Stack(lambda seen: seen[-1] * 2), "between 'layers.0' and 'layers.1' something is computed"),
+    (lambda: Stack(lambda seen: seen[0]), "between 'layers.0' and 'layers.1' something is computed"),
+    (Skipping, "'layers.2' was run where 'layers.1' is the next layer"),
+    (Watching, "the loss uses what 'layers.0' computes inside a segment"),
+    (_foreign, r"a layer from 'layers.0' to 'layers.1' uses a tensor of shape \(4,\) that requires grad"),
+    (_in_place, r"begins with 'layers.0' changes a tensor of shape \(2, 4\) in place"),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), LOST)
+def test_a_gradient_that_would_be_lost_is_an_error(make: Callable[[], nn.Module], text: str) -> None:
+    model = make()
+    exclude = [name for name, module in model.named_modules() if isinstance(module, Foreign | InPlace)]
+    with sbp.attach(model, [], segments=2) as engine:
+        assert exclude in ([], list(engine.report().not_covered))
+        with pytest.raises(UnsupportedError, match=text):
+            engine.backward(model(torch.ones(2, 4)))
+
+
+def test_a_loss_of_what_a_router_inside_a_layer_computes_is_refused_and_its_scores_are_told() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        sizes = FAMILIES["llama"] | {"num_local_experts": 4, "num_hidden_layers": 3}
+        return MixtralForCausalLM(MixtralConfig(**sizes)).train()
+
+    model = make()
+    scores = model(tokens(0), output_router_logits=True).router_logits
+    plain = run(model)
+    assert_same(run(make(), segments=3), plain)
+    with sbp.attach(model, [], segments=3) as engine:
+        output = model(tokens(0), labels=tokens(0), output_router_logits=True)
+        assert all(torch.equal(a, b) for a, b in zip(output.router_logits, scores, strict=True))
+        with pytest.raises(UnsupportedError, match=r"the loss uses what 'model.layers.\d' computes inside a segment"):
+            engine.backward(output.loss)
+
+
+def test_between_segments_a_model_may_compute_and_after_a_failure_it_begins_anew() -> None:
+    def between(seen: list[Tensor]) -> Tensor:
+        if failing and len(seen) == 2:
+            raise ValueError("once")
+        return seen[-1] * 2 + seen[0] if len(seen) == 2 else seen[-1]
+
+    failing = False
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    plain = run(Stack(between), loss=lambda m: m(x))
+    cut = Stack(between)
+    with sbp.attach(cut, [], segments=["layers.0", "layers.1", "layers.3"]) as engine:
+        failing = True
+        with pytest.raises(ValueError, match="once"):
+            cut(x)
+        failing = False
+        engine.backward(cut(x))
+    assert_same(gradients_of(cut), plain)
+
+
+def test_a_filled_cache_is_refused() -> None:
+    model = make_model()
+    with torch.no_grad():
+        cache = model(tokens(0), use_cache=True).past_key_values
+    with (
+        sbp.attach(model, [], segments=2),
+        pytest.raises(UnsupportedError, match=r"'model.layers.0' is given keys and values of earlier positions"),
+    ):
+        loss_of(model, past_key_values=cache)
+
+
+REFUSED: list[tuple[dict[str, Any], type[SparseBPError], str]] = [
+    ({"segments": 0}, UsageError, "segments must be 1 to 5, the number of layers, or a list of module names, got 0"),
+    ({"segments": 6}, UsageError, "segments must be 1 to 5.*, got 6"),
+    ({"segments": True}, UsageError, "got True"),
+    ({"segments": "model.layers.0"}, UsageError, "a number of segments or a list of module names, got 'model"),
+    ({"segments": []}, UsageError, r"a list of module names, got \[\]"),
+    ({"segments": 2.0}, UsageError, "a list of module names, got 2.0"),
+    (
+        {"segments": ["model.layers.0", "model.layer.3"]},
+        UsageError,
+        r"no layer is called 'model.layer.3'; layers: model.layers.0 to model.layers.4; did you mean model.layers.3\?",
+    ),
+    ({"segments": ["model.layers.0.mlp"]}, UsageError, "no layer is called 'model.layers.0.mlp'"),
+    (
+        {"segments": ["model.layers.0", "model.layers.3", "model.layers.2"]},
+        UsageError,
+        "'model.layers.2' does not come after 'model.layers.3'",
+    ),
+    ({"segments": ["model.layers.1"]}, UsageError, "must begin with the first layer, 'model.layers.0', got 'model"),
+    ({"segments": 2, "sites": "nodes"}, UnsupportedError, "segments hide the nodes of their layers"),
+    (
+        {"segments": 2, "sites": "nodes", "policies": [sbp.make_policy("max-child")]},
+        UnsupportedError,
+        "segments hide the nodes of their layers",
+    ),
+    (
+        {"segments": 2, "policies": [sbp.make_policy("tokens", score="random", keep=0.5)]},
+        UnsupportedError,
+        "SelectedTokens with segments is not built",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), REFUSED)
+def test_what_cannot_be_cut_is_refused_by_name(options: dict[str, Any], error: type[SparseBPError], text: str) -> None:
+    model = make_model()
+    with pytest.raises(error, match=text):
+        sbp.attach(model, options.pop("policies", []), **options)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_checkpointed_layers_and_models_without_layers_are_refused() -> None:
+    model = make_model()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(UnsupportedError, match=r"segments and activation checkpointing \(at 'model"):
+        sbp.attach(model, [], segments=2)
+    with pytest.raises(UnsupportedError, match="Linear has no list of layers"):
+        sbp.attach(nn.Linear(2, 2), [], segments=1)
