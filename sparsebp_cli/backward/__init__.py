@@ -10,10 +10,12 @@ from sparsebp_cli.backward.memory_trace import MemoryTrace, memory_trace
 from sparsebp_cli.backward.movement import Moved, Movement
 from sparsebp_cli.backward.proof import Overclaim, PassCount, Proof
 from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport
+from sparsebp_cli.backward.score.chosen import Chosen
 from sparsebp_cli.backward.segment.chain import segmented_backward
 from sparsebp_cli.backward.trace import ModuleTrace
 
 __all__ = [
+    "Chosen",
     "Claim",
     "Engine",
     "Fidelity",
