@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import inf
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
-from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector
+from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, TokenSelector
 
 
 def policies(
@@ -78,7 +80,7 @@ def describe_policy(found: FoundPolicy) -> dict[str, Any]:
         return line
     schema = found.policy_class.model_json_schema()
     required = set(schema.get("required", ()))
-    common = {key for kind in (GradientSelector, EdgeRouter) for key in kind.model_fields}
+    common = {key for kind in (GradientSelector, EdgeRouter, TokenSelector) for key in kind.model_fields}
     line["summary"] = (found.policy_class.__doc__ or "").strip().partition("\n")[0]
     line["options"] = [
         {
@@ -92,7 +94,7 @@ def describe_policy(found: FoundPolicy) -> dict[str, Any]:
         }
         for name, option in schema.get("properties", {}).items()
     ]
-    if not required:
+    with suppress(ValidationError):  # an option is required, or one of several
         policy = found.policy_class()
         line |= {"exact": policy.exact, "unbiased": policy.unbiased}
     return line
