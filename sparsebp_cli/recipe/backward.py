@@ -62,7 +62,7 @@ class BackwardSection(Section):
         if self.segments is None:
             return self
         if self.checkpointing == "full":
-            raise ValueError("segments and checkpointing: full do the same: keep one of them")
+            raise ValueError("segments and checkpointing: full both compute layers again: keep one of them")
         if self.sites == "nodes":
             raise ValueError("segments hide the nodes of their layers: needs sites: linears or branches, got nodes")
         return self

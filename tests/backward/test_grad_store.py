@@ -84,6 +84,32 @@ def test_an_entry_is_taken_out_such_as_the_gradient_of_a_segments_input() -> Non
     assert dict(store.items()).keys() == {layer.weight, layer.bias}
 
 
+def test_a_loop_over_segments_can_be_written_by_hand() -> None:
+    """As it was first asked for: keep inputs, then run, differentiate, take the input's gradient out, merge."""
+    torch.manual_seed(0)
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    network, x = [shared, nn.Linear(4, 4), shared], torch.linspace(-1, 1, 8).view(2, 4)
+    shared(network[1](shared(x))).square().sum().backward()
+    plain = [p.grad.clone() for p in (*shared.parameters(), *network[1].parameters())]
+    for module in network:
+        module.zero_grad()
+
+    inputs, value = [], x
+    for segment in network:
+        inputs.append(value.detach().requires_grad_())
+        with torch.no_grad():
+            value = segment(value)
+    incoming, store = 2 * value, sbp.GradStore()
+    for segment, kept in zip(reversed(network), reversed(inputs), strict=True):
+        one = sbp.GradStore()
+        one.backward((segment(kept) * incoming).sum())
+        incoming = one.pop(kept)
+        store.merge(one)
+    store.apply()
+    found = [p.grad for p in (*shared.parameters(), *network[1].parameters())]
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
 def test_what_is_handed_in_is_never_changed() -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
     one = torch.full((2,), 3.0)  # autograd, too, gives one tensor to the two terms of a sum

@@ -48,7 +48,7 @@ _REENTRANT = (
 )
 _CHECKPOINTED = (
     "segments and activation checkpointing (at 'model') in one model are not built: switch checkpointing off, segments "
-    "keep less and compute as much again"
+    "compute layers again as well"
 )
 
 

@@ -51,7 +51,7 @@ class Segments:
                 where = f" (at {name!r})" if name else ""
                 raise UnsupportedError(
                     f"segments and activation checkpointing{where} in one model are not built: "
-                    "switch checkpointing off, segments keep less and compute as much again"
+                    "switch checkpointing off, segments compute layers again as well"
                 )
         self._last_of = {number: part[-1] for part in self.segments for number in part}
         self._checked: set[int] = set()  # segments whose layers use nothing that is not theirs
