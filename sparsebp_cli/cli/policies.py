@@ -80,7 +80,8 @@ def describe_policy(found: FoundPolicy) -> dict[str, Any]:
         return line
     schema = found.policy_class.model_json_schema()
     required = set(schema.get("required", ()))
-    common = {key for kind in (GradientSelector, EdgeRouter, TokenSelector) for key in kind.model_fields}
+    kinds = [kind for kind in (GradientSelector, EdgeRouter, TokenSelector) if issubclass(found.policy_class, kind)]
+    common = {key for kind in kinds for key in kind.model_fields}
     line["summary"] = (found.policy_class.__doc__ or "").strip().partition("\n")[0]
     line["options"] = [
         {
