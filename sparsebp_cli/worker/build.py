@@ -68,7 +68,7 @@ def build_training(
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is read by people and by programs
     accelerator = _build_accelerator(recipe, ranks)
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
-    tokenizer, reference = _load_data(recipe, policies, accelerator)
+    tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
     is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
@@ -162,12 +162,18 @@ def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snaps
     return checkpoints.load(step) if snapshot is None and step is not None else snapshot, damaged
 
 
-def _load_data(recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator) -> tuple[Any, Reference]:
+def _load_data(
+    recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator, journal: JournalWriter
+) -> tuple[Any, Reference]:
     set_seed(recipe.training.seed)
     with accelerator.main_process_first():  # what is downloaded or read into a cache is there for the others then
         tokenizer = build_tokenizer(recipe.model)
         data = build_data(recipe.dataset, tokenizer, find_columns(policies))
-        return tokenizer, build_reference(policies, recipe, data, tokenizer, accelerator)
+
+        def tell(text: str) -> None:
+            journal.write("note", level="info", text=text)
+
+        return tokenizer, build_reference(policies, recipe, data, tokenizer, accelerator, tell)
 
 
 def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def build_reference(
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     accelerator: Accelerator,
+    tell: Callable[[str], None],
 ) -> Reference:
     """Load the reference that a policy names, and its scores if they are to be kept.
 
@@ -67,6 +68,7 @@ def build_reference(
         data: Its training examples are scored.
         tokenizer: Of the model, and so of the reference.
         accelerator: Where and how is computed.
+        tell: Given a sentence before what may take long.
 
     Returns:
         The reference; without a policy that names one, the data alone.
@@ -91,6 +93,7 @@ def build_reference(
     path = home() / "cache" / "reference" / f"{key}.safetensors"
     kept = _read(path, data)
     if kept is None:
+        tell(f"the reference {policy.reference} reads {len(data.train)} training examples once; its scores are kept")
         kept = _score(model, data, tokenizer, accelerator, recipe.training.per_device_train_batch_size)
         _write(path, *kept)
         facts["from_cache"] = False
@@ -111,17 +114,20 @@ def _score(
     model: nn.Module, data: Data, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, size: int
 ) -> Kept:
     """Return the loss of every training token, one after the other, and what that cost; the time is with counting."""
-    scorer, found, cost = Scorer(model, "the reference"), [], {"seconds": 0.0, "flops": 0.0}
+    scorer, cost = Scorer(model, "the reference"), {"seconds": 0.0, "flops": 0.0}
     assert isinstance(tokenizer.pad_token_id, int)
-    examples = iter(data.train)
-    for batch in in_order(data.train, size, tokenizer.pad_token_id):
+    lengths = [len(example.input_ids) for example in data.train]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # little is padded
+    numbers, examples = iter(order), [data.train[number] for number in order]
+    by_number: dict[int, np.ndarray] = {}
+    for batch in in_order(examples, size, tokenizer.pad_token_id):
         on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         labels = on_device.pop("labels")
         with count_flops(), ScoringCost(accelerator.device) as spent, accelerator.autocast():
             loss_BT = scorer.score(on_device, next_tokens(labels), model, {"loss"})["loss"].cpu().numpy()
-        found += [row[: len(next(examples).input_ids)] for row in loss_BT]
+        by_number |= {(number := next(numbers)): row[: lengths[number]] for row in loss_BT}
         cost = {"seconds": cost["seconds"] + spent.seconds, "flops": cost["flops"] + spent.flops}
-    return np.concatenate(found), cost
+    return np.concatenate([by_number[number] for number in range(len(lengths))]), cost
 
 
 def _digest(model: nn.Module) -> str:

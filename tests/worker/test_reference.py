@@ -38,7 +38,11 @@ def excess(tiny_folder: Path, tiny_recipe: Callable[..., Recipe]) -> dict[str, A
 def build(recipe: Recipe) -> Reference:
     tokenizer = build_tokenizer(recipe.model)
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
-    return build_reference(policies, recipe, build_data(recipe.dataset, tokenizer), tokenizer, Accelerator(cpu=True))
+    data, told = build_data(recipe.dataset, tokenizer), list[str]()
+    reference = build_reference(policies, recipe, data, tokenizer, Accelerator(cpu=True), told.append)
+    made = reference.facts is not None and reference.facts.get("from_cache") is False
+    assert [text.endswith("training examples once; its scores are kept") for text in told] == [True] * made
+    return reference
 
 
 def cached() -> list[Path]:
