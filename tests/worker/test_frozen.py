@@ -22,6 +22,7 @@ from tests.worker.test_resume import result, wait_for
 
 __all__ = ["make_recipe"]  # a fixture
 
+THREE = LLAMA | {"num_hidden_layers": 3}  # one fused attention: it counts whole where it has to run at all
 DROPPING = LLAMA | {"attention_dropout": 0.1, "num_hidden_layers": 3}
 TURNS = {"name": "frozen", "freeze": ["*embed_tokens*"], "turn": "layers", "order": "random", "every": 2}
 TOP = {"name": "frozen", "train": ["model.layers.1.mlp", "lm_head"]}
@@ -92,6 +93,78 @@ def test_a_run_counts_what_it_trains_over_all_steps_and_moves_what_has_its_turn(
     assert list(gradients.values()) == [layer] * 4
     executed = history.series("flops/backward_executed")
     assert executed[3] < executed[2] < executed[1] == executed[4]  # the further up, the shorter the backward
+
+
+def _last(history: History, name: str) -> float:
+    return list(history.series(name).values())[-1]
+
+
+# Three equal layers, D 32, inner 64, two heads of keys for four: products of one row in a layer, and of the head.
+LAYER, HEAD = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 2 * 32 * 300
+PROBED = {"probe_every": 5, "fidelity_every": None}
+
+
+@pytest.mark.parametrize(
+    ("policy", "sections"),
+    [
+        ([{"name": "frozen", "train": ["model.layers.1"]}], {}),
+        ([{"name": "frozen", "freeze": ["*layers.0*", "*q_proj*", "*norm*", "*embed*"]}], {}),
+        ([{"name": "frozen", "train": ["*q_proj*"]}], {"model": {"config": THREE | {"tie_word_embeddings": True}}}),
+        ([TURNS], {}),
+        ([{"name": "frozen", "train": ["*layers.[12]*"]}], {"model": {"config": THREE, "lora": {"r": 4}}}),
+        (
+            [{"name": "frozen", "train": ["*layers.[12]*"]}],
+            {"model": {"config": THREE, "float8": "emulated", "lora": {"r": 4}}},
+        ),
+        ([{"name": "frozen", "freeze": ["*layers.1*"]}], {"model": {"config": THREE, "float8": "emulated"}}),
+        ([{"name": "frozen", "freeze": ["*layers.1*"]}, {"name": "topk", "keep": 0.25}], {}),
+    ],
+    ids=["layer", "here and there", "tied", "turns", "lora", "float8 lora", "float8", "with rows"],
+)
+def test_a_run_claims_what_a_backward_needs_and_executes_no_more_and_no_less(
+    tiny_recipe, prepared, policy, sections
+) -> None:
+    shared = {"model": {"config": THREE}, "training": {"max_steps": 5}, "measure": PROBED}
+    history = _history(prepared(tiny_recipe(policy=policy, **(shared | sections))))
+    claimed, executed = _last(history, "proof/claimed_share"), _last(history, "proof/executed_share")
+    assert executed == pytest.approx(claimed, rel=1e-9)
+    assert 0.0 < executed < 0.95
+    assert _last(history, "proof/excess_share") == 0.0
+    forward, dense = _last(history, "flops/forward"), _last(history, "flops/backward_dense")
+    assert _last(history, "speed/ceiling") == pytest.approx((forward + dense) / (forward + claimed * dense), rel=1e-9)
+    assert _last(history, "flops/backward_executed") == pytest.approx(executed * dense, rel=1e-9)
+
+
+def test_the_ceiling_of_frozen_weights_is_three_halves_without_attention(tiny_recipe, prepared) -> None:
+    """With the embedding trained the gradient comes all the way down; nothing else has a wgrad."""
+    policy = [{"name": "frozen", "train": ["*embed_tokens*"]}]
+    sections = {"model": {"config": THREE}, "training": {"max_steps": 5}, "measure": PROBED}
+    history = _history(prepared(tiny_recipe(policy=policy, **sections)))
+    rows = 4 * 16
+    products = rows * (3 * LAYER + HEAD)
+    dense, executed = _last(history, "flops/backward_dense"), _last(history, "flops/backward_executed")
+    assert dense - executed == products
+    attention = dense - 2 * products
+    assert _last(history, "flops/forward") == pytest.approx(products + attention * 2 / 5)
+    without = (3 * products) / (2 * products)
+    assert _last(history, "speed/ceiling") < without == 1.5
+
+
+def test_a_claim_that_is_not_kept_is_found(tiny_recipe, prepared, monkeypatch) -> None:
+    """A backward that computes gradients of frozen weights all the same executes more than it needs."""
+    from accelerate.state import AcceleratorState
+
+    from sparsebp_cli.backward.parameter import ParameterPart
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run = prepared(tiny_recipe(policy=[TOP], model={"config": DROPPING}, training={"max_steps": 5}, measure=PROBED))
+    monkeypatch.setattr(ParameterPart, "enable", lambda self, enabled: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
+        train([run])
+    history = History.load(run.path)
+    assert _last(history, "proof/excess_share") > 0.3
+    assert "but 100.0% were executed" in str(history.notes)
 
 
 def test_a_pattern_that_matches_nothing_ends_the_run_with_a_hint(tiny_recipe, prepared) -> None:
