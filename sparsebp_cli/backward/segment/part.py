@@ -209,13 +209,30 @@ class _Start:
 
 
 class _Work:
-    """What the backward of one segment needs beside tensors."""
+    """What the backward of one segment needs beside tensors.
+
+    Args:
+        segments: Whose it is.
+        passage: The forward.
+        position: Of the segment's last layer.
+        places: Of the outputs' leaves that a gradient can arrive at.
+        num_given: Tensors from outside.
+    """
 
     def __init__(
         self, segments: Segments, passage: Passage, position: int, places: tuple[int, ...], num_given: int
     ) -> None:
         self.segments, self.passage, self.position = segments, passage, position
         self.places, self.num_given = places, num_given
+
+    def run_again(self, given: list[Tensor], grads: tuple[Tensor | None, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Run the segment with a graph; return its outputs that have one, each with the gradient that arrived."""
+        with torch.enable_grad():
+            leaves = self.passage.again(given)
+        outputs = [leaves[place] for place in self.places]
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        self.segments.check_leaves(self.position, self.passage, given, [output for output, _ in pairs])
+        return pairs
 
 
 @final
@@ -233,32 +250,17 @@ class _Segment(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         work, needs = ctx.work, ctx.needs_input_grad[2:]
-        found: list[Tensor | None] = [None] * len(needs)
-        if any(grad is not None for grad in grads):
-            given = [
-                t.detach().requires_grad_(need)
-                for t, need in zip(ctx.saved_tensors, needs[: work.num_given], strict=True)
-            ]
-            with torch.enable_grad():
-                leaves = work.passage.again(given)
-            pairs = [
-                (leaves[place], grad)
-                for place, grad in zip(work.places, grads, strict=True)
-                if grad is not None and leaves[place].requires_grad
-            ]
-            del leaves
-            work.segments.check_leaves(work.position, work.passage, given, [output for output, _ in pairs])
+        gradients: list[Tensor | None] = [None] * len(needs)
+        given = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needs, strict=False)]
+        pairs = work.run_again(given, grads) if any(grad is not None for grad in grads) else []
+        if pairs:
+            outputs, arrived = zip(*pairs, strict=True)
             sources = [*given, *work.passage.parameters]
             wanted = [number for number, need in enumerate(needs) if need]
-            gradients = torch.autograd.grad(
-                [output for output, _ in pairs],
-                [sources[number] for number in wanted],
-                [grad for _, grad in pairs],
-                allow_unused=True,
-            )
-            for number, gradient in zip(wanted, gradients, strict=True):
-                found[number] = gradient
-        return None, None, *found
+            found = torch.autograd.grad(outputs, [sources[n] for n in wanted], arrived, allow_unused=True)
+            for number, gradient in zip(wanted, found, strict=True):
+                gradients[number] = gradient
+        return None, None, *gradients
 
 
 def _is_sharded(parameter: Tensor) -> bool:
