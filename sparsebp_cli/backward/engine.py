@@ -90,10 +90,11 @@ class Engine:
         self._counter.start_backward()
         self._step = self.now()
         try:
-            if self.eager is None or not is_last or self._clock.draw:  # a probe changes nothing
+            if self.eager is None:
                 self._differentiate(loss, backward)
-            else:
-                self.eager.run(loss, partial(self._differentiate, loss, backward))
+            else:  # a probe changes nothing
+                updates = is_last and not self._clock.draw
+                self.eager.run(loss, partial(self._differentiate, loss, backward), updates=updates)
         finally:
             self._step = None
         self._counter.num_backwards += 1

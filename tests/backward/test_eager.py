@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import sparsebp_cli as sbp
@@ -66,6 +67,23 @@ def test_a_policy_decides_alike_in_both_passes_of_exact_clipping() -> None:
     found, engine = train(Llama, eager=True, steps=4, policies=policies, max_norm=0.05)
     assert_equal(found, expected)
     assert engine.report() == plain.report()  # what was looked at first is not counted
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own ways
+def test_compiled_parts_and_autocast_get_the_weights_of_the_deferred_step() -> None:
+    class Compiled(Llama):
+        def __init__(self) -> None:
+            super().__init__(num_hidden_layers=1)
+            self.inner.model.layers[0].mlp.compile(backend="aot_eager")
+
+        def forward(self, step: int) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().forward(step)
+
+    expected, _ = train(Compiled, eager=False, steps=3)
+    found, engine = train(Compiled, eager=True, steps=3)
+    assert_equal(found, expected)
+    assert engine.eager.report.waited == ()
 
 
 @pytest.mark.parametrize("segments", [2, 3])

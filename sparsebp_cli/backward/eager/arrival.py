@@ -49,6 +49,11 @@ class Arrivals:
         self._graph = survey(loss)
         self._counted = None if self._uses is None else self._uses.take()
 
+    def pass_over(self) -> None:
+        """Forget what the forward of a pass used that is not judged."""
+        if self._uses is not None:
+            self._uses.take()
+
     @property
     def bytes_at_once(self) -> int:
         """Bytes of gradients that one node of the graph gives at once, at most."""

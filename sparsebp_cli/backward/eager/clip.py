@@ -14,7 +14,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from sparsebp_cli.errors import UsageError, did_you_mean
 
-CLIPS = ("parameter", "previous", "exact")
+_WORDS = {
+    "parameter": "the norm of each",
+    "previous": "the norm of all in the step before",
+    "exact": "the norm of all, for which a backward of its own runs first",
+}
+CLIPS = tuple(_WORDS)
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,12 @@ class Clipping:
             )
         if self.by is not None and self.max_norm is None:
             raise UsageError(f"eager_clip={self.by!r} clips nothing without max_grad_norm")
+
+    def tell(self) -> str:
+        """Return in words what is clipped, and how."""
+        if self.by is None:
+            return "gradients are not clipped"
+        return f"gradients are clipped to {self.max_norm:g} by {_WORDS[self.by]}"
 
     def clip(self, parameter: Tensor, norm: Tensor, total_norm: Tensor | None) -> None:
         """Clip the gradient of one parameter.

@@ -53,6 +53,7 @@ class EagerUpdate:
         # The optimizer's own step finds no gradients; what it counts in its groups is then as after one step.
         self._settling = self._single.optimizer.register_step_post_hook(lambda *_: self._single.settle())
         self._hook_parameters()
+        engine.notes["eager"] = f"update: eager: parameters change inside the backward; {self.clipping.tell()}"
 
     def remove(self) -> None:
         for hook in self._hooks.values():
@@ -81,17 +82,22 @@ class EagerUpdate:
     def previous_norm(self, value: float | None) -> None:
         self._total = None if value is None else torch.tensor(value)
 
-    def run(self, loss: Tensor, differentiate: Callable[..., None]) -> None:
-        """Run a backward pass that updates.
+    def run(self, loss: Tensor, differentiate: Callable[..., None], *, updates: bool) -> None:
+        """Run a backward pass.
 
         Args:
             loss: What is differentiated.
             differentiate: Runs the pass, with the arguments of ``loss.backward``.
+            updates: Whether parameters change in it; else their gradients are left where they are.
 
         Raises:
             UsageError: Parameters were updated in this step before, or one got a gradient after its update.
             DivergedError: A gradient is not finite.
         """
+        if not updates:
+            self._arrivals.pass_over()
+            differentiate()
+            return
         if self._has_updated:
             raise UsageError(
                 "update='eager' has updated the parameters in this step already: call optimizer.step() after each "
@@ -99,9 +105,13 @@ class EagerUpdate:
             )
         self._hook_parameters()
         self._arrivals.survey(loss)
-        is_exact = self.clipping.by == "exact"
+        is_exact, keeps = self.clipping.by == "exact", bool(self._held())
+        if keeps:
+            self._engine.notes["eager accumulation"] = (
+                "update: eager: gradients of earlier micro-batches are kept for the last one's pass: no memory is saved"
+            )
         # Gradients of earlier micro-batches are there to the end anyway: then one pass is enough.
-        looks_first = is_exact and not self._held()
+        looks_first = is_exact and not keeps
         if looks_first:
             under_way = Pass(lambda parameter, _: _free(parameter), updates=False)
             # The same step and draw: policies decide in both passes alike.
