@@ -41,12 +41,15 @@ class Giving:
         return self.keys, self.values
 
 
-def silence(core: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+def silence(
+    core: nn.Module, names: Iterable[str], *, one_head: bool = True
+) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
     """Return what silences modules of an attention whose output is not wanted.
 
     Args:
         core: The attention.
-        names: Of its children: linears give zeros of one head without computing, norms what they get.
+        names: Of its children: linears give zeros without computing, norms what they get.
+        one_head: Zeros of one head: less to carry about, for attentions that take any number of heads.
 
     Returns:
         What :func:`~sparsebp_cli.backward.branch.replaced` takes.
@@ -55,7 +58,9 @@ def silence(core: nn.Module, names: Iterable[str]) -> list[tuple[nn.Module, Call
     for name in names:
         module = getattr(core, name)
         width = getattr(module, "nf", getattr(module, "out_features", None))
-        silent.append((module, _same if width is None else partial(_zeros, getattr(core, "head_dim", width))))
+        if width is not None and one_head:
+            width = getattr(core, "head_dim", width)
+        silent.append((module, _same if width is None else partial(_zeros, width)))
     return silent
 
 

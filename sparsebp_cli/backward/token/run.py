@@ -136,7 +136,7 @@ class LayerRun:
         if self.dropped is not None:
             keys, values = _Joining(self._capture_beside).update(keys, values)
         silent = () if self.layer.attention.fused else self.layer.attention.key_value
-        with replaced(silence(self.layer.core, silent)):
+        with replaced(silence(self.layer.core, silent, one_head=False)):
             return self._call(trained.take(hidden_BKD), self._cut(self.views.asked), Giving(keys, values))
 
     def _cut(self, view: View, *, mask: bool = True) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class LayerRun:
 
     def _capture(self, hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Return keys and values of some rows; nothing behind them is computed."""
-        with replaced(silence(self.layer.core, self.layer.attention.query)):
+        with replaced(silence(self.layer.core, self.layer.attention.query, one_head=False)):
             try:
                 self._call(hidden, self._cut(view, mask=False), Capturing())
             except Captured as captured:
