@@ -23,7 +23,7 @@ def gather(modules: Iterable[ModuleWork]) -> list[ModuleWork]:
     """
     found: dict[str, dict[str, float]] = {}
     for row in modules:
-        star = re.sub(r"(^|.*?\.)\d+(?=\.)", "*", row.module, count=1) or "(model and loss)"
+        star = _star(row.module) or "(model and loss)"
         sums = found.setdefault(star, {})
         for part in fields(row)[1:]:
             sums[part.name] = sums.get(part.name, 0.0) + getattr(row, part.name)
@@ -92,9 +92,14 @@ def where(modules: Iterable[str], most: int = 3) -> str:
     Returns:
         ``*.q_proj, lm_head and 2 more``; empty for none.
     """
-    stars = list(dict.fromkeys(re.sub(r"(^|.*?\.)\d+(?=\.)", "*", name, count=1) or "(model)" for name in modules))
+    stars = list(dict.fromkeys(_star(name) or "(model)" for name in modules))
     more = f" and {len(stars) - most} more" if len(stars) > most else ""
     return ", ".join(stars[:most]) + more
+
+
+def _star(name: str) -> str:
+    """A module's name without its layer's; a layer's own without its number."""
+    return re.sub(r"\.\d+$", ".*", re.sub(r"(^|.*?\.)\d+(?=\.)", "*", name, count=1))
 
 
 def _cell(value: float, unit: str = "") -> str:

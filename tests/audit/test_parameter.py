@@ -98,6 +98,22 @@ def test_gradients_that_are_cleared_before_a_step_are_found() -> None:
     assert finding.detail.startswith("of 2 of 4 backward passes")
 
 
+def test_parameters_that_are_updated_inside_the_backward_use_their_gradients() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-1e-3)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    report = _run(model, optimizer)
+    assert report.findings == ()
+    assert report.notes == ()
+
+
 @pytest.mark.parametrize("clear", [lambda model, _: model.zero_grad(), lambda _, optimizer: optimizer.zero_grad(False)])
 def test_accumulation_is_no_waste(clear: Callable[[nn.Module, torch.optim.Optimizer], None]) -> None:
     model = _model()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from sparsebp_cli.backward.audit.ledger import Account, Pass, Work
 from sparsebp_cli.backward.audit.operation import DGRAD, WGRAD
+from sparsebp_cli.backward.audit.parameter import Fate
 from sparsebp_cli.backward.audit.saved import Kept
 from sparsebp_cli.backward.audit.session import Session
 from sparsebp_cli.backward.audit.verdict import Verdict
@@ -40,7 +41,7 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
         What was wasted.
     """
     waste = Waste()
-    held = sum(fate.bit for fate in session.parameters.fates.values() if fate.steps)
+    held = sum(fate.bit for fate in session.parameters.fates.values() if _waits_for_step(fate))
     products: dict[str, Work] = defaultdict(Work)
     _settle_whole(session.ledger.passes)
     for one in session.ledger.passes:
@@ -51,6 +52,11 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
     _judge_rows(session, waste, products)
     _judge_saved(session, verdict, waste, products)
     return waste
+
+
+def _waits_for_step(fate: Fate) -> bool:
+    """Whether an optimizer's step is what uses a parameter's gradient: not one that is updated in the backward."""
+    return fate.steps > 0 and (fate.steps_with_gradient > 0 or not fate.has_moved)
 
 
 def _settle_whole(passes: list[Pass]) -> None:

@@ -82,7 +82,7 @@ def judge_leaves(session: Session) -> Verdict:
 def _kind_of(fate: Fate, collected: int) -> str | None:
     """None: it is as it should be. Empty: no gradient ever came."""
     if fate.steps and not fate.steps_with_gradient:
-        return "" if fate.tensor.requires_grad else None
+        return "" if fate.tensor.requires_grad and not fate.bit & collected else None
     if not fate.bit & collected or fate.has_moved:
         return None
     if not fate.steps:
