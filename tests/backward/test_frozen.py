@@ -227,6 +227,51 @@ def test_other_policies_decide_about_what_is_left(sites) -> None:
     assert not {name for name in ours if "layers.0" in name or "q_proj" in name or "embed" in name}
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tokens", {"score": "mask", "mode": "exact"}),
+        ("tokens", {"score": "mask", "mode": "detach"}),
+        ("uniform", {"keep": 0.5}),
+        ("selective-backprop", {"keep": 0.5}),
+    ],
+)
+def test_tokens_and_examples_are_chosen_beside_it_in_either_order(name, options) -> None:
+    frozen = sbp.make_policy("frozen", freeze=["*embed*", "*layers.0*", "*up_proj*"])
+    other, ids = sbp.make_policy(name, **options), tokens(0)
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < 8, -100)
+    found = []
+    for policies in ([other], [frozen, other], [other, frozen]):
+        model = tiny_model("llama", num_hidden_layers=3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sbp.attach(model, policies, optimizer=optimizer, num_steps=4) as engine:
+            engine.backward(model(input_ids=ids, labels=labels).loss)
+            found.append(gradients(model))
+        assert all(p.requires_grad for p in model.parameters())
+    alone, one, another = found
+    assert one.keys() == another.keys() == {n for n in alone if not any(f in n for f in ("embed", "rs.0.", "up_proj"))}
+    for key, gradient in one.items():
+        assert torch.equal(gradient, another[key]), key
+        torch.testing.assert_close(gradient, alone[key], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", [{"update": "eager"}, {"segments": 2}, {"sites": "branches"}, {"sites": "nodes"}])
+def test_turns_train_to_the_same_weights_in_every_way_of_carrying_a_step_out(way) -> None:
+    weights = []
+    for options in ({}, way):
+        model = tiny_model("llama", num_hidden_layers=3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        turns = sbp.make_policy("frozen", turn="layers", freeze=["*embed*"])
+        with sbp.attach(model, [turns], optimizer=optimizer, **options) as engine:
+            for index in range(5):
+                ids = tokens(index)
+                engine.backward(model(input_ids=ids, labels=ids).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append({name: p.detach() for name, p in model.named_parameters()})
+    assert all(torch.equal(weights[1][name], tensor) for name, tensor in weights[0].items())
+
+
 @pytest.mark.parametrize("sites", ["linears", "branches"])
 def test_disabled_is_the_model_without_the_policy_bit_for_bit(sites) -> None:
     model = tiny_model("qwen2")

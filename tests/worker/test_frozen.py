@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import RecipeError, UnsupportedError
+from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
 from sparsebp_cli.worker.process import refuse_processes
@@ -207,6 +208,27 @@ def test_two_processes_with_frozen_parameters_train_as_one_does(make_recipe, tmp
             torch.testing.assert_close(ours[key], tensor, rtol=0, atol=ABSOLUTE)
             moved = not torch.equal(tensor, begin[key])
             assert moved == (key.startswith("model.layers.1.mlp") or key == "lm_head.weight"), key
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (
+            "model: {name: austen-llama, float8: emulated}\nbackward: {sites: branches}",
+            r"2:37: model.float8: emulated: linears in float8 are not built at backward.sites: branches; use linears",
+        ),
+        (
+            "model: {name: austen-llama}\ntarget: {kind: local, processes: 2}\npolicy: [{name: frozen, turn: layers}]",
+            r"4:17: policy.0.name: 'frozen' with another set of parameters each step works in one process, got "
+            "target.processes: 2",
+        ),
+    ],
+)
+def test_a_recipe_is_refused_where_it_says_what_is_not_built(tmp_path, text, error) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"version: 1\n{text}\ndataset: {{name: python-docs}}\n")
+    with pytest.raises(RecipeError, match=error):
+        load_recipe(file)
 
 
 def test_turns_on_several_processes_are_refused_by_name(make_recipe) -> None:
