@@ -16,6 +16,7 @@ from sparsebp_cli.backward.clock import Clock
 from sparsebp_cli.backward.counter import Counter
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager import EagerUpdate
+from sparsebp_cli.backward.eager.choice import refuse_scaling
 from sparsebp_cli.backward.part import Part, Reading
 from sparsebp_cli.backward.report import Claim, Report, Route
 from sparsebp_cli.backward.rounding import pad_up, round_up
@@ -92,7 +93,9 @@ class Engine:
         try:
             if self.eager is None:
                 self._differentiate(loss, backward)
-            else:  # a probe changes nothing
+            else:
+                refuse_scaling(backward)
+                # A probe changes nothing.
                 updates = is_last and not self._clock.draw
                 self.eager.run(loss, partial(self._differentiate, loss, backward), updates=updates)
         finally:

@@ -296,6 +296,19 @@ def test_a_wrapped_model_is_refused_by_name() -> None:
         attach(model, [], optimizer=optimizer, update="eager")
 
 
+def test_a_gradient_scaler_is_refused_by_name() -> None:
+    class Accelerated:  # as accelerate's with float16
+        scaler = torch.amp.GradScaler("cpu")
+
+        def backward(self, loss: Tensor) -> None:
+            self.scaler.scale(loss).backward()
+
+    model = Recurrent()
+    engine = attach(model, [], optimizer=torch.optim.SGD(model.parameters(), lr=0.1), update="eager")
+    with pytest.raises(UnsupportedError, match="update='eager' with a GradScaler is not built"):
+        engine.backward(model(0), Accelerated().backward)
+
+
 def count_opcodes(num_parameters: int) -> tuple[int, int]:
     """Return how many bytecodes of Python a step runs, and how often the optimizer's parameters are looked at."""
     model = nn.Module()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -59,3 +61,19 @@ def choose_update(
     part = EagerUpdate(model, optimizer, Clipping(max_norm, by))
     refuse_inseparable(optimizer)
     return [part]
+
+
+def refuse_scaling(backward: Callable[..., object] | None) -> None:
+    """Refuse what multiplies the loss, and would divide gradients by as much when they are no longer there.
+
+    Args:
+        backward: What runs a pass, such as ``accelerator.backward``.
+
+    Raises:
+        UnsupportedError: It has a scaler.
+    """
+    if getattr(getattr(backward, "__self__", None), "scaler", None) is not None:
+        raise UnsupportedError(
+            "update='eager' with a GradScaler is not built: gradients would be applied before they are scaled back; "
+            "use bfloat16, or update='deferred'"
+        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,7 @@ class EagerUpdate:
         self._total: Tensor | None = None  # norm of all gradients of the last step
         self._has_updated = False  # since the optimizer's last own step
         self._settling: Any = None
+        self._lock = RLock()  # a backward has a thread for each device of the model
         self.report: EagerReport | None = None
 
     def install(self, engine: Engine) -> None:
@@ -174,6 +176,10 @@ class EagerUpdate:
                 self._hooks[parameter] = hook(self._arrive)
 
     def _arrive(self, parameter: Tensor) -> None:
+        with self._lock:
+            self._take(parameter)
+
+    def _take(self, parameter: Tensor) -> None:
         under_way = self._pass
         if under_way is None or parameter.grad is None:  # a router may have cut every way to it
             return
