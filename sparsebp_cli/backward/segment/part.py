@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
 from torch.utils._pytree import tree_unflatten
 
-from sparsebp_cli.backward.leaf import find_leaves
 from sparsebp_cli.backward.segment.cut import Layers, cut, find_layers
+from sparsebp_cli.backward.segment.function import SegmentFunction, Work
 from sparsebp_cli.backward.segment.passage import Passage
 from sparsebp_cli.backward.site import Bound
 from sparsebp_cli.errors import UnsupportedError
@@ -53,8 +52,7 @@ class Segments:
                     f"segments and activation checkpointing{where} in one model are not built: "
                     "switch checkpointing off, segments compute layers again as well"
                 )
-        self._last_of = {number: part[-1] for part in self.segments for number in part}
-        self._checked: set[int] = set()  # segments whose layers use nothing that is not theirs
+        self._checked: set[str] = set()  # segments whose layers use nothing that is not theirs
         self._position = -1  # of the layer that ran last in this forward
         self._passage: Passage | None = None
         self._hook: Any = None
@@ -113,33 +111,10 @@ class Segments:
             if position < segment[-1]:
                 return output
             self._passage = None
-            return self._close(passage, position, output)
+            return self._close(passage, output)
         except BaseException:
             self.start_forward()
             raise
-
-    def check_leaves(self, position: int, passage: Passage, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Refuse layers that use what is not theirs and requires grad: its gradient would be lost.
-
-        Args:
-            position: Of the segment's last layer.
-            passage: That was run again.
-            given: The tensors from outside, as leaves.
-            outputs: With a graph.
-
-        Raises:
-            UnsupportedError: They do.
-        """
-        if position in self._checked:
-            return
-        own = {id(t) for t in (*given, *passage.parameters)}
-        for leaf in find_leaves(outputs):
-            if id(leaf) not in own:
-                raise UnsupportedError(
-                    f"segments: a layer from {passage.names[0]!r} to {passage.names[-1]!r} uses a tensor of shape "
-                    f"{tuple(leaf.shape)} that requires grad and is neither its parameter nor its argument"
-                )
-        self._checked.add(position)
 
     def _find_position(self, module: nn.Module) -> int:
         modules = self._layers.modules
@@ -156,19 +131,17 @@ class Segments:
 
     def _open(self, segment: range) -> Passage:
         names, modules = self._layers.names, self._layers.modules
-        passage = Passage([names[n] for n in segment], [modules[n] for n in segment])
-        for parameter in passage.parameters:
-            if type(parameter.data) is not Tensor and _is_sharded(parameter):
-                raise UnsupportedError("segments of sharded weights (FSDP2) are not built: gather them, or use DDP")
-        return passage
+        if segment is self.segments[0] and any(_is_sharded(p) for module in modules for p in module.parameters()):
+            raise UnsupportedError("segments of sharded weights (FSDP2) are not built: use DDP")
+        return Passage([names[n] for n in segment], [modules[n] for n in segment])
 
-    def _close(self, passage: Passage, position: int, output: Any) -> Any:
+    def _close(self, passage: Passage, output: Any) -> Any:
         leaves, places, spec = passage.finish(output)
         given = passage.forget()
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if places and any(t.requires_grad for t in (*given, *passage.parameters)):
-            work = _Work(self, passage, position, tuple(places), len(given))
-            results = _Segment.apply(work, [leaves[n] for n in places], *given, *passage.parameters)  # type: ignore[no-untyped-call]
+            work = Work(passage, tuple(places), len(given), self._checked)
+            results = SegmentFunction.apply(work, [leaves[n] for n in places], *given, *passage.parameters)  # type: ignore[no-untyped-call]
             for place, result in zip(places, results, strict=True):
                 leaves[place] = result
         return tree_unflatten(leaves, spec)
@@ -208,62 +181,9 @@ class _Start:
             self._segments.start_forward()
 
 
-class _Work:
-    """What the backward of one segment needs beside tensors.
-
-    Args:
-        segments: Whose it is.
-        passage: The forward.
-        position: Of the segment's last layer.
-        places: Of the outputs' leaves that a gradient can arrive at.
-        num_given: Tensors from outside.
-    """
-
-    def __init__(
-        self, segments: Segments, passage: Passage, position: int, places: tuple[int, ...], num_given: int
-    ) -> None:
-        self.segments, self.passage, self.position = segments, passage, position
-        self.places, self.num_given = places, num_given
-
-    def run_again(self, given: list[Tensor], grads: tuple[Tensor | None, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Run the segment with a graph; return its outputs that have one, each with the gradient that arrived."""
-        with torch.enable_grad():
-            leaves = self.passage.again(given)
-        outputs = [leaves[place] for place in self.places]
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        self.segments.check_leaves(self.position, self.passage, given, [output for output, _ in pairs])
-        return pairs
-
-
-@final
-class _Segment(Function):
-    """A segment that has been run, and whose backward runs it again."""
-
-    @staticmethod
-    def forward(ctx: Any, work: _Work, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.work = work
-        ctx.save_for_backward(*tensors[: work.num_given])
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        work, needs = ctx.work, ctx.needs_input_grad[2:]
-        gradients: list[Tensor | None] = [None] * len(needs)
-        given = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needs, strict=False)]
-        pairs = work.run_again(given, grads) if any(grad is not None for grad in grads) else []
-        if pairs:
-            outputs, arrived = zip(*pairs, strict=True)
-            sources = [*given, *work.passage.parameters]
-            wanted = [number for number, need in enumerate(needs) if need]
-            found = torch.autograd.grad(outputs, [sources[n] for n in wanted], arrived, allow_unused=True)
-            for number, gradient in zip(wanted, found, strict=True):
-                gradients[number] = gradient
-        return None, None, *gradients
-
-
 def _is_sharded(parameter: Tensor) -> bool:
+    if type(parameter.data) is Tensor:
+        return False
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter.data, DTensor)

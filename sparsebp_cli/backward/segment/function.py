@@ -1,0 +1,88 @@
+"""One segment as a node of autograd's graph: it ran without a graph, and its backward runs it again with one."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from sparsebp_cli.backward.leaf import find_leaves
+from sparsebp_cli.backward.segment.passage import Passage
+from sparsebp_cli.errors import UnsupportedError
+
+
+class Work:
+    """What the backward of one segment needs beside tensors.
+
+    Args:
+        passage: The forward.
+        places: Of the outputs' leaves that a gradient can arrive at.
+        num_given: Tensors from outside.
+        checked: Segments, by their last layer, that were found to use nothing that is not theirs.
+    """
+
+    def __init__(self, passage: Passage, places: tuple[int, ...], num_given: int, checked: set[str]) -> None:
+        self.passage, self.places, self.num_given, self._checked = passage, places, num_given, checked
+
+    def run_again(self, given: list[Tensor], grads: tuple[Tensor | None, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Run the segment with a graph.
+
+        Args:
+            given: In the place of the tensors from outside.
+            grads: One for each place.
+
+        Returns:
+            The outputs that have a graph, each with the gradient that arrived.
+
+        Raises:
+            UnsupportedError: A layer uses what is neither its parameter nor its argument and requires grad.
+        """
+        with torch.enable_grad():
+            leaves = self.passage.again(given)
+        outputs = [leaves[place] for place in self.places]
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        self._check_leaves(given, [output for output, _ in pairs])
+        return pairs
+
+    def _check_leaves(self, given: list[Tensor], outputs: list[Tensor]) -> None:
+        first, last = self.passage.names[0], self.passage.names[-1]
+        if last in self._checked:
+            return
+        own = {id(t) for t in (*given, *self.passage.parameters)}
+        for leaf in find_leaves(outputs):
+            if id(leaf) not in own:  # its gradient would be lost
+                raise UnsupportedError(
+                    f"segments: a layer from {first!r} to {last!r} uses a tensor of shape {tuple(leaf.shape)} that "
+                    "requires grad and is neither its parameter nor its argument"
+                )
+        self._checked.add(last)
+
+
+@final
+class SegmentFunction(Function):
+    """A segment that has been run, and whose backward runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, work: Work, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.work = work
+        ctx.save_for_backward(*tensors[: work.num_given])
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        work, needs = ctx.work, ctx.needs_input_grad[2:]
+        gradients: list[Tensor | None] = [None] * len(needs)
+        given = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needs, strict=False)]
+        pairs = work.run_again(given, grads) if any(grad is not None for grad in grads) else []
+        if pairs:
+            outputs, arrived = zip(*pairs, strict=True)
+            sources = [*given, *work.passage.parameters]
+            wanted = [number for number, need in enumerate(needs) if need]
+            found = torch.autograd.grad(outputs, [sources[n] for n in wanted], arrived, allow_unused=True)
+            for number, gradient in zip(wanted, found, strict=True):
+                gradients[number] = gradient
+        return None, None, *gradients
