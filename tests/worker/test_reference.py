@@ -20,7 +20,7 @@ from sparsebp_cli.worker.batch import collate
 from sparsebp_cli.worker.data import build_data
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.reference import Reference, build_reference
-from tests.worker.test_tokens import completion, pairs, run_of, same_weights, values_of
+from tests.worker.test_tokens import completion, pairs, run_of, values_of
 
 __all__ = ["completion", "pairs"]  # fixtures
 
@@ -100,6 +100,4 @@ def test_cached_and_fly_train_the_same_and_both_tell_their_cost(completion, exce
     assert [fact["scores"] for fact in facts] == ["cached", "fly"]
     assert facts[0]["digest"] == facts[1]["digest"]
     assert facts[0]["flops"] > 0
-    random = run_of(completion({"name": "tokens", "score": "random", "keep": 0.5}), prepared)
-    assert not same_weights(runs[0], random)
     assert values_of(runs[0], "policy/trained_share") == pytest.approx([0.5] * 8, abs=0.05)

@@ -191,8 +191,16 @@ def test_a_masked_run_is_the_plain_loop_with_masked_labels(completion, prepared)
 POLICIES: list[dict[str, Any]] = [
     {"name": "tokens", "score": "random", "keep": 0.5},
     {"name": "tokens", "score": "loss", "keep": 0.3, "mode": "detach", "keep_warmup_steps": 3},
-    {"name": "tokens", "score": "entropy", "band": [0.2, 0.7], "mask_column": "answer", "within": "example"},
-    {"name": "tokens", "score": "mask", "mode": "detach", "carry": "column", "carry_column": "first"},
+    {
+        "name": "tokens",
+        "score": "entropy",
+        "band": [0.2, 0.7],
+        "mask_column": "answer",
+        "within": "example",
+        "mode": "detach",
+        "carry": "column",
+        "carry_column": "first",
+    },
     {"name": "selective-backprop", **ALWAYS, "keep": 0.5, "scale_factor": 0.5},
     {"name": "uniform", "interrupt": 0},
 ]
