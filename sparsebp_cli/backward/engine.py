@@ -77,7 +77,8 @@ class Engine:
 
         Args:
             loss: As for ``loss.backward()``.
-            backward: What runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``.
+            backward: What runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``. Under
+                ``eager_clip='exact'`` it is called twice, at first with ``retain_graph=True`` as well.
             is_last: Of the micro-batches whose gradients one step adds up. Under ``update='eager'`` parameters change
                 in this one's pass; else it does not matter.
 

@@ -77,6 +77,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama-checkpointed": lambda: checkpointed(Llama(tie_word_embeddings=True), False),
     "recurrent-checkpointed": lambda: Recurrent(False),
     "branches-checkpointed": lambda: Branches(False),
+    "gpt2-checkpointed": lambda: checkpointed(Llama("gpt2"), False),  # with dropout
+    "gpt2-reentrant": lambda: checkpointed(Llama("gpt2"), True),
     "llama-reentrant": lambda: checkpointed(Llama(tie_word_embeddings=True), True),
     "recurrent-reentrant": lambda: Recurrent(True),
     "branches-reentrant": lambda: Branches(True),
@@ -97,6 +99,7 @@ def train(
     """Train with a schedule; deferred is plain PyTorch where there is no policy."""
     torch.set_num_threads(1)
     model = make().train()
+    torch.manual_seed(1)  # of dropout
     optimizer = make_optimizer(model.parameters())
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
     if eager:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ def test_weights_and_state_after_12_steps_are_those_of_plain_pytorch_bitwise(nam
     found, engine = train(MODELS[name], OPTIMIZERS[optimizer], eager=True)
     assert_equal(found, expected)
     report = engine.eager.report
-    if name == "llama-reentrant":
-        assert report.waited == ("inner.model.embed_tokens.weight",)  # tied
+    if name in ("llama-reentrant", "gpt2-reentrant"):
+        (tied,) = report.waited
+        assert tied in ("inner.model.embed_tokens.weight", "inner.transformer.wte.weight")
     elif name in ("recurrent-reentrant", "branches-reentrant"):
         assert set(report.waited) == {"cell.weight", "cell.bias"}
     else:
@@ -28,7 +30,10 @@ def test_weights_and_state_after_12_steps_are_those_of_plain_pytorch_bitwise(nam
     assert report.num_early > 0
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "branches", "branches-reentrant", "llama-checkpointed"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-tied", "branches", "branches-reentrant", "llama-checkpointed", "gpt2-checkpointed", "gpt2-reentrant"],
+)
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_exact_clipping_and_accumulation_give_the_bits_of_pytorch(name: str, accumulation: int) -> None:
     def compute(eager: bool) -> tuple[dict[str, Tensor], Any]:
@@ -38,7 +43,7 @@ def test_exact_clipping_and_accumulation_give_the_bits_of_pytorch(name: str, acc
     assert_equal(found, expected)
     report = engine.eager.report
     assert report.gradient_norm > 0.05  # so it was clipped
-    shared = 2 if name == "branches-reentrant" else 0
+    shared = {"branches-reentrant": 2, "gpt2-reentrant": 1}.get(name, 0)
     assert len(report.waited) == (shared if accumulation == 1 else len(list(MODELS[name]().parameters())))
 
 
@@ -66,7 +71,7 @@ def test_a_policy_decides_alike_in_both_passes_of_exact_clipping() -> None:
     expected, plain = train(Llama, eager=False, steps=4, policies=policies, max_norm=0.05)
     found, engine = train(Llama, eager=True, steps=4, policies=policies, max_norm=0.05)
     assert_equal(found, expected)
-    assert engine.report() == plain.report()  # what was looked at first is not counted
+    assert replace(engine.report(), notes=()) == plain.report()  # what was looked at first is not counted
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own ways
