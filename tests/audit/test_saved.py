@@ -106,3 +106,13 @@ def test_ragged_layers_convolutions_and_embeddings_are_counted_and_clean() -> No
     product = 2 * N * (D - 2) * 4 * 8 * 3
     assert (conv.forward_flops, conv.dgrad_flops, conv.wgrad_flops) == (product,) * 3
     assert report.findings == ()
+
+
+def test_a_compiled_model_is_watched_uncompiled_and_a_note_says_so() -> None:
+    model = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+    compiled = torch.compile(model, backend="eager")
+    report = _run(model, lambda x_ND: compiled(x_ND).square().mean())
+    assert report.findings == ()
+    assert report.forward_flops == 2 * 2 * N * D * D
+    assert {"0", "2"} <= {row.module for row in report.modules}
+    assert any("torch.compile stood aside" in note for note in report.notes)

@@ -46,6 +46,22 @@ class Operation:
     kept: tuple[Kept, ...] = ()
     number: int = -1
 
+    def zero_shares(self, padding_N: Tensor | None) -> tuple[float, float]:
+        """Return the shares of its rows that are zero: at padding positions, and elsewhere; waits for the device.
+
+        Args:
+            padding_N: Which positions are padding; None for none.
+
+        Returns:
+            Both, in [0, 1].
+        """
+        if self.zero_N is None or not self.num_rows:
+            return 0.0, 0.0
+        zero, padding = int(self.zero_N.sum()), 0
+        if padding_N is not None and padding_N.numel() == self.num_rows:
+            padding = int((self.zero_N & padding_N.to(self.zero_N.device)).sum())
+        return padding / self.num_rows, (zero - padding) / self.num_rows
+
 
 @dataclass
 class Tape:

@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dead = tape.find_dead()
         for place, operation in enumerate(tape.operations):
             self.ledger.visited.add(operation.number)
-            padding, zero = self._shares(operation)
+            padding, zero = operation.zero_shares(self.padding_N)
             if operation.flops:
                 into.add(operation, is_dead=place in dead, padding=padding, zero=zero)
             for kept in operation.kept:
@@ -123,8 +123,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes = outputs or inputs
         elif outputs and not writes:
             return  # a view
-        if self.unread:
-            self._note_read(known)
+        self.read |= known & self.unread
         pair = self._find_pass()
         if pair is None:
             return
@@ -221,7 +220,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, flops: int, name: str | None, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
         if self.unread:
-            self._note_read({key_of(tensor) for tensor in inputs})
+            self.read |= self.unread & {key_of(tensor) for tensor in inputs}
         if self.is_updating:
             return
         module = self.modules.current
@@ -247,17 +246,3 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         head = next((name for name in reversed(self.ledger.widths) if self.ledger.widths[name] == width), None)
         if head is not None:
             self.ledger.heads[head] = width
-
-    def _note_read(self, keys: set[int]) -> None:
-        for key in keys & self.unread:
-            self.read.add(key)
-
-    def _shares(self, operation: Operation) -> tuple[float, float]:
-        """Of an operation's rows, those that are zero at padding, and elsewhere."""
-        if operation.zero_N is None or not operation.num_rows:
-            return 0.0, 0.0
-        zero = int(operation.zero_N.sum())
-        padding = 0
-        if self.padding_N is not None and self.padding_N.numel() == operation.num_rows:
-            padding = int((operation.zero_N & self.padding_N.to(operation.zero_N.device)).sum())
-        return padding / operation.num_rows, (zero - padding) / operation.num_rows
