@@ -38,7 +38,7 @@ from tests.trainer import case
 ROOT = Path(__file__).resolve().parents[1]
 SIZES: dict[str, dict[str, int]] = {
     "full": {"vocabulary": 51_200, "hidden": 512, "layers": 6},
-    "tiny": {"vocabulary": 256, "hidden": 64, "layers": 2},
+    "tiny": {"vocabulary": 256, "hidden": 32, "layers": 2},
 }
 OPTIONS = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,20 @@ def make_arguments(folder: Path, **options: Any) -> TrainingArguments:
 
 
 Make = Callable[..., Any]
+TRAINER, CALLBACK = DOORS = ("PolicyTrainer", "PolicyCallback")
 
 
-@pytest.fixture(params=["PolicyTrainer", "PolicyCallback"])
+def through(trainer: Iterable[Any], callback: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Pairs of a case and the door that it goes through; the callback is all that the trainer has, so a few do."""
+    return [(case, TRAINER) for case in trainer] + [(case, CALLBACK) for case in callback]
+
+
+@pytest.fixture(params=DOORS)
 def door(request: pytest.FixtureRequest) -> Make:
     """Make a trainer with policies, through each of the two doors: trainer class, its arguments, and the policies'."""
 
     def make(base: type[Trainer], policies: Any, options: dict[str, Any], **kwargs: Any) -> Any:
-        if request.param == "PolicyTrainer":
+        if request.param == TRAINER:
             kind = type("Own", (_Between(base), PolicyTrainer), {}) if base is not Trainer else PolicyTrainer
             return kind(policies=policies, **options, **kwargs)
         trainer = base(**kwargs)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Trainer
 
-from .conftest import Make, differing, is_free, make_arguments, make_examples, make_model, weights
+from .conftest import TRAINER, Make, differing, is_free, make_arguments, make_examples, make_model, through, weights
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "door"), through([1, 2], [2]), indirect=["door"])
 def test_a_column_of_the_data_trains_as_labels_without_the_others_would(
     accumulation: int, door: Make, tmp_path: Path
 ) -> None:
@@ -43,6 +43,7 @@ def test_a_column_of_the_data_trains_as_labels_without_the_others_would(
     assert differing(wanted, weights(make_model()))
 
 
+@pytest.mark.parametrize("door", [TRAINER], indirect=True)
 def test_a_reference_model_can_be_handed_in(door: Make, tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference = make_model()
@@ -72,6 +73,7 @@ def test_a_reference_model_can_be_handed_in(door: Make, tmp_path: Path) -> None:
     assert differing(weights(trainer.model), weights(by_loss.model))  # the reference is asked
 
 
+@pytest.mark.parametrize("door", [TRAINER], indirect=True)
 def test_examples_are_chosen(door: Make, tmp_path: Path) -> None:
     trainer = door(
         Trainer,

@@ -13,7 +13,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, count_flops
 from sparsebp_cli.errors import UsageError
 
-from .conftest import Make, differing, make_arguments, make_examples, make_model, weights
+from .conftest import Make, differing, make_arguments, make_examples, make_model, through, weights
 
 ROWS = {"name": "random", "keep": 0.5, "along": "rows"}
 FLOPS = ("flops/forward", "flops/backward_executed")
@@ -46,9 +46,10 @@ def run(door: Make, folder: Path, policies: Any = (ROWS,), every: int | None = 5
     return trainer
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"gradient_accumulation_steps": 2, "bf16": True}], ids=["plain", "accumulated"]
-)
+ACCUMULATED = {"gradient_accumulation_steps": 2, "bf16": True}
+
+
+@pytest.mark.parametrize(("options", "door"), through([{}, ACCUMULATED], [ACCUMULATED]), indirect=["door"])
 def test_counting_leaves_no_trace(door: Make, tmp_path: Path, options: dict[str, Any]) -> None:
     feedback = {**ROWS, "error_feedback": True}
     never, always = (run(door, tmp_path, [feedback], every, **options) for every in (None, 1))

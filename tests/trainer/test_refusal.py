@@ -11,7 +11,7 @@ from transformers import Trainer
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 
-from .conftest import Make, is_free, make_arguments, make_examples, make_model
+from .conftest import TRAINER, Make, is_free, make_arguments, make_examples, make_model
 
 ROWS = {"name": "topk", "keep": 0.25, "along": "rows"}
 
@@ -93,6 +93,7 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     return outputs.logits.sum()
 
 
+@pytest.mark.parametrize("door", [TRAINER], indirect=True)
 @pytest.mark.parametrize("policy", [MASKED, LOSSES, EXAMPLES], ids=lambda policy: policy["name"] + str(len(policy)))
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),

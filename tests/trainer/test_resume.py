@@ -13,7 +13,7 @@ from transformers import Trainer
 from sparsebp_cli.errors import CheckpointError, UsageError
 from sparsebp_cli.trainer.state import load_state, save_state
 
-from .conftest import Make, differing, is_free, make_arguments, make_examples, make_model, weights
+from .conftest import Make, differing, is_free, make_arguments, make_examples, make_model, through, weights
 
 STATE = "sparsebp-0.safetensors"
 POLICY = {"name": "random", "keep": 0.5, "along": "rows", "keep_warmup_steps": 6, "error_feedback": True}
@@ -31,7 +31,7 @@ def build(door: Make, folder: Path, policy: dict[str, Any] | None = None, **opti
     )
 
 
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize(("step", "door"), through([3, 6], [3]), indirect=["door"])
 def test_a_resumed_training_ends_with_the_same_weights(step: int, door: Make, tmp_path: Path) -> None:
     whole = build(door, tmp_path)
     whole.train()

@@ -14,7 +14,17 @@ from transformers import LlamaForCausalLM, Trainer
 
 import sparsebp_cli as sbp
 
-from .conftest import CHECKPOINTING, Make, differing, is_free, make_arguments, make_examples, make_model, weights
+from .conftest import (
+    CHECKPOINTING,
+    Make,
+    differing,
+    is_free,
+    make_arguments,
+    make_examples,
+    make_model,
+    through,
+    weights,
+)
 
 # peft 0.21 asks transformers 5.23 by its old name
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -110,7 +120,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
     return train
 
 
-@pytest.mark.parametrize("name", CASES)
+BOTH = ("lora, bf16, checkpointing", "own loss and collator", "epochs that do not divide")
+
+
+@pytest.mark.parametrize(("name", "door"), through(CASES, BOTH), indirect=["door"])
 def test_dense_and_keep_of_one_train_the_same_weights_as_trainer(
     name: str, door: Make, tmp_path: Path, plain: Callable[[str], tuple[dict[str, Tensor], list[Any]]]
 ) -> None:
@@ -134,7 +147,7 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "door"), through(POLICIES, ["random rows", "tokens detached"]), indirect=["door"])
 def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(name: str, door: Make, tmp_path: Path) -> None:
     sites, policy = POLICIES[name]
     exclude = ["lm_head"] if policy["name"] in ("topk", "random") and sites == "linears" else []

@@ -26,9 +26,9 @@ def main(folder: Path) -> dict[str, Any]:
             model=make_model(attention_dropout=0.1),
             args=make_arguments(
                 folder / name,
-                max_steps=6,
+                max_steps=4,
                 save_strategy="steps",
-                save_steps=3,
+                save_steps=2,
                 gradient_accumulation_steps=2,
                 ddp_backend="gloo",
                 logging_steps=2,
@@ -41,10 +41,10 @@ def main(folder: Path) -> dict[str, Any]:
 
     plain, dense = train(Trainer, "plain"), train(PolicyTrainer, "dense", policies=["dense"], log_flops_every=2)
     whole = train(PolicyTrainer, "rows", policies=ROWS, log_flops_every=2)
-    again = train(PolicyTrainer, "again", folder / "rows" / "checkpoint-3", policies=ROWS, log_flops_every=None)
+    again = train(PolicyTrainer, "again", folder / "rows" / "checkpoint-2", policies=ROWS, log_flops_every=None)
     chosen: dict[str, Any] = {"policies": TOKENS, "log_flops_every": None}
     tokens = train(PolicyTrainer, "tokens", **chosen)
-    tokens_again = train(PolicyTrainer, "tokens-again", folder / "tokens" / "checkpoint-3", **chosen)
+    tokens_again = train(PolicyTrainer, "tokens-again", folder / "tokens" / "checkpoint-2", **chosen)
     return {
         "wrapped": type(whole.model_wrapped).__name__,
         "dense": differing(weights(plain.model), weights(dense.model)),
@@ -52,7 +52,7 @@ def main(folder: Path) -> dict[str, Any]:
         + differing(weights(tokens.model), weights(tokens_again.model)),
         "changed": len(differing(weights(plain.model), weights(whole.model))),
         "sums": [sum(w.double().sum().item() for w in weights(one.model).values()) for one in (whole, tokens)],
-        "state": sorted(file.name for file in (folder / "rows" / "checkpoint-3").glob("sparsebp-*")),
+        "state": sorted(file.name for file in (folder / "rows" / "checkpoint-2").glob("sparsebp-*")),
         "flops": [log.get("flops/backward_executed") for log in whole.state.log_history],
     }
 
