@@ -16,6 +16,7 @@ import sparsebp_cli as sbp
 
 from .conftest import (
     CHECKPOINTING,
+    TRAINER,
     Make,
     differing,
     is_free,
@@ -134,6 +135,27 @@ def test_dense_and_keep_of_one_train_the_same_weights_as_trainer(
     assert differing(trained, weights(trainer.model)) == []
     assert log_of(trainer) == log
     assert trainer.policy_callback.engine.report().num_backwards >= trainer.state.global_step
+
+
+WAYS: list[dict[str, Any]] = [
+    {"sites": "nodes"},
+    {"sites": "branches"},
+    {"sites": "branches", "checkpointing": "sparse"},
+    {"engine": "reference"},
+    {"attach_options": {"segments": 2}},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("door", [TRAINER], indirect=True)
+def test_every_way_of_attaching_is_dense_without_a_policy(
+    options: dict[str, Any], door: Make, tmp_path: Path, plain: Callable[[str], tuple[dict[str, Tensor], list[Any]]]
+) -> None:
+    base, kwargs = build(CASES["accumulation and clipping"], tmp_path)
+    trainer = door(base, [], options, **kwargs)
+    trainer.train()
+    assert differing(plain("accumulation and clipping")[0], weights(trainer.model)) == []
+    assert is_free(trainer)
 
 
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
