@@ -63,9 +63,13 @@ def audit(
         if not is_recipe and changes:
             raise UsageError("--set changes a recipe; give the command its own options")
         settings |= {"stop": stop or is_recipe}
-        watched = run_watched(command, settings, Path(place), quiet=output is Output.JSON)
-        if watched.report is not None:
-            _give(watched.report, output, html, shlex.join(words))
+        watched = run_watched(
+            command,
+            settings,
+            Path(place),
+            lambda report: _give(report, output, html, shlex.join(words)),
+            quiet=output is Output.JSON,
+        )
     if watched.report is None and not watched.exit_code:
         raise UsageError(watched.why_nothing)
     if watched.report is None:

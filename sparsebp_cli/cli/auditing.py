@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,7 +18,6 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.finding import AuditReport
 
 SITE = Path(str(files("sparsebp_cli"))) / "worker" / "audit" / "site"
-SECONDS_TO_END = 30.0
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,17 @@ class Watched:
     why_nothing: str = ""
 
 
-def run_watched(command: list[str], settings: dict[str, Any], place: Path, *, quiet: bool) -> Watched:
+def run_watched(
+    command: list[str], settings: dict[str, Any], place: Path, give: Callable[[AuditReport], None], *, quiet: bool
+) -> Watched:
     """Run a command to its end.
 
     Args:
         command: Program and arguments.
         settings: ``steps``, ``threshold``, ``stop``.
         place: An empty folder for what its processes write.
+        give: Called with the report as soon as there is one of the first rank, while the command goes on; at the end
+            with that of another, if there is only such.
         quiet: Whether its standard output goes to standard error, so that ours is the report alone.
 
     Returns:
@@ -64,25 +68,35 @@ def run_watched(command: list[str], settings: dict[str, Any], place: Path, *, qu
         except OSError as error:
             hint = f"; did you mean: python {command[0]}?" if command[0].endswith(".py") else ""
             raise UsageError(f"{command[0]}: {error.strerror}{hint}") from None
-        code = _wait(process, interrupts)
-    reports = sorted(found.glob("report-*.json"), key=lambda file: [int(n) for n in file.stem.split("-")[1:]])
-    if reports:
-        return Watched(code, AuditReport.from_dict(json.loads(reports[0].read_text(encoding="utf-8"))))
-    return Watched(code, None, _why_nothing(found, command, code))
-
-
-def _wait(process: subprocess.Popen[bytes], interrupts: Interrupts) -> int:
-    """Ctrl-C reaches the command by itself; SIGTERM is handed on."""
-    told = 0
-    while True:
+        report, told = None, 0
         try:
-            code = process.wait(0.1)
-            return 128 - code if code < 0 else code
-        except subprocess.TimeoutExpired:
-            if interrupts.received[told:]:
-                told = len(interrupts.received)
-                if interrupts.received[-1] == signal.SIGTERM:
-                    process.terminate()
+            while (code := _poll(process)) is None:
+                if report is None and (report := _read(found, "report-0-*.json")) is not None:
+                    give(report)
+                if interrupts.received[told:]:
+                    told = len(interrupts.received)
+                    if interrupts.received[-1] == signal.SIGTERM:  # Ctrl-C reaches the command by itself
+                        process.terminate()
+        except BaseException:  # such as a closed pipe: the command must not live on without anybody to wait for it
+            process.terminate()
+            raise
+    if report is None and (report := _read(found, "report-*.json")) is not None:
+        give(report)
+    return Watched(code, report, "" if report is not None else _why_nothing(found, command, code))
+
+
+def _poll(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        code = process.wait(0.1)
+    except subprocess.TimeoutExpired:
+        return None
+    return 128 - code if code < 0 else code
+
+
+def _read(found: Path, pattern: str) -> AuditReport | None:
+    """The report of the lowest rank."""
+    reports = sorted(found.glob(pattern), key=lambda file: [int(number) for number in file.stem.split("-")[1:]])
+    return AuditReport.from_dict(json.loads(reports[0].read_text(encoding="utf-8"))) if reports else None
 
 
 def _why_nothing(found: Path, command: list[str], code: int) -> str:
