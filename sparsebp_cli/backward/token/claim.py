@@ -24,45 +24,44 @@ class Sizes:
     """How many rows a forward has, example by example; all tensors are (B,), float64, on the CPU.
 
     Args:
+        num_rows: B * T.
         length: T.
         carried: Rows with a graph.
         dropped: Rows without one.
         trained: Rows that the head reads.
         is_prompt: Whether dropped rows look at dropped ones alone.
+        is_joined: Whether examples are computed one after the other as one.
     """
 
+    num_rows: int
     length: int
     carried: Tensor
     dropped: Tensor
     trained: Tensor
     is_prompt: bool
+    is_joined: bool
 
     @classmethod
-    def chosen(cls, plan: Plan, length: int, *, columns: bool) -> Sizes:
+    def chosen(cls, plan: Plan, length: int) -> Sizes:
         """Return what was chosen.
 
         Args:
             plan: Of the forward.
             length: T.
-            columns: Whether whole columns of the batch carry gradient.
 
         Returns:
             The counts.
         """
-        rows = (plan.carried, plan.dropped, plan.trained)
-        counts = [torch.zeros(1) if r is None else r.valid_BK.sum(1).to("cpu", torch.float64) for r in rows]
-        if columns:
-            counts[0] = torch.full_like(counts[0], len(plan.carried))
-        counts[1] = counts[1].expand_as(counts[0])
-        return cls(length, counts[0], counts[1], counts[2], plan.is_prompt)
+        return cls(len(plan.counts[0]) * length, length, *plan.counts, plan.is_prompt, plan.is_joined)
 
     @property
-    def padded(self) -> Sizes:
-        """The same with every example as long as the longest: what is computed."""
+    def computed(self) -> Sizes:
+        """The same as it is computed: every example as long as the longest, or all of them as one."""
+        counts = (self.carried, self.dropped, self.trained)
         carried, dropped, trained = (
-            torch.full_like(count, float(count.max())) for count in (self.carried, self.dropped, self.trained)
+            count.sum()[None] if self.is_joined else torch.full_like(count, float(count.max())) for count in counts
         )
-        return Sizes(self.length, carried, dropped, trained, self.is_prompt)
+        return Sizes(self.num_rows, self.length, carried, dropped, trained, self.is_prompt, self.is_joined)
 
 
 class Share(NamedTuple):
@@ -85,7 +84,7 @@ def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembe
     Returns:
         The claim; a count that the work is rounded up to is no part of it, but allowed.
     """
-    ideal, most = (_shares(decoder, given, narrows=narrows) for given in (sizes, sizes.padded))
+    ideal, most = (_shares(decoder, given, narrows=narrows) for given in (sizes, sizes.computed))
     again = 1 if remembers else 0  # what is computed of carried rows is what has a backward
     return PassClaim(
         forward=_named(prefix, {name: share.forward for name, share in ideal.items()}),
@@ -102,7 +101,7 @@ def _named(prefix: str, shares: Mapping[str, float]) -> dict[str, float]:
 
 def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool) -> dict[str, Share]:
     names = {module: name for name, module in decoder.model.named_modules()}
-    num_rows = len(sizes.carried) * sizes.length
+    num_rows = sizes.num_rows
     shares = {names[decoder.head]: Share(*[float(sizes.trained.sum()) / num_rows] * 2)}
     for number, layer in enumerate(decoder.layers):
         is_last = number == len(decoder.layers) - 1

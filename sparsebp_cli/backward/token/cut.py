@@ -60,10 +60,12 @@ class Cutter:
     Args:
         implementation: transformers' name of the attention function: ``eager`` or ``sdpa``.
         mask_dtype: Of masks that say yes or no, so that no layer converts and keeps its own; None: as they are.
+        joined: B and T where examples stand one after the other as one; None: they do not.
     """
 
     implementation: str
     mask_dtype: torch.dtype | None = None
+    joined: tuple[int, int] | None = None
     _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)  # with what has the id, alive
 
     def cut(self, arguments: dict[str, Any], view: View, *, mask: bool = True) -> dict[str, Any]:
@@ -84,9 +86,9 @@ class Cutter:
         if mask:
             changed["attention_mask"] = self._once(self._cut_mask, arguments.get("attention_mask"), view)
         if arguments.get("position_embeddings") is not None:
-            changed["position_embeddings"] = self._once(_cut_embeddings, arguments["position_embeddings"], view)
+            changed["position_embeddings"] = self._once(self._cut_parts, arguments["position_embeddings"], view)
         if arguments.get("position_ids") is not None:
-            changed["position_ids"] = self._once(_cut_ids, arguments["position_ids"], view)
+            changed["position_ids"] = self._once(self._take, arguments["position_ids"], view)
         return arguments | changed
 
     def check(self, arguments: dict[str, Any]) -> None:
@@ -111,24 +113,24 @@ class Cutter:
             raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
 
     def _cut_mask(self, mask: Tensor | None, view: View) -> Tensor | None:
-        allowed = _cut_mask(mask, view)
+        allowed = _cut_mask(mask, view) if self.joined is None else _cut_joined_mask(mask, view, self.joined[1])
         if allowed is None or allowed.dtype != torch.bool or self.mask_dtype is None:
             return allowed
         return torch.zeros_like(allowed, dtype=self.mask_dtype).masked_fill_(~allowed, -torch.inf)
+
+    def _cut_parts(self, parts: tuple[Tensor, ...], view: View) -> tuple[Tensor, ...]:
+        return tuple(self._take(part, view) for part in parts)
+
+    def _take(self, x: Tensor, view: View) -> Tensor:
+        if self.joined is not None:
+            x = x.expand(self.joined[0], *x.shape[1:]).flatten(0, 1)[None]
+        return view.queries.take(x)
 
     def _once(self, function: Any, value: Any, view: View) -> Any:
         key = (id(value), id(view))
         if key not in self._known:
             self._known[key] = ((value, view), function(value, view))
         return self._known[key][1]
-
-
-def _cut_embeddings(parts: tuple[Tensor, ...], view: View) -> tuple[Tensor, ...]:
-    return tuple(view.queries.take(part) for part in parts)
-
-
-def _cut_ids(ids_BT: Tensor, view: View) -> Tensor:
-    return view.queries.take(ids_BT)
 
 
 def _cut_mask(mask: Tensor | None, view: View) -> Tensor | None:
@@ -146,6 +148,21 @@ def _cut_mask(mask: Tensor | None, view: View) -> Tensor | None:
     if view.is_own and allowed.dtype == torch.bool and _is_causal(allowed, view.queries.valid_BK[: len(allowed)]):
         return None
     return allowed
+
+
+def _cut_joined_mask(mask: Tensor | None, view: View, length: int) -> Tensor:
+    """Return who looks at whom where examples stand one after the other: nobody looks at another example."""
+    query_1Q1 = view.queries.position_BK[:, :, None]
+    key_11S = torch.cat([rows.position_BK for rows in view.keys], 1)[:, None, :]
+    same = (query_1Q1 // length == key_11S // length)[:, None]
+    if mask is None:
+        return same & (query_1Q1 >= key_11S)[:, None]
+    example = query_1Q1 // length if len(mask) > 1 else torch.zeros_like(query_1Q1)
+    found = mask.transpose(0, 1)[:, example, query_1Q1 % length, key_11S % length].transpose(0, 1)
+    slot = view.slot_BQ[:, None, :, None].expand(-1, found.shape[1], -1, 1)
+    if found.dtype == torch.bool:
+        return (found & same).scatter(3, slot, value=True)
+    return found.masked_fill(~same, torch.finfo(found.dtype).min).scatter(3, slot, 0.0)
 
 
 def _gather(mask: Tensor, query_BQ: Tensor, key_BS: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, cast
 
 from torch import nn
@@ -50,6 +50,14 @@ class Decoder:
     model: nn.Module
     head: nn.Module
     layers: tuple[Layer, ...]
+
+    @cached_property
+    def pair_cost(self) -> float:
+        """What a query and a key cost in attention, over what a row costs in the linears of a layer."""
+        middle = self.layers[0]
+        weights = sum(parameter.numel() for parameter in middle.module.parameters() if parameter.dim() == 2)
+        width = cast("Any", self.model).config.hidden_size
+        return 2.0 * float(width) / max(weights, 1)
 
     @property
     def implementation(self) -> str:

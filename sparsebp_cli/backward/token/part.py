@@ -102,7 +102,7 @@ class TokenPart:
         return claim(
             self.decoder,
             self._prefix,
-            Sizes.chosen(self._last, self._length, columns=self.policy.mode == "exact"),
+            Sizes.chosen(self._last, self._length),
             narrows=narrows(self.decoder, self._last),
             remembers=not any(draws(layer.module) for layer in self.decoder.layers),
         )
@@ -145,7 +145,7 @@ class BoundDecoder(Bound):
         return_dict = own.pop("return_dict", None)
         own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)
-        plan = None if marks.is_whole else make_plan(marks, labels, self.part.policy.mode)
+        plan = None if marks.is_whole else make_plan(marks, labels, self.part.policy.mode, self.part.decoder.pair_cost)
         self.part.remember(plan, labels.shape[1])
         if plan is None or self.engine.reference:
             output = self._run_all(own, labels if given else None, num_items, marks)
@@ -182,7 +182,7 @@ class BoundDecoder(Bound):
             return call_module(self._model, **own)
 
     def _run_rows(self, own: dict[str, Any], plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
-        stack, head = Stack(self.part.decoder, plan, marks.real.shape[1]), self.part.decoder.head
+        stack, head = Stack(self.part.decoder, plan, (marks.real.shape[0], marks.real.shape[1])), self.part.decoder.head
         cut = partial(_run_head, head, head.__dict__.get("forward"), len(plan.label_N))
         with stack.installed(), replaced([(head, cut)]):
             output = call_module(self._model, **own)

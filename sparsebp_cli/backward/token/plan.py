@@ -54,6 +54,9 @@ class Plan:
         asked: The same, as positions.
         label_N: What they predict, example by example.
         num_trained: N, without the one row that stands in for none.
+        counts: Carried, dropped and trained rows of each example, (B,) each, float64, on the CPU.
+        is_joined: Whether the examples stand one after the other as one, so that none is filled up; positions then go
+            on from one to the next, b * T + t.
     """
 
     carried: Rows
@@ -63,6 +66,8 @@ class Plan:
     asked: Rows
     label_N: Tensor
     num_trained: int
+    counts: tuple[Tensor, Tensor, Tensor]
+    is_joined: bool
 
 
 def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None) -> Marks:
@@ -96,7 +101,7 @@ def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None) -> M
     return Marks(target, real, trained, carries)
 
 
-def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"]) -> Plan:
+def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"], pair_cost: float) -> Plan:
     """Say which rows are computed, and how.
 
     Args:
@@ -104,6 +109,7 @@ def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"])
         labels_BT: As the model takes them.
         mode: ``exact``: all rows up to the last trained one of the batch carry gradient; ``detach``: those that the
             policy chose.
+        pair_cost: Of a query and a key, over that of a row in the linears of a layer.
 
     Returns:
         The plan.
@@ -120,16 +126,37 @@ def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"])
         carried_BT, dropped_BT = needed.any(0).expand_as(trained), torch.zeros_like(trained)
     else:
         carried_BT, dropped_BT = needed & (marks.carries | trained), needed & ~(marks.carries | trained)
+    is_prompt = _is_prompt(carried_BT, dropped_BT)
+    counts = tuple(part.sum(1).double() for part in (carried_BT, dropped_BT, trained))
+    is_joined = mode == "detach" and _joining_pays(counts[0], counts[1], pair_cost, is_prompt=is_prompt)
+    if is_joined:
+        carried_BT, dropped_BT, trained, needed = (
+            part.reshape(1, -1) for part in (carried_BT, dropped_BT, trained, needed)
+        )
     carried, dropped = Rows.of(carried_BT, device, valid_BT=needed), Rows.of(dropped_BT, device)
     assert carried is not None
     trained_BK = trained.gather(1, carried.position_BK.cpu()) & carried.valid_BK.cpu()
     rows = Rows.of(trained_BK, device)
     assert rows is not None
-    label_N = labels_BT.roll(-1, 1)[trained.to(device)]
+    label_N = labels_BT.roll(-1, 1)[trained.view_as(labels_BT).to(device)]
     if num_trained == 0:
         label_N = label_N.clamp(min=0)
-    is_prompt = _is_prompt(carried_BT, dropped_BT)
-    return Plan(carried, dropped, is_prompt, rows, carried.among(rows), label_N, num_trained)
+    asked = carried.among(rows)
+    return Plan(
+        carried, dropped, is_prompt, rows, asked, label_N, num_trained, (counts[0], counts[1], counts[2]), is_joined
+    )
+
+
+def _joining_pays(carried_B: Tensor, dropped_B: Tensor, pair_cost: float, *, is_prompt: bool) -> bool:
+    """Whether the pairs of unlike examples, all masked, cost less than filling up every example to the longest."""
+
+    def cost(carried: float, dropped: float) -> float:
+        keys = carried + dropped
+        beside = dropped * (1.0 + pair_cost * (dropped if is_prompt else keys))
+        return 3.0 * carried * (1.0 + pair_cost * keys) + beside  # with a backward of twice its forward
+
+    filled = len(carried_B) * cost(float(carried_B.max()), float(dropped_B.max()))
+    return cost(float(carried_B.sum()), float(dropped_B.sum())) < filled
 
 
 def _is_prompt(carried_BT: Tensor, dropped_BT: Tensor) -> bool:

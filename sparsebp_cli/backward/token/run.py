@@ -49,12 +49,13 @@ class Views:
     narrows: bool
 
     @classmethod
-    def of(cls, decoder: Decoder, plan: Plan) -> Views:
+    def of(cls, decoder: Decoder, plan: Plan, shape: tuple[int, int]) -> Views:
         """Return the views of a plan.
 
         Args:
             decoder: The model.
             plan: Its rows.
+            shape: B and T.
 
         Returns:
             The views.
@@ -65,7 +66,7 @@ class Views:
         if plan.dropped is not None:
             own = View.of(plan.dropped)
             beside = own if plan.is_prompt else View(plan.dropped, carried.keys, own.slot_BQ)
-        cutter = Cutter(decoder.implementation)
+        cutter = Cutter(decoder.implementation, joined=shape if plan.is_joined else None)
         return cls(cutter, carried, beside, plan.trained, asked, plan.is_prompt, narrows(decoder, plan))
 
 

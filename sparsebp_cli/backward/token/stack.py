@@ -32,12 +32,12 @@ class Stack:
     Args:
         decoder: The model.
         plan: Its rows.
-        length: T.
+        shape: B and T.
     """
 
-    def __init__(self, decoder: Decoder, plan: Plan, length: int) -> None:
-        self._decoder, self._plan, self._length = decoder, plan, length
-        self._views, self._dropped = Views.of(decoder, plan), cast("Tensor | None", None)
+    def __init__(self, decoder: Decoder, plan: Plan, shape: tuple[int, int]) -> None:
+        self._decoder, self._plan, self._length = decoder, plan, shape[1]
+        self._views, self._dropped = Views.of(decoder, plan, shape), cast("Tensor | None", None)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -60,6 +60,8 @@ class Stack:
         self._views.cutter.check(arguments)
         if number == 0:
             self._views.cutter.mask_dtype = _mask_dtype(layer.core, hidden)
+            if self._plan.is_joined:
+                hidden = hidden.flatten(0, 1)[None]
             if self._plan.dropped is not None:
                 self._dropped = self._plan.dropped.take(hidden.detach())
             hidden = self._plan.carried.take(hidden)
