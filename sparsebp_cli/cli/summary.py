@@ -99,7 +99,7 @@ def _proof(history: History) -> str:
     parts = []
     if claimed is not None and executed is not None:
         broken = max(history.series(metric.EXCESS_SHARE.name).values(), default=0.0) > 0
-        parts.append(f"{show_share(executed)} of the backward in question executed, {show_share(claimed)} claimed")
+        parts.append(f"{show_share(executed)} of the backward at stake executed, {show_share(claimed)} claimed")
         parts += ["the claim was not kept"] if broken else []
     moved, share = history.last(metric.MOVED_TENSORS.name), history.last(metric.MOVED_SHARE.name)
     if moved is not None and share is not None:
