@@ -92,7 +92,7 @@ class LayerRun:
     _remembers: bool = False
 
     def checkpointed(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
-        """Run as the model is told to: with what the layer computes stored, or computed again in the backward.
+        """Run, with what the layer computes not stored but computed again in the backward.
 
         Args:
             run: :meth:`middle` or :meth:`last`.
@@ -102,8 +102,6 @@ class LayerRun:
             The layer's output.
         """
         module = cast("Any", self.layer.module)
-        if not (getattr(module, "gradient_checkpointing", False) and module.training):
-            return run(hidden)
         self._remembers = not draws(module)  # else what is drawn after them would not be the same again
         return cast("Tensor", module._gradient_checkpointing_func(run, hidden))  # noqa: SLF001 - as the layer does
 

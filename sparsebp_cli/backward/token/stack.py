@@ -12,7 +12,7 @@ examples.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch import is_filled, replaced
-from sparsebp_cli.backward.token.decoder import Decoder, argument_names, by_name
+from sparsebp_cli.backward.token.decoder import Decoder, argument_names, by_name, unchecked
 from sparsebp_cli.backward.token.plan import Plan
 from sparsebp_cli.backward.token.run import LayerRun, Views
 from sparsebp_cli.errors import UnsupportedError
@@ -47,7 +47,14 @@ class Stack:
             None: As long as the model's own forward runs.
         """
         modules = [layer.module for layer in self._decoder.layers]
-        with replaced((module, partial(self._run, number)) for number, module in enumerate(modules)):
+        # Older transformers checkpoint the call of a layer instead of its forward: that would run again without this.
+        self._again = [getattr(module, "gradient_checkpointing", False) and module.training for module in modules]
+        with (
+            ExitStack() as stack,
+            replaced((module, partial(self._run, number)) for number, module in enumerate(modules)),
+        ):
+            for module in modules:
+                stack.enter_context(unchecked(module))
             yield
 
     def _run(self, number: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -67,7 +74,8 @@ class Stack:
             hidden = self._plan.carried.take(hidden)
         run = LayerRun(self._views, layer, arguments, self._dropped)
         is_last = number == len(self._decoder.layers) - 1
-        hidden = run.checkpointed(run.last if is_last else run.middle, hidden)
+        once = run.last if is_last else run.middle
+        hidden = run.checkpointed(once, hidden) if self._again[number] else once(hidden)
         self._dropped = run.after
         return self._spread(hidden) if is_last else hidden
 
