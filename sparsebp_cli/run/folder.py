@@ -26,7 +26,6 @@ from enum import StrEnum
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from platformdirs import user_data_path
 
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
 from sparsebp_cli.run.journal import read
@@ -189,7 +188,11 @@ class RunFolder:
 def home() -> Path:
     """Return the folder for everything that SparseBP keeps: ``$SPARSEBP_HOME``, else the user's data folder."""
     chosen = os.environ.get("SPARSEBP_HOME")
-    return Path(chosen).expanduser().absolute() if chosen else user_data_path("sparsebp", appauthor=False)
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    from platformdirs import user_data_path
+
+    return user_data_path("sparsebp", appauthor=False)
 
 
 def create_run(run_id: str) -> RunFolder:

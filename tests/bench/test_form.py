@@ -9,7 +9,7 @@ import pytest
 from sparsebp_cli.bench import find_forms
 from sparsebp_cli.bench.form import FEW_KEEPS, KEEPS
 from sparsebp_cli.bench.request import BATCH, LENGTH, MODEL
-from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.errors import SparseBPError, UsageError
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.policy.router import EdgeRouter
 from sparsebp_cli.recipe import load_recipe
@@ -58,7 +58,17 @@ def test_a_policy_without_options_has_one_form() -> None:
     assert _labels("dense") == [("linears", "dense")]
 
 
-@pytest.mark.parametrize("name", [n for n, found in find_policies().items() if found.source.startswith("sparsebp ")])
+BUILT_IN = {name: found.kind for name, found in find_policies().items() if found.source.startswith("sparsebp ")}
+AT_SITES = ("GradientSelector", "EdgeRouter")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in BUILT_IN.items() if kind not in AT_SITES])
+def test_a_policy_that_is_not_asked_at_sites_has_no_forms(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name!r} is a {BUILT_IN[name]}, which has no forms to measure"):
+        find_forms(name)
+
+
+@pytest.mark.parametrize("name", [name for name, kind in BUILT_IN.items() if kind in AT_SITES])
 def test_every_form_of_every_built_in_policy_can_be_made(name: str) -> None:
     for form in find_forms(name):
         for keep in form.keeps:

@@ -103,6 +103,7 @@ def test_a_run_tells_quality_time_memory_work_and_fidelity(sparse_history) -> No
     absent = {"eval/accuracy", "memory/peak_allocated_bytes"}  # of classification, of CUDA
     absent |= {"fidelity/bias", "fidelity/bias_standard_error", "fidelity/variance"}  # of random policies, over draws
     absent |= {"policy/nodes", "policy/nodes_run", "policy/parameters_reached", "policy/miss_rate"}  # of routers
+    absent |= {"policy/trained_share", "policy/carried_share", "time/scoring_seconds", "flops/scoring"}  # of choosing
     assert logged == set(METRICS) - absent
     assert list(sparse_history.series("eval/loss")) == [0, 5, 10]
     assert list(sparse_history.series("train/loss")) == list(range(1, 11))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -184,11 +185,21 @@ class LayerRun:
         return own
 
 
+def _apply(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+@cache
+def _uncompiled() -> Any:
+    """Return what calls a function outside of a compiled attention, which asks its cache: another layer runs there."""
+    return cast("Any", torch.compiler).disable(_apply)
+
+
 class _Joining:
     """The carried rows' cache: puts the dropped rows' keys and values before theirs."""
 
     def __init__(self, before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self._before = before
+        self._before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = partial(_uncompiled(), before)
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         dropped_keys, dropped_values = self._before(keys, values)
