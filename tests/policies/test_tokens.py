@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from abc import abstractmethod
 from typing import Any
 
 import pytest
@@ -170,8 +171,9 @@ class _Half(ScoredTokenSelector):
 
 
 class _Given(_Half):
+    @abstractmethod
     def change(self, choice: TokenChoice, tokens: Tokens, step: Step) -> TokenChoice:
-        raise NotImplementedError
+        """Return another choice, which breaks a promise."""
 
     def choose(self, tokens: Tokens, step: Step) -> TokenChoice:
         return self.change(super().choose(tokens, step), tokens, step)
