@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,29 @@ def home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     monkeypatch.setenv("SPARSEBP_HOME", str(folder))
     return folder
+
+
+# What dynamo warns of while it traces, about itself (torch 2.13); whether it does depends on the tests before.
+DYNAMO_WARNS = (
+    "The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    "<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests marked ``compiles`` an empty cache of dynamo and its own warnings as warnings."""
+    for item in items:
+        if item.get_closest_marker("compiles"):
+            for text in DYNAMO_WARNS:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{text}"))
+            item.add_marker(pytest.mark.usefixtures("_forget_compiled"))
+
+
+@pytest.fixture
+def _forget_compiled() -> Iterator[None]:
+    """Nothing that another test compiled is used again, and no limit of recompiling is reached."""
+    import torch
+
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()

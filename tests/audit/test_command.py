@@ -81,7 +81,7 @@ def test_commands_that_train_nothing_get_one_clear_line(run_audit: Audit) -> Non
 
 def test_a_launcher_with_two_processes_gives_the_report_of_the_first_rank(tmp_path: Path, run_audit: Audit) -> None:
     script = tmp_path / "ranks.py"
-    script.write_text(
+    script.write_text(  # the model goes before the group: else gloo may abort the process (torch 2.13 by itself)
         "import torch\n"
         "from torch import distributed, nn\n"
         "distributed.init_process_group('gloo')\n"
@@ -91,6 +91,8 @@ def test_a_launcher_with_two_processes_gives_the_report_of_the_first_rank(tmp_pa
         "    model(torch.randn(4, 8)).square().mean().backward()\n"
         "    optimizer.step()\n"
         "    optimizer.zero_grad()\n"
+        "del model, optimizer\n"
+        "distributed.barrier()\n"
         "distributed.destroy_process_group()\n",
         encoding="utf-8",
     )

@@ -108,11 +108,22 @@ def test_ragged_layers_convolutions_and_embeddings_are_counted_and_clean() -> No
     assert report.findings == ()
 
 
-def test_a_compiled_model_is_watched_uncompiled_and_a_note_says_so() -> None:
-    model = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
-    compiled = torch.compile(model, backend="eager")
-    report = _run(model, lambda x_ND: compiled(x_ND).square().mean())
+@pytest.mark.compiles
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+def test_a_compiled_model_is_watched_uncompiled_and_a_note_says_so(way: str) -> None:
+    class Model(nn.Sequential):
+        def forward(self, x_ND: Tensor) -> Tensor:  # dynamo's memory is of code: this is nobody else's
+            return self[2](self[1](self[0](x_ND)))
+
+    model = Model(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+    called: Any = torch.compile(model, backend="eager") if way == "wrapped" else model
+    if way == "in place":
+        model.compile(backend="eager")
+    report = _run(model, lambda x_ND: called(x_ND).square().mean())
     assert report.findings == ()
     assert report.forward_flops == 2 * 2 * N * D * D
     assert {"0", "2"} <= {row.module for row in report.modules}
     assert any("torch.compile stood aside" in note for note in report.notes)
+    torch._dynamo.utils.counters.clear()
+    called(torch.randn(N, D))
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0  # and compiles again afterwards

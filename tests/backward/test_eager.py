@@ -74,7 +74,7 @@ def test_a_policy_decides_alike_in_both_passes_of_exact_clipping() -> None:
     assert replace(engine.report(), notes=()) == plain.report()  # what was looked at first is not counted
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile warns about its own ways
+@pytest.mark.compiles
 def test_compiled_parts_and_autocast_get_the_weights_of_the_deferred_step() -> None:
     class Compiled(Llama):
         def __init__(self) -> None:

@@ -56,9 +56,7 @@ def test_sparse_tensors_are_their_indices_and_values(make: Callable[..., Tensor]
     assert trace.peak.split.workspace == 8 * sum(index.numel() for index in given) + FLOAT * 6
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # dynamo, torch 2.13
+@pytest.mark.compiles
 def test_a_compiled_model_is_traced_too() -> None:
     model, x = stack(), torch.randn(ROWS, WIDTHS[0])
     compiled: Any = torch.compile(model, backend="aot_eager")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -158,16 +157,7 @@ def test_evaluation_and_generation_are_the_models_own() -> None:
         assert model(ids, use_cache=True).past_key_values.get_seq_length() == 6
 
 
-@pytest.fixture
-def _forget_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("_forget_compiled")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Function.* should not be instantiated:DeprecationWarning")
+@pytest.mark.compiles
 @pytest.mark.parametrize("what", ["parts of layers", "model"])
 def test_compiled_parts_of_layers_and_compiled_models_give_the_same_gradients(what: str) -> None:
     model, plain = make_model(), run(make_model())

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +29,6 @@ LABELS = [entry.label for entry in ENTRIES]
 TOLERANCE = {"autocast": 0.05}
 
 
-def quiet(test: Any) -> Any:
-    """Let dynamo warn of what it does itself while it traces (torch 2.13)."""
-    for text in (
-        "The .grad attribute of a Tensor that is not a leaf:UserWarning",
-        "<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
-    ):
-        test = pytest.mark.filterwarnings(f"ignore:{text}")(test)
-    return test
-
-
-@pytest.fixture
-def _forget_compiled() -> Iterator[None]:
-    """Nothing that another test compiled is used again, and no limit of recompiling reached."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def test_the_table_has_every_policy_in_every_kind_of_selection() -> None:
     asked_at_sites = ("GradientSelector", "EdgeRouter")
     installed = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
@@ -67,7 +48,7 @@ def _way(composition: str, entry: Entry) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
-@quiet
+@pytest.mark.compiles
 @pytest.mark.parametrize("entry", ENTRIES, ids=LABELS)
 @pytest.mark.parametrize("site", SITES)
 @pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "DDP"])
@@ -112,8 +93,8 @@ def _reference(composition: str, entry: Entry, site: str) -> tuple[Any, dict[str
     return train(composition, entry, site, engine="reference"), {}
 
 
-@pytest.mark.usefixtures("_forget_compiled")
-@quiet
+@pytest.mark.compiles
+@pytest.mark.compiles
 def test_what_is_refused_leaves_no_gradient() -> None:
     """Before the first backward: nothing has been added up that a caught error would leave."""
     for composition, prepare in (("reentrant checkpointing", lambda _: None), ("compile", compile_branches)):
@@ -181,8 +162,8 @@ def test_a_recipe_is_accepted_or_refused_as_the_table_says(tmp_path: Path, site:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_forget_compiled")
-@quiet
+@pytest.mark.compiles
+@pytest.mark.compiles
 @pytest.mark.parametrize("site", ["linears", "branches"])
 def test_a_model_that_is_compiled_whole_is_its_reference(site: str) -> None:
     entry = Entry("topk", (("keep", 0.3), ("along", "rows")))

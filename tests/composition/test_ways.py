@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.policy import find_policies
 
 from .matrix import COMPOSITIONS
 from .step import difference, train, train_by_hand, untrained
-from .test_composition import quiet
 from .way import WAYS, Way, find_pair_refusal, find_refusal
 
 LABELS = [way.label for way in WAYS]
@@ -24,13 +21,6 @@ PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question !=
 EXACT, ROUNDED, COARSE = 1e-12, 1e-6, 0.05
 
 
-@pytest.fixture(autouse=True)
-def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     own = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
     beside = {found.name: found.kind for found in own if found.kind not in ("GradientSelector", "EdgeRouter")}
@@ -38,7 +28,7 @@ def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
-@quiet
+@pytest.mark.compiles
 @pytest.mark.parametrize("way", WAYS, ids=LABELS)
 @pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "DDP"])
 def test_a_cell_is_what_the_table_says(composition: str, way: Way) -> None:

@@ -227,8 +227,7 @@ def test_evaluation_is_dense(door: Make, tmp_path: Path) -> None:
     assert values[0][-1] != values[1][-1]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
+@pytest.mark.compiles
 def test_a_compiled_model_trains_the_same_and_stays_compiled(tmp_path: Path) -> None:
     def train(kind: type[Trainer], **options: Any) -> Any:
         torch._dynamo.reset()

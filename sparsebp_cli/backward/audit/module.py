@@ -82,7 +82,7 @@ class AnyModules(ModuleTrace):
         self._roots.add(label or "model")
         for name, module in root.named_modules():
             own = [part for part in name.split(".") if part and part not in WRAPPED]
-            self.has_compiled = self.has_compiled or hasattr(module, "_orig_mod")
+            self.has_compiled |= hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - no public name
             self._names.setdefault(module, ".".join([label, *own] if label else own))
         return True
 

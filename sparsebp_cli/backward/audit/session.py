@@ -88,6 +88,8 @@ class Session:
         self.modules.__exit__(None, None, None)
         self.watch.is_active = False
         self._withdraw()
+        if self.modules.has_compiled:
+            torch.compiler.reset()  # what dynamo met under a mode it would leave alone from then on
 
     def close(self) -> None:
         """Take out what could not be taken out before: optimizers' hooks never inside one of them."""

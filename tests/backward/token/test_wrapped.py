@@ -24,13 +24,6 @@ def _process_group() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture
-def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def assert_gradients(model: nn.Module, expected: dict[str, Any]) -> None:
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-7)
@@ -52,10 +45,7 @@ def test_ddp_may_wrap_before_and_after(mode: Any, *, is_first: bool) -> None:
         assert_gradients(model, expected)
 
 
-@pytest.mark.usefixtures("_forget_compiled")
-# What dynamo does itself while it traces (torch 2.13).
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be:DeprecationWarning")
+@pytest.mark.compiles
 @pytest.mark.parametrize("way", ["before", "after", "branches"])
 def test_a_compiled_model_selects_and_what_is_compiled_in_its_layers_stays_so(way: str) -> None:
     for mode in MODES:
