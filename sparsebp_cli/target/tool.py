@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import IO, cast
 
 from sparsebp_cli.errors import UnreachableError, UsageError
@@ -106,18 +107,16 @@ class Tool:
         Raises:
             UnreachableError: It ended with an error, whatever the reason, or fell silent.
         """
-        process = self._start(command)
-        assert process.stdout is not None
-        with _watched(process) as touch, process:
+        with TemporaryFile() as said, self._start(command, said) as process, _watched(process) as touch:
+            assert process.stdout is not None
             assert process.stdin is not None
             process.stdin.close()
-            errors = _collect(process)
             yield cast("IO[bytes]", _Touching(process.stdout, touch))
             while process.stdout.read(1 << 16):
                 touch()
             process.wait()
             if process.returncode != 0:
-                answer = Answer(process.returncode, b"", b"".join(errors).decode(errors="replace"))
+                answer = Answer(process.returncode, b"", _content(said))
                 raise UnreachableError(f"{self.place}: a transfer broke off: {answer.problem}")
 
     def write(self, command: Sequence[str], feed: Callable[[IO[bytes]], None]) -> Answer:
@@ -133,26 +132,25 @@ class Tool:
         Raises:
             UnreachableError: It did not get through, or stopped reading.
         """
-        process = self._start(command)
-        with _watched(process) as touch, process:
+        with TemporaryFile() as said, self._start(command, said) as process, _watched(process) as touch:
             assert process.stdin is not None
             assert process.stdout is not None
-            errors = _collect(process)
             with suppress(BrokenPipeError, ConnectionError):  # it ended early; its exit code says why
                 feed(cast("IO[bytes]", _Touching(process.stdin, touch)))
             with suppress(BrokenPipeError, ConnectionError):  # what was not written yet
                 process.stdin.close()
             out = process.stdout.read()
             process.wait()
-        return self._judge(Answer(process.returncode, out, b"".join(errors).decode(errors="replace")))
+            answer = Answer(process.returncode, out, _content(said))
+        return self._judge(answer)
 
-    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str], errors: IO[bytes] | int = subprocess.PIPE) -> subprocess.Popen[bytes]:
         try:
             return subprocess.Popen(
                 list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stderr=errors,
                 env={**os.environ, **QUIET, **dict(self.environment)},
                 start_new_session=True,  # without a terminal: ssh cannot ask, and Ctrl-C is not for it
             )
@@ -182,14 +180,10 @@ class _Touching:
         return len(data)
 
 
-def _collect(process: subprocess.Popen[bytes]) -> list[bytes]:
-    """Read standard error beside, so that a talkative program does not block."""
-    lines: list[bytes] = []
-    stream = process.stderr
-    assert stream is not None
-    thread = threading.Thread(target=lambda: lines.extend(stream), daemon=True)
-    thread.start()
-    return lines
+def _content(errors: IO[bytes]) -> str:
+    """Return what a program that has ended wrote there; a file, so that a talkative one does not block."""
+    errors.seek(0)
+    return errors.read().decode(errors="replace")
 
 
 @contextmanager
