@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,23 @@ class Clock:
         """Be at a step, as after a resume."""
         self.index, self.micro_batch = index, micro_batch
         self._on_advance(self.now())
+
+    @contextmanager
+    def aside(self, draw: int) -> Iterator[None]:
+        """Let time pass for a probe alone: afterwards it is as late as before.
+
+        Args:
+            draw: Of random policies, while it lasts.
+
+        Yields:
+            None: As long as it lasts.
+        """
+        before = self.index, self.micro_batch, self.draw
+        self.draw = draw
+        try:
+            yield
+        finally:
+            self.index, self.micro_batch, self.draw = before
 
     def stop(self) -> None:
         """Listen to the optimizer no more."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsebp_cli.backward.report import Claim, Route, SiteReport
+from sparsebp_cli.backward.binding import Binding
+from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport
 from sparsebp_cli.backward.score.chosen import ChosenCounter
 from sparsebp_cli.policy import Selection, Site
 
@@ -114,6 +115,28 @@ class Counter:
             Both counts.
         """
         return sum(float(s.kept) for s in self.sites.values()), sum(s.entries for s in self.sites.values())
+
+    def report(self, binding: Binding, notes: Mapping[str, str]) -> Report:
+        """Return everything as plain numbers; waits for the device.
+
+        Args:
+            binding: Whose sites these are.
+            notes: How the engine carries the policy out.
+
+        Returns:
+            The report.
+        """
+        kept, entries = self.kept()
+        return Report(
+            sites=tuple(counter.report(name) for name, counter in self.sites.items()),
+            not_covered=binding.not_covered,
+            excluded=binding.excluded,
+            kept_share=kept / entries if entries else None,
+            num_backwards=self.num_backwards,
+            notes=tuple(notes.values()),
+            route=self.route,
+            chosen=self.chosen.total,
+        )
 
     def take_kept_share(self) -> float | None:
         """Return the kept share since the last call.

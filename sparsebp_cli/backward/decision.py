@@ -8,6 +8,9 @@ Stochastic Gradient Descent" (Interspeech 2014), applied to the gradient of a si
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 
 from sparsebp_cli.errors import UnsupportedError
@@ -44,6 +47,23 @@ class Decision:
             return self.selector
         keep: float = self.selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
         return self.selector.model_copy(update={"keep": keep ** (step.index / steps)})
+
+    @contextmanager
+    def aside(self, *, feedback: bool) -> Iterator[None]:
+        """Decide for a probe: what error feedback will add is afterwards as it was before.
+
+        Args:
+            feedback: Whether it adds, in the probe, what was cut before it.
+
+        Yields:
+            None: As long as the probe lasts.
+        """
+        before = self.cut
+        self.cut = dict(before) if feedback else {}
+        try:
+            yield
+        finally:
+            self.cut = before
 
     def take(
         self, policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step

@@ -6,7 +6,24 @@ from math import prod
 
 from torch import Tensor
 
-from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection
+from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, Site
+
+
+def allowed_share(budget: float, selection: Selection | None, grad_NO: Tensor, site: Site, *, pads: bool) -> float:
+    """Return the share of a site's work that a policy may leave, with counts rounded up and examples padded.
+
+    Args:
+        budget: The share that the policy says it keeps, in (0, 1].
+        selection: What it kept; None: everything.
+        grad_NO: Of what; not empty.
+        site: Where.
+        pads: Whether every example multiplies as many rows as the one that keeps most.
+
+    Returns:
+        A share, at least the budget. Waits for the device where examples are padded.
+    """
+    padded = pad_up(selection, len(grad_NO), site.num_examples) if pads else 0.0
+    return max(padded, round_up(budget, selection, grad_NO))
 
 
 def round_up(budget: float, selection: Selection | None, grad_NO: Tensor) -> float:
