@@ -27,6 +27,7 @@ use_checkout()
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from sparsebp_cli.asset.checkpointing import checkpoint_activations, keep_activations  # noqa: E402
 from sparsebp_cli.backward import attach, memory_trace  # noqa: E402
 
 TINY = ["--layers", "4", "--hidden", "32", "--vocabulary", "64", "--tokens", "16", "--rounds", "2"]
@@ -54,9 +55,9 @@ def running(model: Any, way: str | int) -> Iterator[Any]:
     if way == "plain":
         yield torch.Tensor.backward
     elif way == "checkpointed":
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
         yield torch.Tensor.backward
-        model.activation_checkpointing_disable()
+        keep_activations(model)
     else:
         with attach(model, [], segments=way) as engine:
             yield engine.backward

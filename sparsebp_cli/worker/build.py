@@ -12,6 +12,7 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 from transformers.utils.logging import disable_progress_bar
 
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
@@ -75,8 +76,7 @@ def build_training(
     model = build_model(recipe.model, tokenizer, len(data.label_names) if is_classification else None)
     _check_fit(model, tokenizer, recipe)
     if recipe.backward.checkpointing == "full":
-        enable: Any = model.gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
     engine = attach(

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.finding import AuditReport
 
 B, D, I, V, L = 4, 32, 64, 128, 4  # noqa: E741 - the shape letters of this file
@@ -113,7 +114,7 @@ def test_checkpointing_accumulation_and_clipping_are_no_waste(tmp_path: Path, re
     examples = [{"input_ids": (ids := torch.randint(1, V, (length,))), "labels": ids} for _ in range(6 * B)]
     model = _model(length)
     model.config.use_cache = False
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, use_reentrant=reentrant)
     report = _train(model, examples, tmp_path, gradient_accumulation_steps=2)
     assert (report.steps, report.backwards) == (3, 6)
     assert report.recomputed_flops > 0
@@ -140,7 +141,7 @@ def test_adapters_under_checkpointing_waste_nothing_but_the_gradient_of_the_embe
     model = _model(length)
     model.enable_input_require_grads()
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, use_reentrant=reentrant)
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.01)
 
     def train() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import attach
 from tests.backward.conftest import tiny_model, tokens
 
@@ -64,7 +65,7 @@ class Branches(Recurrent):
 
 
 def checkpointed(model: Llama, reentrant: bool) -> Llama:
-    model.inner.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model.inner, use_reentrant=reentrant)
     return model
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
+
 from .conftest import FAMILIES, VOCABULARY
 
 _COMMON: dict[str, Any] = FAMILIES["llama"]
@@ -38,5 +40,5 @@ def tiny_decoder(
     config = AutoConfig.for_model(family, **(DECODERS[family] | {"vocab_size": VOCABULARY} | options))
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     return model.train()

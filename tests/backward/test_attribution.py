@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.attribution import Attribution
 from sparsebp_cli.errors import UnsupportedError
 
@@ -50,7 +51,7 @@ def test_every_linear_owns_its_one_multiplication(family: str) -> None:
 
 def test_checkpointed_layers_are_credited_by_their_first_run() -> None:
     model, ids = tiny_model("llama"), tokens(0)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     attribution = Attribution(model)
     before = _multiplications(attribution, model(input_ids=ids, labels=ids).loss)
     loss = model(input_ids=ids, labels=ids).loss

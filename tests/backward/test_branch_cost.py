@@ -12,6 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops, saved_bytes
 from sparsebp_cli.policy import GradientSelector
 
@@ -99,7 +100,7 @@ def _peak(family: str, keep: float | None) -> int:
     size = {"n_layer": 6, "n_embd": 128, "attn_pdrop": 0.0, "n_positions": 256} if family == "gpt2" else _SIZE
     model = tiny_decoder(family, attn_implementation="sdpa", **size)
     if keep is None:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     policies = [] if keep is None else [sbp.make_policy("topk", keep=keep, along="rows")]
     engine = sbp.attach(model, policies, sites="branches", checkpointing="none" if keep is None else "sparse")
     for parameter in model.parameters():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 
 from .branch_case import IDS, LEFT, RIGHT, ROWS, RandomWeights, assert_fast_is_reference, assert_same, step
 from .conftest import tokens
@@ -196,7 +197,7 @@ def test_autocast_bfloat16_is_its_reference(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "phi", "gpt2"])
 def test_activation_checkpointing_around_it_is_its_reference(family: str, use_reentrant: bool) -> None:
     def checkpoint(model: nn.Module) -> None:
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})  # type: ignore[operator]
+        checkpoint_activations(model, use_reentrant=use_reentrant)
         model.enable_input_require_grads()  # type: ignore[operator]
 
     options = {"gpt2": {"attn_pdrop": 0.0}, "phi": {"resid_pdrop": 0.2}}.get(family, {})

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 
 from .conftest import FAMILIES, tiny_model, tokens
 
@@ -83,7 +84,7 @@ def test_bfloat16_weights_are_plain_pytorch(family: str) -> None:
 def test_activation_checkpointing_is_plain_pytorch(family: str, use_reentrant: bool) -> None:
     def make() -> nn.Module:
         model = tiny_model(family)
-        model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        checkpoint_activations(model, use_reentrant=use_reentrant)
         model.enable_input_require_grads()
         return model
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 
 from .conftest import tokens
 from .families import DECODERS
@@ -20,7 +21,7 @@ def _gradients(
     config = AutoConfig.for_model(family, **DECODERS[family])
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).train()
     if checkpointed:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     ids = tokens(0)
     torch.manual_seed(1)
     if attached:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Rows, Selection, Site, Step
 from tests.selector import Promises
@@ -258,7 +259,7 @@ def test_checkpointing_decides_as_without(use_reentrant: bool) -> None:
         model, ids = tiny_model("llama"), tokens(0)
         model.enable_input_require_grads()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+            checkpoint_activations(model, use_reentrant=use_reentrant)
         with sbp.attach(model, [ROWS], seed=5) as engine:
             engine.backward(model(input_ids=ids, labels=ids).loss)
             assert engine.report().kept_share == 0.25

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import ModuleTrace, count_flops, saved_bytes
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 
@@ -180,7 +181,7 @@ def test_embeddings_that_were_made_to_require_a_gradient_do_not_prolong_the_back
 
 def test_reentrant_checkpointing_is_refused_by_name() -> None:
     model = tiny_model("llama")
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpoint_activations(model, use_reentrant=True)
     with pytest.raises(UnsupportedError, match="use_reentrant=False"):
         sbp.attach(model, [sbp.make_policy("frozen", train=["lm_head"])])
 

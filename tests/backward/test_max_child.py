@@ -13,6 +13,7 @@ from torch.autograd.function import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Report, Route
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import Edge, EdgeRouter, Policy, Step
@@ -380,7 +381,7 @@ def test_other_sites_are_refused_by_name(sites: str) -> None:
 
 def test_reentrant_checkpointing_is_refused_and_non_reentrant_is_not() -> None:
     model, ids = tiny_decoder("llama"), tokens(0)
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpoint_activations(model, use_reentrant=True)
     model.enable_input_require_grads()
     with (
         sbp.attach(model, [sbp.make_policy("max-child")], sites="nodes") as engine,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import compare_gradients, count_flops, saved_bytes, tensor_bytes
 
 from .conftest import VOCABULARY, tiny_model, tokens
@@ -116,7 +117,7 @@ def test_activation_checkpointing_saves_less() -> None:
     model, ids = tiny_model("llama", num_hidden_layers=4), tokens(0)
     with saved_bytes(model.parameters()) as plain:
         kept = model(input_ids=ids, labels=ids).loss
-    model.activation_checkpointing_enable()
+    checkpoint_activations(model)
     with saved_bytes(model.parameters()) as checkpointed:
         kept_too = model(input_ids=ids, labels=ids).loss
     assert torch.equal(kept, kept_too)

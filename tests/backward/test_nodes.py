@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Claim
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
@@ -274,7 +275,7 @@ def test_a_backward_from_outside_is_refused_and_a_disabled_one_is_plain() -> Non
 
 def test_what_hides_nodes_is_refused_before_anything_is_computed() -> None:
     model, ids = tiny_decoder("llama"), tokens(0)
-    model.activation_checkpointing_enable({"use_reentrant": True})
+    checkpoint_activations(model, use_reentrant=True)
     model.enable_input_require_grads()
     with (
         sbp.attach(model, [TOP], sites="nodes") as engine,

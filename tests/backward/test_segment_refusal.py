@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError
 
 from .conftest import FAMILIES, tokens
@@ -182,7 +183,7 @@ def test_what_cannot_be_cut_is_refused_by_name(options: dict[str, Any], error: t
 
 def test_checkpointed_layers_and_models_without_layers_are_refused() -> None:
     model = make_model()
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     with pytest.raises(UnsupportedError, match=r"segments and activation checkpointing \(at 'model"):
         sbp.attach(model, [], segments=2)
     with pytest.raises(UnsupportedError, match="Linear has no list of layers"):

@@ -12,6 +12,7 @@ from torch.autograd.function import Function
 from torch.utils.checkpoint import checkpoint
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import FlopCount, ModuleTrace, SavedBytes, count_flops, saved_bytes
 from sparsebp_cli.backward.site import find_linears
 from sparsebp_cli.policy import Elements
@@ -64,7 +65,7 @@ def test_every_linear_of_every_family_has_its_own_work(family: str) -> None:
 def test_what_checkpointing_runs_again_is_told_apart(family: str, reentrant: bool) -> None:
     model = tiny_model(family)
     plain, _ = _run(model)
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    checkpoint_activations(model, use_reentrant=reentrant)
     flops, _ = _run(model)
     assert flops.backward == plain.backward
     assert flops.forward == plain.forward

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine
 
 from .matrix import Entry
@@ -39,7 +40,7 @@ def build(composition: str) -> nn.Module:
             if "lora_B" in name:
                 nn.init.normal_(parameter, std=0.1)
     if composition.endswith("checkpointing"):
-        model.activation_checkpointing_enable({"use_reentrant": composition.startswith("reentrant")})
+        checkpoint_activations(model, use_reentrant=composition.startswith("reentrant"))
         model.enable_input_require_grads()
     if composition != "autocast":  # which leaves double precision alone
         model.to(torch.float64)

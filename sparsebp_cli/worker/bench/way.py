@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from sparsebp_cli.asset.checkpointing import checkpoint_activations, keep_activations
 from sparsebp_cli.backward import Engine, attach, kernel
 from sparsebp_cli.policy import Policy
 
@@ -68,14 +69,11 @@ class Way:
 
 @contextmanager
 def _checkpointing(model: Any) -> Iterator[None]:
-    # transformers 5.18 renamed both; the old names warn since.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    disable = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
-    enable({"use_reentrant": False})
+    checkpoint_activations(model)
     try:
         yield
     finally:
-        disable()
+        keep_activations(model)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.token import plan as planning
 from sparsebp_cli.backward.token.decoder import find_decoder
 from sparsebp_cli.backward.token.plan import Marks, make_plan
@@ -67,7 +68,7 @@ def test_linears_of_joined_examples_multiply_chosen_rows_alone() -> None:
 def test_a_checkpointed_layer_of_joined_examples_gives_the_same_gradient() -> None:
     stored = step(decoder("llama"), unequal(), "detach")
     model = decoder("llama")
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     assert_near(step(model, unequal(), "detach"), stored, 1e-6)
 
 

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from tests.backward.conftest import tiny_model
 from tests.backward.families import tiny_decoder
 
@@ -56,7 +57,7 @@ def test_checkpointed_layers_give_the_same_gradient(family: str, mode: Any, *, r
         batch = make_batch(name, "right")
         stored = step(decoder(family), batch, mode)
         model = decoder(family)
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        checkpoint_activations(model, use_reentrant=reentrant)
         if reentrant:
             model.enable_input_require_grads()
         assert_near(step(model, batch, mode), stored, 1e-6)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.part import Claiming, DensePass, PassClaim
@@ -114,7 +115,7 @@ def test_claims_of_tokens_and_of_a_gradient_policy_are_multiplied() -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_checkpointed_layer_runs_again_for_carried_rows_alone(family: str, mode: Any) -> None:
     model = decoder(family)
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_activations(model)
     proof = prove(model, even("scattered"), Marked(mode=mode))
     again = proof.policy.flops.recomputed.total()
     assert 0 < again < proof.dense.flops.recomputed.total()
