@@ -20,21 +20,9 @@ from sparsebp_cli.backward.flops import FlopCount
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.memory import SavedBytes
 from sparsebp_cli.backward.part import PassClaim
-from sparsebp_cli.backward.report import Report, SiteReport
+from sparsebp_cli.backward.proof_table import claimed_share, tabulate
+from sparsebp_cli.backward.report import Report
 from sparsebp_cli.backward.site import find_linears
-
-COLUMNS = (
-    "forward_flops",
-    "recomputed_flops",
-    "backward_flops",
-    "dense_backward_flops",
-    "saved_bytes",
-    "dense_saved_bytes",
-    "rows",
-    "dense_rows",
-    "claimed_share",
-    "kept_share",
-)
 
 
 @dataclass(frozen=True)
@@ -128,8 +116,7 @@ class Proof:
         """What all policies together claim to leave of the dense backward; None when none claims anything."""
         if not self._base:
             return None
-        left = sum(self._left(self.dense.flops.backward, self.dense.flops.recomputed).values())
-        return left - self.report.dense_flops + self.report.claimed_flops
+        return sum(self.left_flops.values()) - self.report.dense_flops + self.report.claimed_flops
 
     @property
     def claimed_forward_flops(self) -> float:
@@ -172,8 +159,31 @@ class Proof:
     @property
     def rows_share(self) -> float | None:
         """Rows that linears multiplied for dgrad and wgrad, over those of the dense backward; None without linears."""
-        rows = [sum(self._rows(name, count) or 0.0 for name in self.row_flops) for count in (self.policy, self.dense)]
+        rows = [sum(self.rows(name, count) or 0.0 for name in self.row_flops) for count in (self.policy, self.dense)]
         return rows[0] / rows[1] if rows[1] else None
+
+    @property
+    def left_flops(self) -> dict[str, float]:
+        """What policies that are not asked at sites claim to leave of the dense backward, by module."""
+        shares = [(claim.backward, claim.recomputed) for claim in self.claims]
+        return _times(self.dense.flops.backward, self.dense.flops.recomputed, shares)
+
+    def rows(self, name: str, count: PassCount) -> float | None:
+        """Return how many rows a linear multiplied for dgrad and wgrad; None for another module.
+
+        Args:
+            name: The module's.
+            count: Of one of the two passes.
+
+        Returns:
+            The rows of both products together.
+        """
+        row = self.row_flops.get(name)
+        return count.flops.backward[name] / row if row else None
+
+    def table(self) -> dict[str, list[float | None]]:
+        """Return the proof by module; see :mod:`sparsebp_cli.backward.proof_table`."""
+        return tabulate(self)
 
     def find_overclaim(self) -> Overclaim | None:
         """Hold what was executed against the claim, at every site whose name is a module's and over all.
@@ -189,30 +199,6 @@ class Proof:
         assert self.executed_share is not None
         return Overclaim(self.claimed_share, self.executed_share, sites)
 
-    def table(self) -> dict[str, list[float | None]]:
-        """Return one row of ``COLUMNS`` for each module that computed or saved anything, or has sites.
-
-        Returns:
-            By the module's name; empty for the model itself and what belongs to no module.
-        """
-        counts = (self.policy.flops.forward, self.policy.flops.recomputed, self.policy.flops.backward)
-        columns = (*counts, self.dense.flops.backward, self.policy.saved.by_module, self.dense.saved.by_module)
-        sites: dict[str, list[SiteReport]] = {}
-        for site in self.report.sites:
-            sites.setdefault(self.owners[site.name], []).append(site)
-        names = dict.fromkeys([*sites, *(name for column in columns for name in column)])
-        left = self._left(self.dense.flops.backward, self.dense.flops.recomputed)
-        return {
-            name: [
-                *(float(column[name]) for column in columns),
-                self._rows(name, self.policy),
-                self._rows(name, self.dense),
-                self._claimed(name, sites.get(name, []), left),
-                kept_share(sites.get(name, [])),
-            ]
-            for name in names
-        }
-
     def _excess_by_site(self) -> dict[str, float]:
         executed, before = self.policy.backward_flops, self._before()
         return {
@@ -222,10 +208,6 @@ class Proof:
             for site in self.report.sites
             if site.dense_flops and _inside(site.name, before)
         }
-
-    def _left(self, backward: Mapping[str, int], recomputed: Mapping[str, int]) -> dict[str, float]:
-        """What policies that are not asked at sites leave, by module."""
-        return _times(backward, recomputed, [(claim.backward, claim.recomputed) for claim in self.claims])
 
     def _before(self) -> dict[str, float]:
         """The dense backward, with a checkpointed layer's forward whole: PyTorch ends it where nothing more is wanted,
@@ -238,16 +220,6 @@ class Proof:
             for claim in self.claims
         ]
         return _times(self.dense.flops.backward, self.dense.flops.recomputed | Counter(again), allowed)
-
-    def _claimed(self, name: str, sites: list[SiteReport], left: Mapping[str, float]) -> float | None:
-        dense = self.dense.backward_flops[name]
-        if not self.claims or name not in self.row_flops or not dense:
-            return claimed_share(sites)
-        return (left[name] + sum(site.claimed_flops - site.dense_flops for site in sites)) / dense
-
-    def _rows(self, name: str, count: PassCount) -> float | None:
-        row = self.row_flops.get(name)
-        return count.flops.backward[name] / row if row else None
 
 
 def _excess(executed: float, before: float, dense: float, allowed: float) -> float:
@@ -271,17 +243,3 @@ def _times(
 
 def _inside(site: str, count: Mapping[str, float]) -> float:
     return sum(flops for name, flops in count.items() if name == site or name.startswith(f"{site}."))
-
-
-def claimed_share(sites: Iterable[SiteReport]) -> float | None:
-    """Return what a policy claims to leave of the dense backward FLOPs of some sites; None when they have none."""
-    claims = [(site.claimed_flops, site.dense_flops) for site in sites]
-    dense = sum(dense for _, dense in claims)
-    return sum(claimed for claimed, _ in claims) / dense if dense else None
-
-
-def kept_share(sites: Iterable[SiteReport]) -> float | None:
-    """Return the share of gradient entries that was kept at some sites; None when no gradient arrived."""
-    counts = [(site.kept_share * site.entries, site.entries) for site in sites if site.kept_share is not None]
-    entries = sum(entries for _, entries in counts)
-    return sum(kept for kept, _ in counts) / entries if entries else None

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement, Proof
 from sparsebp_cli.backward.layer import LayerNumbers
-from sparsebp_cli.backward.proof import COLUMNS, Overclaim, kept_share
+from sparsebp_cli.backward.proof import Overclaim
+from sparsebp_cli.backward.proof_table import COLUMNS, kept_share
 from sparsebp_cli.backward.report import Report, SiteReport
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric

@@ -12,8 +12,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Movement, PassCount, Proof, count_flops, saved_bytes
-from sparsebp_cli.backward.proof import COLUMNS
+from sparsebp_cli.backward.proof_table import COLUMNS
 from sparsebp_cli.backward.rounding import pad_up, round_up
 from sparsebp_cli.backward.trace import ModuleTrace
 from sparsebp_cli.policy import Blocks, Columns, Elements, Policy, Rows, Selection, Site, Step
@@ -121,7 +122,7 @@ def test_rounding_is_no_lie(options: dict[str, Any], family: str, checkpointing:
     """Seven positions and widths of 32 and 48: no share of them is a whole number of rows, columns or blocks."""
     model = tiny_model(family)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     proof = _prove(model, _policy(options), shape=(3, 7))
     assert proof.find_overclaim() is None
     assert proof.excess_share == 0.0
