@@ -11,16 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from pytorch_optimizer import AdaLOMO
 from torch import Tensor, nn
 
-from sparsebp_cli.worker.precision import keep_precision
+from sparsebp_cli.worker.separate import SeparateOptimizer
 
 _STATE = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
 
 
-class AdaLomo(torch.optim.Optimizer):
+class AdaLomo(SeparateOptimizer):
     """Steps of bounded size in units of each parameter's own, with a factored second moment.
 
     Args:
@@ -56,28 +55,6 @@ class AdaLomo(torch.optim.Optimizer):
         AdaLOMO(nn.Linear(1, 1), lr=lr, **options)  # checks them
         super().__init__(params, {"lr": lr} | options)
         self._options = tuple(options)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, which is in single precision, whatever the weights are in.
-
-        Args:
-            state_dict: Of such an optimizer.
-        """
-        super().load_state_dict(state_dict)
-        keep_precision(self, state_dict)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: None.
-        """
-        del closure
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, alone = self.state[parameter], nn.Module()

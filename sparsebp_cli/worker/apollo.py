@@ -16,12 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsebp_cli.worker.precision import keep_precision
+from sparsebp_cli.worker.separate import SeparateOptimizer
 
 _GROWTH = 1.01  # section 3.2: by how much the norm of a step may exceed that of the one before
 
 
-class Apollo(torch.optim.Optimizer):
+class Apollo(SeparateOptimizer):
     """AdamW for vectors; for matrices, gradients scaled by channel or as a whole.
 
     Args:
@@ -84,28 +84,6 @@ class Apollo(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._number[parameter] = len(self._number)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; moments stay in single precision, whatever the weights are in.
-
-        Args:
-            state_dict: Of such an optimizer.
-        """
-        super().load_state_dict(state_dict)
-        keep_precision(self, state_dict)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: None.
-        """
-        del closure
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], cast("Tensor", parameter.grad)
