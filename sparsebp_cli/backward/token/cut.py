@@ -144,7 +144,7 @@ def _cut_mask(mask: Tensor | None, view: View) -> Tensor | None:
         query_BQ, key_BS, valid_BS = query_BQ[:1], key_BS[:1], valid_BS[:1]
     causal = (query_BQ[:, :, None] >= key_BS[:, None, :])[:, None]
     allowed = causal if mask is None else _gather(mask, query_BQ, key_BS)
-    allowed = _exclude(allowed, valid_BS[:, None, None, :], view.slot_BQ[: len(allowed)])
+    allowed = _exclude(allowed, valid_BS[:, None, None, :], view)
     if view.is_own and allowed.dtype == torch.bool and _is_causal(allowed, view.queries.valid_BK[: len(allowed)]):
         return None
     return allowed
@@ -159,10 +159,7 @@ def _cut_joined_mask(mask: Tensor | None, view: View, length: int) -> Tensor:
         return same & (query_1Q1 >= key_11S)[:, None]
     example = query_1Q1 // length if len(mask) > 1 else torch.zeros_like(query_1Q1)
     found = mask.transpose(0, 1)[:, example, query_1Q1 % length, key_11S % length].transpose(0, 1)
-    slot = view.slot_BQ[:, None, :, None].expand(-1, found.shape[1], -1, 1)
-    if found.dtype == torch.bool:
-        return (found & same).scatter(3, slot, value=True)
-    return found.masked_fill(~same, torch.finfo(found.dtype).min).scatter(3, slot, 0.0)
+    return found & same if found.dtype == torch.bool else found.masked_fill(~same, -torch.inf)
 
 
 def _gather(mask: Tensor, query_BQ: Tensor, key_BS: Tensor) -> Tensor:
@@ -173,14 +170,17 @@ def _gather(mask: Tensor, query_BQ: Tensor, key_BS: Tensor) -> Tensor:
     return whole.transpose(0, 1)[:, example, query, key].transpose(0, 1)
 
 
-def _exclude(allowed: Tensor, valid: Tensor, slot_BQ: Tensor) -> Tensor:
-    """Let nobody look at rows that only fill up, and let every row look at itself: one that sees nothing is no number,
-    and no number times nothing is none either."""
-    slot = slot_BQ[:, None, :, None].expand(len(allowed), allowed.shape[1], -1, 1)
+def _exclude(allowed: Tensor, valid: Tensor, view: View) -> Tensor:
+    """Let nobody look at rows that only fill up, and let these look at themselves: one that sees nothing is no number,
+    and no number times nothing is none either. What a row of padding sees that is trained is up to the model's mask."""
+    slot = view.slot_BQ[: len(allowed), None, :, None].expand(len(allowed), allowed.shape[1], -1, 1)
+    fills = ~view.queries.valid_BK[: len(allowed), None, :, None]
     if allowed.dtype == torch.bool:
-        return (allowed & valid).scatter(3, slot, value=True)
-    lowest = torch.finfo(allowed.dtype).min
-    return allowed.masked_fill(~valid, lowest).scatter(3, slot, 0.0)
+        allowed = allowed & valid
+        return allowed.scatter(3, slot, allowed.gather(3, slot) | fills)
+    # Lower than what a mask forbids by: eager attention spreads a row that sees nothing over all that it may not see.
+    allowed = allowed.masked_fill(~valid, -torch.inf)
+    return allowed.scatter(3, slot, allowed.gather(3, slot).masked_fill(fills, 0.0))
 
 
 def _is_causal(allowed: Tensor, valid_BQ: Tensor) -> bool:

@@ -92,6 +92,10 @@ def find_decoder(model: nn.Module) -> Decoder:
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
             raise UnsupportedError(f"token selection needs a decoder alone; {_name(causal)} has {option}")
+    if config.get_text_config() is not config:  # what is no text may be looked at from before
+        raise UnsupportedError(
+            f"token selection needs a model of text alone; {_name(causal)} has {type(config).__name__}"
+        )
     layouts, numbers = find_layouts(), LayerNumbers(causal)
     layers = []
     for number, module in enumerate(numbers.layers):

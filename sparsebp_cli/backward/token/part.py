@@ -141,7 +141,7 @@ class BoundDecoder(Bound):
             raise UsageError(_NO_LABELS.format(type(self.part.policy).__name__))
         self._check(own, labels)
         choice = self.part.chooser.choose(known, self._plain, self.engine.now())
-        marks = read_marks(choice, labels, own.get("attention_mask"))
+        marks = read_marks(choice, labels, own.get("attention_mask"), self.part.decoder.implementation)
         return_dict = own.pop("return_dict", None)
         own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)

@@ -27,12 +27,14 @@ class Marks:
         real: Whether the position is no padding.
         trained: Whether its loss counts.
         carries: Whether it carries gradient, as the policy chose.
+        looks_on: Whether a position of the example may look at later ones, (B, 1).
     """
 
     target: Tensor
     real: Tensor
     trained: Tensor
     carries: Tensor
+    looks_on: Tensor
 
     @property
     def is_whole(self) -> bool:
@@ -70,13 +72,14 @@ class Plan:
     is_joined: bool
 
 
-def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None) -> Marks:
+def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str) -> Marks:
     """Bring a choice to the CPU, and check it.
 
     Args:
         choice: The policy's.
         labels_BT: As the model takes them: position t predicts the label at t + 1.
         mask: The model's ``attention_mask``; only one of two dimensions tells padding.
+        implementation: transformers' name of the attention function.
 
     Returns:
         What is known of every position.
@@ -98,7 +101,10 @@ def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None) -> M
         raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions that the labels do not train")
     if (trained & ~carries).any():
         raise UsageError(f"{int((trained & ~carries).sum())} trained positions are not among those of carries_BT")
-    return Marks(target, real, trained, carries)
+    # A mask of the user's own may allow anything; and where eager attention may look at nothing, which only padding may
+    # not, it looks at everything.
+    looks_on = (trained & ~real).any(1, keepdim=True) & (implementation == "eager")
+    return Marks(target, real, trained, carries, looks_on | (mask is not None and mask.dim() == 4))
 
 
 def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"], pair_cost: float) -> Plan:
@@ -121,12 +127,12 @@ def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"],
     length = trained.shape[1]
     last_B1 = (trained * torch.arange(length)).amax(1, keepdim=True)
     reaches = torch.arange(length) <= last_B1
-    needed = (marks.real | trained) & reaches & trained.any(1, keepdim=True)
+    needed = ((marks.real | trained) & reaches | marks.looks_on) & trained.any(1, keepdim=True)
     if mode == "exact":  # columns, so that rows stay where they are and the kernels are the model's own
         carried_BT, dropped_BT = needed.any(0).expand_as(trained), torch.zeros_like(trained)
     else:
         carried_BT, dropped_BT = needed & (marks.carries | trained), needed & ~(marks.carries | trained)
-    is_prompt = _is_prompt(carried_BT, dropped_BT)
+    is_prompt = _is_prompt(carried_BT, dropped_BT) and not bool(marks.looks_on.any())
     counts = tuple(part.sum(1).double() for part in (carried_BT, dropped_BT, trained))
     is_joined = mode == "detach" and _joining_pays(counts[0], counts[1], pair_cost, is_prompt=is_prompt)
     if is_joined:

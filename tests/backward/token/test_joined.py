@@ -21,7 +21,7 @@ from .test_work import prove
 def marks_of(batch: Batch) -> Marks:
     """Return what is known of a batch without padding, with every position a target."""
     every = torch.ones_like(batch.trained)
-    return Marks(every, every, batch.trained, batch.carries)
+    return Marks(every, every, batch.trained, batch.carries, torch.zeros(len(every), 1, dtype=torch.bool))
 
 
 def unequal() -> Batch:

@@ -14,6 +14,8 @@ from transformers import (
     LlamaForSequenceClassification,
     OPTConfig,
     OPTForCausalLM,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
 )
 
 import sparsebp_cli as sbp
@@ -30,6 +32,16 @@ def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs()
     )
     with pytest.raises(UnsupportedError, match=r"does not know OPTDecoderLayer: .* BranchLayout .*sparsebp\.layouts"):
         sbp.attach(OPTForCausalLM(config), [Marked()])
+
+
+def pictured() -> PaliGemmaForConditionalGeneration:
+    """A decoder of text and pictures, whose prompts look ahead."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "gemma", "vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, **sizes}
+    vision = {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, **sizes}
+    return PaliGemmaForConditionalGeneration(
+        PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=32, image_token_id=63)
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,6 +64,7 @@ def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs()
             ),
             "does not know BertLayer",
         ),
+        (pictured, "a model of text alone; PaliGemmaForConditionalGeneration has PaliGemmaConfig"),
         (lambda: tiny_decoder("gemma3_text", use_bidirectional_attention=True), "has use_bidirectional_attention"),
         (lambda: tiny_decoder("gpt2", add_cross_attention=True), "has add_cross_attention"),
         (lambda: tiny_decoder("llama", attn_implementation="flex_attention"), "attention eager or sdpa, got 'flex_att"),
