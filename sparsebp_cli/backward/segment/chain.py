@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from sparsebp_cli.backward.grad_store import GradStore
+from sparsebp_cli.backward.segment.argument import refuse_hidden
 from sparsebp_cli.backward.segment.cut import split
 from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -51,7 +52,7 @@ def segmented_backward(
     Raises:
         UsageError: There are no segments, fewer than ``num_segments``, gradients are disabled, ``x`` was computed, or
             the loss is not one number that depends on something trained.
-        UnsupportedError: A segment changes its input in place.
+        UnsupportedError: A segment changes its input in place, or is given or gives a tensor inside of some object.
     """
     parts = _join(segments, num_segments)
     if not torch.is_grad_enabled():
@@ -89,21 +90,26 @@ class _Pass:
     """
 
     def __init__(self, number: int, part: Sequence[Module], value: Any) -> None:
-        self._number, self._part, self._value = number, part, value
+        self._number, self._part = number, part
+        # Apart, so that each run has lists and dicts of its own, into which a module may write.
+        self._leaves, self._spec = tree_flatten(value)
         self._outputs: list[Any] = []
 
     def run_without_graph(self, *, wants_grad: bool) -> Any:
         """Return the output: leaves, which require grad if that is wanted."""
-        tensors = [leaf for leaf in tree_flatten(self._value)[0] if isinstance(leaf, Tensor)]
+        where = f"segment {self._number}"
+        refuse_hidden(self._leaves, where, given=True)
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         versions = Versions()
         for tensor in tensors:
             versions.note(tensor)
         self._surrounding = Surrounding((m for m in self._part if isinstance(m, nn.Module)), tensors)
         with torch.no_grad(), self._surrounding.without_cache():
-            output = _run(self._part, self._value)
+            output = _run(self._part, tree_unflatten(self._leaves, self._spec))
         self._surrounding.settle()
         if versions.find_changed() is not None:
-            raise UnsupportedError(f"segment {self._number} changes its input in place: begin it with another module")
+            raise UnsupportedError(f"{where} changes its input in place: begin it with another module")
+        refuse_hidden(tree_flatten(output)[0], where, given=False)
         output = tree_map(lambda leaf: _as_leaf(leaf, wants_grad=wants_grad), output)
         self._outputs = tree_flatten(output)[0]
         return output
@@ -116,7 +122,7 @@ class _Pass:
         if all(grad is None for grad in grads):
             return
         with self._surrounding.again():
-            outputs = tree_flatten(_run(self._part, self._value))[0]
+            outputs = tree_flatten(_run(self._part, tree_unflatten(self._leaves, self._spec)))[0]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         del outputs
         if pairs:

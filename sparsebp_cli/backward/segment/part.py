@@ -39,7 +39,7 @@ class Segments:
 
     Raises:
         UsageError: There are not so many layers, or the names are not layers in their order.
-        UnsupportedError: The model has no list of layers, or they are checkpointed.
+        UnsupportedError: The model has no list of layers, or they are checkpointed, or dropped at random.
     """
 
     def __init__(self, model: nn.Module, segments: int | Sequence[str]) -> None:
@@ -52,6 +52,11 @@ class Segments:
                     f"segments and activation checkpointing{where} in one model are not built: "
                     "switch checkpointing off, segments compute layers again as well"
                 )
+        dropped = getattr(self._layers.owner, "layerdrop", 0.0)  # transformers' name, of speech and of BART's kind
+        if isinstance(dropped, float | int) and dropped > 0.0:
+            raise UnsupportedError(
+                f"segments: {type(self._layers.owner).__name__} skips layers at random (layerdrop={dropped}): set it to 0"
+            )
         self._checked: set[str] = set()  # segments whose layers use nothing that is not theirs
         self._position = -1  # of the layer that ran last in this forward
         self._passage: Passage | None = None

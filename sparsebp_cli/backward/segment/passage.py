@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sparsebp_cli.backward.leaf import find_leaves
+from sparsebp_cli.backward.segment.argument import Contents, refuse_hidden
 from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Passage:
         self._number: dict[int, int] = {}  # in `given`, by identity
         self._made: dict[int, tuple[weakref.ref[Tensor], _Made]] = {}
         self._calls: list[_Call] = []
-        self._versions = Versions()
+        self._versions, self._weights = Versions(), Versions()
+        for parameter in (p for m in self.modules for p in m.parameters()):
+            self._weights.note(parameter)
         self._surrounding: Surrounding | None = None
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,23 +81,29 @@ class Passage:
             What it gives; tensors are leaves, at which no gradient may arrive.
 
         Raises:
-            UnsupportedError: Something was computed since the layer before, or a cache is filled.
+            UnsupportedError: Something was computed since the layer before, a cache is filled, or tensors come or go in
+                another way than as arguments and outputs.
         """
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [_without_cache(leaf, self._name) for leaf in leaves]
+        where = repr(self._name)
+        refuse_hidden(leaves, where, given=True)
         if self._surrounding is None:
             self._surrounding = Surrounding(self.modules, (t for t in leaves if isinstance(t, Tensor)))
         stand_ins = tuple(self._stand_in(leaf) for leaf in leaves)
         if self._calls and not any(isinstance(leaf, _Made) for leaf in stand_ins):
             self._refuse_between()
         args, kwargs = tree_unflatten(leaves, spec)
+        contents = Contents((args, kwargs))
         captured = [(each, len(each)) for each in _find_captured()]
         with torch.no_grad(), self._surrounding.without_cache():
             output = forward(*args, **kwargs)
+        contents.refuse_changed(output, where)
         self._calls.append(_Call(forward, stand_ins, spec))
         for each, length in captured:  # such as a router's scores, of which a loss may be made
             each[length:] = [self._as_mark(leaf) for leaf in each[length:]]
         outputs, spec = tree_flatten(output)
+        refuse_hidden(outputs, where, given=False)
         return tree_unflatten([self._mark(leaf, number) for number, leaf in enumerate(outputs)], spec)
 
     def finish(self, output: Any) -> tuple[list[Any], list[int], TreeSpec]:
@@ -134,7 +143,16 @@ class Passage:
 
         Returns:
             The leaves of the last layer's output.
+
+        Raises:
+            UsageError: A weight is no longer what it was in the forward.
         """
+        changed = self._weights.find_changed()
+        if changed is not None:
+            raise UsageError(
+                f"segments: a weight of shape {tuple(changed.shape)} in the segment that begins with {self.names[0]!r} "
+                "was changed between forward and backward: the layers would give something else the second time"
+            )
         assert self._surrounding is not None
         outputs: list[list[Any]] = []
         with self._surrounding.again():

@@ -1,11 +1,19 @@
-"""What a forward finds beside its arguments, noted for running it again: random generators, autocast, buffers."""
+"""What a forward finds beside its arguments, noted for running it again.
+
+Random generators (of PyTorch, of Python and of numpy: layers may be dropped by either), autocast, buffers, and which
+modules are training.
+"""
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -57,10 +65,14 @@ class Surrounding:
             for module in inner
             for name, tensor in module.named_buffers(recurse=False)
         ]
+        self._training = [(module, module.training) for module in inner]
+        self._host: tuple[Any, bytes] | None = _get_host()
 
     def settle(self) -> None:
         """Forget what the forward, which has ended, did not change."""
         self._buffers = [buffer for buffer in self._buffers if buffer.is_changed]
+        if self._host == _get_host():
+            self._host = None
 
     @contextmanager
     def without_cache(self) -> Iterator[None]:
@@ -82,6 +94,8 @@ class Surrounding:
             None: As long as everything is as it was.
         """
         now = [(buffer, getattr(buffer.module, buffer.name)) for buffer in self._buffers]
+        switched = [(module, module.training) for module, was in self._training if module.training != was]
+        host = None if self._host is None else _get_host()
         with ExitStack() as stack:
             stack.enter_context(self.without_cache())
             for device, states in self._generators.items():
@@ -89,10 +103,16 @@ class Surrounding:
             try:
                 for buffer, _ in now:
                     setattr(buffer.module, buffer.name, buffer.value.clone())
+                for module, is_training in switched:
+                    module.training = not is_training
+                _put_host(self._host)
                 yield
             finally:
                 for buffer, tensor in now:
                     setattr(buffer.module, buffer.name, tensor)
+                for module, is_training in switched:
+                    module.training = is_training
+                _put_host(host)
 
 
 class Versions:
@@ -108,6 +128,17 @@ class Versions:
     def find_changed(self) -> Tensor | None:
         """Return one that was changed since, if there is one."""
         return next((tensor for tensor, version in self._noted.values() if _version(tensor) != version), None)
+
+
+def _get_host() -> tuple[Any, bytes]:
+    """Return the states of Python's generator and of numpy's, so that they can be compared."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
+
+
+def _put_host(states: tuple[Any, bytes] | None) -> None:
+    if states is not None:
+        random.setstate(states[0])
+        np.random.set_state(pickle.loads(states[1]))
 
 
 def _version(tensor: Tensor) -> int:

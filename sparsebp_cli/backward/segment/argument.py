@@ -1,0 +1,96 @@
+"""What layers are given and what they give: tensors, in tuples, lists and dicts. What hides from these is refused.
+
+A segment runs twice, and its gradients go the way of its arguments and outputs. A tensor inside of some object would be
+passed by, and what a layer writes into a list or an object that it was given would be written twice, or nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from sparsebp_cli.errors import UnsupportedError
+
+_ALLOWED = "allowed: tensors, and tuples, lists and dicts of them"
+
+
+class Contents:
+    """What is in the lists, dicts and objects of a tree, to find out later which have other contents.
+
+    Args:
+        tree: Arguments of a layer.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self._found = [(container, _values(container)) for container in _containers(tree)]
+
+    def refuse_changed(self, output: Any, where: str) -> None:
+        """Refuse a layer that writes into what it was given, unless it returns it.
+
+        Args:
+            output: Of the layer.
+            where: What errors call the layer.
+
+        Raises:
+            UnsupportedError: It does.
+        """
+        changed = [c for c, before in self._found if not _are_same(before, _values(c))]
+        if not changed:
+            return
+        returned = {id(container) for container in _containers(output)}
+        for container in changed:
+            if id(container) not in returned:
+                raise UnsupportedError(
+                    f"segments: {where} changes a {type(container).__name__} that it is given and does not return, "
+                    "and would do so a second time in the backward: let it return what it adds"
+                )
+
+
+def refuse_hidden(leaves: Iterable[Any], where: str, *, given: bool) -> None:
+    """Refuse tensors inside of objects, whose gradients would be lost.
+
+    Args:
+        leaves: Of arguments or of an output.
+        where: What errors call the layer.
+        given: Whether they are arguments; among these, objects may hold what has no gradient, such as masks.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    for leaf in leaves:
+        for value in () if isinstance(leaf, Tensor) else _values(leaf):
+            if value.requires_grad or (not given and (value.is_floating_point() or value.is_complex())):
+                what = "is given" if given else "returns"
+                raise UnsupportedError(
+                    f"segments: {where} {what} a tensor inside of a {type(leaf).__name__}, where its gradient would be "
+                    f"lost; {_ALLOWED}"
+                )
+
+
+def _containers(tree: Any) -> Iterator[Any]:
+    """Every list, dict and object with tensors in it, outer ones first."""
+    if isinstance(tree, Tensor):
+        return
+    if isinstance(tree, list | dict) or (not isinstance(tree, tuple) and _values(tree)):
+        yield tree
+    if isinstance(tree, list | tuple | dict):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _containers(value)
+
+
+def _values(container: Any) -> list[Any]:
+    """What a list or dict contains; of an object the tensors among its attributes."""
+    if isinstance(container, list):
+        return list(container)
+    if isinstance(container, dict):
+        return [*container, *container.values()]
+    attributes = getattr(container, "__dict__", {})
+    names = getattr(type(container), "__slots__", ())
+    slots = [getattr(container, name, None) for name in ((names,) if isinstance(names, str) else names)]
+    return [value for value in (*dict(attributes).values(), *slots) if isinstance(value, Tensor)]
+
+
+def _are_same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
