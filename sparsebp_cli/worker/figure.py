@@ -1,4 +1,4 @@
-"""Figures of a step that are read off after it: bytes that are held, and where a router let the gradient go."""
+"""Figures of a step that are read off after it: bytes held, entries kept, and where a router let the gradient go."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sparsebp_cli.backward.memory import tensor_bytes
 from sparsebp_cli.backward.memory_storage import tensors_in
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.peak import PeakMemory
+from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import own_part
 
 
@@ -32,6 +33,22 @@ def held_bytes(model: nn.Module, optimizer: Any, peak: PeakMemory) -> dict[str, 
         metric.OPTIMIZER_BYTES.name: float(tensor_bytes(own_part(value) for value in state)),
         name.name: float(peak.bytes()),
     }
+
+
+def kept_share(own: float | None, ranks: Ranks) -> float | None:
+    """Return which share of gradient entries was kept over all ranks: each has as many rows.
+
+    Args:
+        own: On this rank; None when no gradient arrived.
+        ranks: Every one must ask.
+
+    Returns:
+        The share, in [0, 1]; None when no gradient arrived anywhere.
+    """
+    if ranks.count == 1:
+        return own
+    total, known = ranks.total([own or 0.0, float(own is not None)])
+    return total / known if known else None
 
 
 def tell_route(route: Route | None) -> dict[str, float | None]:

@@ -17,13 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
-from sparsebp_cli.worker.batch import BatchOrder, in_order, num_targets
+from sparsebp_cli.worker.batch import BatchOrder, in_order
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.chosen import tell_chosen
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
-from sparsebp_cli.worker.figure import held_bytes, tell_route
+from sparsebp_cli.worker.figure import held_bytes, kept_share, tell_route
 from sparsebp_cli.worker.finite import finite_loss, finite_norm
+from sparsebp_cli.worker.loss import part_of_mean
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.memory import StepMemory
 from sparsebp_cli.worker.peak import PeakMemory
@@ -177,7 +178,7 @@ class Training:
             metric.GRAD_NORM.name: norm,
             metric.LEARNING_RATE.name: float(self.schedule.get_last_lr()[0]),
             metric.TRAIN_TOKENS.name: self.tokens,
-            metric.KEPT_SHARE.name: self._kept_share(),
+            metric.KEPT_SHARE.name: kept_share(self.engine.take_kept_share(), self.ranks),
             metric.FORWARD_SECONDS.name: most.pop("forward"),
             metric.BACKWARD_SECONDS.name: most.pop("backward"),
             metric.OPTIMIZER_SECONDS.name: most.pop("optimizer"),
@@ -195,27 +196,8 @@ class Training:
     def _most(self, values: dict[str, float]) -> dict[str, float]:
         return dict(zip(values, self.ranks.highest(list(values.values())), strict=True))
 
-    def _kept_share(self) -> float | None:
-        """Over all ranks: each has as many rows."""
-        share = self.engine.take_kept_share()
-        if self.ranks.count == 1:
-            return share
-        total, known = self.ranks.total([share or 0.0, float(share is not None)])
-        return total / known if known else None
-
     def _loss(self, batch: Batch, targets: int) -> Tensor:
-        """This batch's part of the mean over all targets of the step, on all ranks: every token weighs alike."""
-        on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        if batch["labels"].ndim == 1:
-            loss: Tensor = self.model(**on_device).loss
-            return loss * (num_targets(batch) / targets) if targets != num_targets(batch) else loss
-        items: float = targets
-        if (name := self.order.candidates) is not None:
-            # The engine multiplies with the share of this batch's targets that is trained: leave that of candidates.
-            items *= num_targets(batch) / max(1, num_targets(batch, name))
-        count = torch.tensor(items, device=self.accelerator.device)
-        mean: Tensor = self.model(**on_device, num_items_in_batch=count).loss
-        return mean
+        return part_of_mean(self.model, batch, targets, self.accelerator.device, self.order.candidates)
 
     def _clip(self, max_norm: float | None) -> float:
         if self.engine.eager is not None:  # has clipped, updated and looked at every gradient
