@@ -16,7 +16,7 @@ from sparsebp_cli.backward.deciding import Deciding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager import EagerUpdate
 from sparsebp_cli.backward.eager.choice import refuse_scaling
-from sparsebp_cli.backward.part import Part, Reading
+from sparsebp_cli.backward.part import Asking, Part, Reading
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Step
 
@@ -70,12 +70,16 @@ class Engine(Deciding):
                 in this one's pass; else it does not matter.
 
         Raises:
-            UsageError: The engine is detached, or a backward is under way.
+            UsageError: The engine is detached, a backward is under way, or a policy that chooses tokens or examples
+                was never asked, since the loss does not come from the model's own forward.
         """
         if not self._attached:
             raise UsageError("this engine is detached: attach the model again")
         if self._step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
+        for part in self.parts:
+            if self.enabled and isinstance(part, Asking):
+                part.check_asked()
         self._counter.start_backward()
         self._step = self.now()
         try:
@@ -99,7 +103,8 @@ class Engine(Deciding):
         """Give token policies what a script's own loss takes out of the batch before the model sees it.
 
         Args:
-            **columns: By name, each (B, T): ``labels``, and what the policy reads. They count until the next call.
+            **columns: By name, each (B, T): ``labels``, and what the policy reads; or ``num_items_in_batch``, a number
+                that counts in place of the forward's. They count until the next call.
         """
         for part in self.parts:
             if isinstance(part, Reading):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NoReturn, Protocol, runtime_checkable
+
+from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from sparsebp_cli.backward.engine import Engine
     from sparsebp_cli.backward.flops import FlopCount
     from sparsebp_cli.backward.trace import ModuleTrace
-    from sparsebp_cli.policy import Step
+    from sparsebp_cli.policy import Policy, Step
 
 
 class Part(Protocol):
@@ -37,6 +39,14 @@ class Reading(Protocol):
 
     def give(self, **columns: Tensor) -> None:
         """Be given columns that the model's forward will not get; they count until the next call."""
+
+
+@runtime_checkable
+class Asking(Protocol):
+    """A part whose policy is asked in the model's forward."""
+
+    def check_asked(self) -> None:
+        """Refuse a backward when the policy has not been asked since the model was attached."""
 
 
 @dataclass(frozen=True)
@@ -81,3 +91,20 @@ class Claiming(Protocol):
 
     def claim(self, dense: DensePass) -> PassClaim:
         """Return what the policy, in force as at the step under way, leaves of a dense pass on the same batch."""
+
+
+def refuse_unasked(policy: Policy, model: nn.Module) -> NoReturn:
+    """Refuse a backward of a model whose forward nobody has heard of.
+
+    Args:
+        policy: That would have been asked in it.
+        model: Whose forward it is.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        f"{type(policy).__name__} was never asked: a backward came, and before it no forward of {type(model).__name__} "
+        "in training with gradients; a script that calls parts of the model by themselves, or something that kept the "
+        "forward from before the model was attached, goes past the policy"
+    )

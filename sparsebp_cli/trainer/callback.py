@@ -19,7 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.trainer.choice import Choice, Chosen
-from sparsebp_cli.trainer.column import give_columns
+from sparsebp_cli.trainer.column import give_columns, only_candidates
 from sparsebp_cli.trainer.figure import all_values, take_values
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import refuse_unbuilt
@@ -71,6 +71,7 @@ class PolicyCallback(TrainerCallback):
         self._undo: list[Callable[[], object]] = []  # what is in force while a model is attached
         self._resumed: dict[str, Any] | None = None
         self._counts_next, self._counted = False, dict[str, float]()
+        self._num_candidates: Any = None  # of the optimizer step under way, where a column of the data says who is one
         self._began = self._logged = 0  # optimizer steps done before this training, and before the next line of the log
 
     def join(self, trainer: Trainer) -> Self:
@@ -98,6 +99,7 @@ class PolicyCallback(TrainerCallback):
             ("train", self._train),
             ("training_step", self._step),
             ("compute_loss", self._compute_loss),
+            ("_get_num_items_in_batch", self._count_items),
             ("evaluate", self._dense),
             ("predict", self._dense),
             ("log", self._log),
@@ -183,8 +185,14 @@ class PolicyCallback(TrainerCallback):
         self, compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._is_attached and self.engine is not None and self.engine.enabled:
-            give_columns(self.engine, self._choice.policies, inputs)
+            give_columns(self.engine, self._choice.policies, inputs, self._num_candidates)
         return compute_loss(model, inputs, *args, **kwargs)
+
+    def _count_items(self, count: Callable[..., Any], batches: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_attached and self.engine is not None and self.engine.enabled:
+            found = only_candidates(self._choice.policies, batches)
+            self._num_candidates = None if found is None else count(found, *args, **kwargs)
+        return count(batches, *args, **kwargs)
 
     def _dense(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         dense: AbstractContextManager[None] = nullcontext()

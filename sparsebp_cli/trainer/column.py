@@ -14,21 +14,52 @@ from torch import Tensor
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.policy import Policy, TokenSelector
 
+IGNORED = -100  # a label that trains nothing, as in transformers
 
-def give_columns(engine: Engine, policies: Sequence[Policy], inputs: Mapping[str, Any]) -> None:
+
+def give_columns(
+    engine: Engine, policies: Sequence[Policy], inputs: Mapping[str, Any], num_candidates: Tensor | int | None = None
+) -> None:
     """Hand the columns of a batch that policies read to the engine, which asks them.
 
     Args:
         engine: Attached.
         policies: That it carries out.
         inputs: The batch, before anything is taken out of it.
+        num_candidates: Of the whole step, counted as :func:`only_candidates` leaves them; None: all targets are.
     """
-    policy = next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
+    policy = _selector(policies)
     if policy is None:
         return
     names = policy.reads | ({"labels"} if chooses_by_data(policy) else set())
     given = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
+    found = only_candidates(policies, [inputs])
+    if num_candidates is not None and found is not None:
+        # The engine multiplies with the share of this batch's targets that is trained: leave that of candidates.
+        targets, own = (batch["labels"][:, 1:].ne(IGNORED).sum() for batch in (inputs, found[0]))
+        given["num_items_in_batch"] = num_candidates * (targets / own.clamp(min=1))
     engine.columns(**given)
+
+
+def only_candidates(policies: Sequence[Policy], batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return batches whose labels are those of the tokens alone that the data says may be trained.
+
+    Args:
+        policies: One of them may read the column that says so.
+        batches: As the data loader makes them.
+
+    Returns:
+        Copies; None where all targets may be trained, or a batch does not tell.
+    """
+    policy = _selector(policies)
+    name = None if policy is None else policy.candidate_column
+    if name is None or not all(isinstance(batch.get(key), Tensor) for batch in batches for key in (name, "labels")):
+        return None
+    return [{**batch, "labels": batch["labels"].masked_fill(batch[name] == 0, IGNORED)} for batch in batches]
+
+
+def _selector(policies: Sequence[Policy]) -> TokenSelector | None:
+    return next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
 
 
 def chooses_by_data(policy: TokenSelector) -> bool:

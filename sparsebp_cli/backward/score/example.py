@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sparsebp_cli.backward.part import DensePass, PassClaim
+from sparsebp_cli.backward.branch import is_filled
+from sparsebp_cli.backward.part import DensePass, PassClaim, refuse_unasked
 from sparsebp_cli.backward.score.batch import next_tokens
 from sparsebp_cli.backward.score.chosen import Chosen
 from sparsebp_cli.backward.score.cost import ScoringCost
@@ -68,6 +69,10 @@ class ExamplePart:
         if self._before is not None:
             self._model.__dict__["forward"] = self._before
 
+    def check_asked(self) -> None:
+        if not self._bound.was_asked:
+            refuse_unasked(self._policy, self._model)
+
     def enable(self, enabled: bool) -> None:
         """Nothing to do: the forward asks the engine."""
 
@@ -95,7 +100,7 @@ class BoundExamples(Bound):
     def __init__(
         self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: Engine, before: Any
     ) -> None:
-        self.is_attached, self._number = True, 1
+        self.is_attached, self.was_asked, self._number = True, False, 1
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
         # What chooses tokens below is asked about the chosen examples, and counts their targets.
         self._counts_all = not isinstance(before, Bound)
@@ -110,7 +115,12 @@ class BoundExamples(Bound):
             return self._inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise UnsupportedError("choosing examples is not built for torch.compile: what is chosen differs by step")
+        self.was_asked = True
         arguments = by_name(self._model, args, kwargs)
+        if is_filled(arguments.get("past_key_values"), self._model):
+            raise UnsupportedError(
+                f"{type(self._policy).__name__} does not know what to do with past_key_values in training"
+            )
         labels = arguments.get("labels")
         if labels is None:
             raise UsageError(

@@ -115,6 +115,24 @@ def find_decoder(model: nn.Module) -> Decoder:
     return decoder
 
 
+def refuse_prompt(model: nn.Module, name: str) -> None:
+    """Refuse a trained prompt, such as those of peft, that no gradient would reach.
+
+    Args:
+        model: That is attached.
+        name: Of the policy, under which only trained positions carry gradient.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    for module in model.modules():
+        if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
+            raise UnsupportedError(
+                f"{name} in mode detach gives the prompt of {_name(module)} no gradient, since trained positions alone "
+                "carry one: give carry: real, or mode: exact"
+            )
+
+
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments that a module's class takes in its forward, in order."""
     return _names(cast("Any", type(module)))

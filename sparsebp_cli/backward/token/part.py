@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch import call_module, replaced
-from sparsebp_cli.backward.part import DensePass, PassClaim
+from sparsebp_cli.backward.part import DensePass, PassClaim, refuse_unasked
 from sparsebp_cli.backward.score.chooser import TokenChooser
 from sparsebp_cli.backward.site import Bound, check_free
 from sparsebp_cli.backward.token.chooser import Chooser
 from sparsebp_cli.backward.token.claim import Sizes, claim
-from sparsebp_cli.backward.token.decoder import Decoder, argument_names, find_decoder
+from sparsebp_cli.backward.token.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits
 from sparsebp_cli.backward.token.plan import Marks, Plan, make_plan, read_marks
 from sparsebp_cli.backward.token.reference import detached
 from sparsebp_cli.backward.token.run import draws, narrows, no_graph
 from sparsebp_cli.backward.token.stack import Stack
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Policy, Step, TokenSelector
+from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.engine import Engine
@@ -57,6 +57,7 @@ class TokenPart:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
         self._prefix, self._last = prefix, cast("Plan | None", None)
         self.given: dict[str, Tensor] = {}
+        self.was_asked = False
         check_free("the model", decoder.model)
         for layer in decoder.layers:
             check_free(layer.name, layer.module)
@@ -85,6 +86,10 @@ class TokenPart:
             **columns: By name; they count until the next call.
         """
         self.given = columns
+
+    def check_asked(self) -> None:
+        if not self.was_asked:
+            refuse_unasked(self.policy, self.decoder.model)
 
     def remember(self, plan: Plan | None, length: int) -> None:
         """Note what was chosen last, for :meth:`claim`.
@@ -135,6 +140,7 @@ class BoundDecoder(Bound):
         return self._run(arguments, own)
 
     def _select(self, arguments: dict[str, Any], own: dict[str, Any]) -> Any:
+        self.part.was_asked = True
         known = self.part.given | {name: value for name, value in arguments.items() if value is not None}
         labels, given = known.get("labels"), own.get("labels") is not None
         if labels is None:
@@ -145,6 +151,8 @@ class BoundDecoder(Bound):
         return_dict = own.pop("return_dict", None)
         own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)
+        if num_items is not None:
+            num_items = self.part.given.get("num_items_in_batch", num_items)
         plan = None if marks.is_whole else make_plan(marks, labels, self.part.policy.mode, self.part.decoder.pair_cost)
         self.part.remember(plan, labels.shape[1])
         if plan is None or self.engine.reference:
@@ -230,5 +238,7 @@ def make_parts(
         raise UnsupportedError(f"{type(policy).__name__} needs sites='linears', got {sites!r}")
     decoder = find_decoder(model)
     name = next(name for name, module in model.named_modules() if module is decoder.model)
+    if isinstance(policy, ScoredTokenSelector) and policy.mode == "detach" and policy.carry == "trained":
+        refuse_prompt(model, type(policy).__name__)
     scores = reference if isinstance(reference, nn.Module) else None
     return [TokenPart(policy, decoder, TokenChooser(policy, decoder.model, scores), f"{name}." if name else "")]
