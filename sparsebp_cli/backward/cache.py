@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, NoReturn
+from functools import cache, partial
+from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor, nn
 
 
@@ -39,6 +40,51 @@ class Giving:
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return what is given."""
         return self.keys, self.values
+
+
+class Joining:
+    """A cache that puts keys and values of other positions before what is added to it.
+
+    Args:
+        before: Gives them, shown what is added; each (B, H, T, D).
+    """
+
+    def __init__(self, before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+        self._before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = partial(_uncompiled(), before)
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return both together."""
+        before_keys, before_values = self._before(keys, values)
+        return torch.cat([before_keys, keys], 2), torch.cat([before_values, values], 2)
+
+
+class Meeting:
+    """A cache that keeps what is added to it as ``own``, and puts keys and values of other positions behind it.
+
+    Args:
+        behind: These, each (B, H, T, D); None: none.
+    """
+
+    def __init__(self, behind: tuple[Tensor, Tensor] | None) -> None:
+        self._behind = behind
+        self.own: tuple[Tensor, Tensor] | None = None
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return both together."""
+        self.own = keys, values
+        if self._behind is None:
+            return keys, values
+        return torch.cat([keys, self._behind[0]], 2), torch.cat([values, self._behind[1]], 2)
+
+
+def _apply(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+@cache
+def _uncompiled() -> Any:
+    """Return what calls a function outside of a compiled attention, which asks its cache: a layer may run there."""
+    return cast("Any", torch.compiler).disable(_apply)
 
 
 def silence(

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch import call_module, replaced
-from sparsebp_cli.backward.cache import Captured, Capturing, Giving, silence
+from sparsebp_cli.backward.cache import Captured, Capturing, Giving, Joining, Meeting, silence
 from sparsebp_cli.backward.token.cut import Cutter, View
 from sparsebp_cli.backward.token.decoder import Decoder, Layer, argument_names, unchecked
 from sparsebp_cli.backward.token.plan import Plan
@@ -115,7 +114,7 @@ class LayerRun:
         Returns:
             The same after the layer.
         """
-        cache = None if self.dropped is None else _Joining(self._run_beside)
+        cache = None if self.dropped is None else Joining(self._run_beside)
         return self._call(hidden_BKD, self._cut(self.views.carried), cache)
 
     def last(self, hidden_BKD: Tensor) -> Tensor:
@@ -129,12 +128,12 @@ class LayerRun:
         """
         trained = self.views.trained
         if not self.views.narrows:
-            cache = None if self.dropped is None else _Joining(self._capture_beside)
+            cache = None if self.dropped is None else Joining(self._capture_beside)
             output = self._call(hidden_BKD, self._cut(self.views.carried), cache)
             return output if len(trained) == len(self.views.carried.queries) else trained.take(output)
         keys, values = self._capture(hidden_BKD, self.views.carried)
         if self.dropped is not None:
-            keys, values = _Joining(self._capture_beside).update(keys, values)
+            keys, values = Joining(self._capture_beside).update(keys, values)
         silent = () if self.layer.attention.fused else self.layer.attention.key_value
         with replaced(silence(self.layer.core, silent, one_head=False)):
             return self._call(trained.take(hidden_BKD), self._cut(self.views.asked), Giving(keys, values))
@@ -164,7 +163,7 @@ class LayerRun:
         assert self.dropped is not None
         assert self.views.beside is not None
         carried = None if self.views.is_prompt else (keys.detach(), values.detach())
-        cache = _Meeting(carried)
+        cache = Meeting(carried)
         with no_graph(self.dropped.device):
             self.after = self._call(self.dropped, self._cut(self.views.beside), cache)
         return self._remember(cache.own)
@@ -183,40 +182,6 @@ class LayerRun:
         if self._remembers:
             self.remembered = own
         return own
-
-
-def _apply(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-@cache
-def _uncompiled() -> Any:
-    """Return what calls a function outside of a compiled attention, which asks its cache: another layer runs there."""
-    return cast("Any", torch.compiler).disable(_apply)
-
-
-class _Joining:
-    """The carried rows' cache: puts the dropped rows' keys and values before theirs."""
-
-    def __init__(self, before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self._before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = partial(_uncompiled(), before)
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        dropped_keys, dropped_values = self._before(keys, values)
-        return torch.cat([dropped_keys, keys], 2), torch.cat([dropped_values, values], 2)
-
-
-class _Meeting:
-    """The dropped rows' cache: keeps their keys and values, and puts the carried ones' behind them."""
-
-    def __init__(self, carried: tuple[Tensor, Tensor] | None) -> None:
-        self._carried, self.own = carried, cast("tuple[Tensor, Tensor] | None", None)
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.own = keys, values
-        if self._carried is None:
-            return keys, values
-        return torch.cat([keys, self._carried[0]], 2), torch.cat([values, self._carried[1]], 2)
 
 
 @contextmanager
