@@ -59,6 +59,11 @@ class Arrivals:
         """Bytes of gradients that one node of the graph gives at once, at most."""
         return self._graph.bytes_at_once
 
+    @property
+    def leaves(self) -> frozenset[Tensor]:
+        """What collects a gradient in the graph."""
+        return self._graph.leaves
+
     def is_complete(self, parameter: Tensor) -> bool:
         """Return whether no more of a gradient can arrive in this pass.
 
@@ -130,8 +135,8 @@ def survey(loss: Tensor) -> Survey:
             elif child not in seen:
                 seen.add(child)
                 waiting.append(child)
-        if own:
-            leaves |= own
+        leaves |= own
+        if len(own) > 1:  # one alone is counted when it arrives: it may be sparse
             most = max(most, sum(leaf.nbytes for leaf in own))
     return Survey(frozenset(leaves), is_reentrant, most)
 

@@ -9,7 +9,9 @@ from torch import nn
 
 from sparsebp_cli.backward.eager.clip import Clipping
 from sparsebp_cli.backward.eager.separable import refuse_inseparable
+from sparsebp_cli.backward.eager.single import SingleStep
 from sparsebp_cli.backward.eager.update import EagerUpdate
+from sparsebp_cli.backward.grad_store import GradStore
 from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
@@ -59,6 +61,11 @@ def choose_update(
             "'parameter' or 'previous', or update='deferred'"
         )
     part = EagerUpdate(model, optimizer, Clipping(max_norm, by))
+    if set(model.parameters()).isdisjoint(SingleStep(optimizer).parameters):
+        raise UsageError(
+            f"update='eager': the optimizer has no parameter of {type(model).__name__}: make it of model.parameters() "
+            "as they are now"
+        )
     refuse_inseparable(optimizer)
     return [part]
 
@@ -66,13 +73,21 @@ def choose_update(
 def refuse_scaling(backward: Callable[..., object] | None) -> None:
     """Refuse what multiplies the loss, and would divide gradients by as much when they are no longer there.
 
+    Also what takes the gradients elsewhere, so that none would arrive at a parameter.
+
     Args:
         backward: What runs a pass, such as ``accelerator.backward``.
 
     Raises:
-        UnsupportedError: It has a scaler.
+        UnsupportedError: It has a scaler, or is a store's.
     """
-    if getattr(getattr(backward, "__self__", None), "scaler", None) is not None:
+    owner = getattr(backward, "__self__", None)
+    if isinstance(owner, GradStore):
+        raise UnsupportedError(
+            "update='eager' with the backward of a GradStore: the store takes the gradients that parameters would be "
+            "updated by; use update='deferred'"
+        )
+    if getattr(owner, "scaler", None) is not None:
         raise UnsupportedError(
             "update='eager' with a GradScaler is not built: gradients would be applied before they are scaled back; "
             "use bfloat16, or update='deferred'"

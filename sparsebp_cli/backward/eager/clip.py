@@ -44,8 +44,8 @@ class Clipping:
             raise UsageError(
                 f"eager_clip must be one of {', '.join(CLIPS)}, got {self.by!r}{did_you_mean(str(self.by), CLIPS)}"
             )
-        if self.max_norm is not None and not self.max_norm > 0.0:
-            raise UsageError(f"max_grad_norm must be greater than 0, got {self.max_norm}")
+        if self.max_norm is not None and not _is_positive(self.max_norm):
+            raise UsageError(f"max_grad_norm must be a number greater than 0, got {self.max_norm!r}")
         if self.max_norm is not None and self.by is None:
             raise UsageError(
                 f"max_grad_norm={self.max_norm} with update='eager' needs eager_clip={', '.join(map(repr, CLIPS))}: "
@@ -76,9 +76,13 @@ class Clipping:
         clip_grads_with_norm_([parameter], self.max_norm, by)
 
 
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
 def norm_of(gradient: Tensor) -> Tensor:
     """Return the 2-norm of one gradient, on its device."""
-    return get_total_norm([gradient])
+    return get_total_norm([gradient.coalesce().values() if gradient.is_sparse else gradient])
 
 
 def total_of(norms: Sequence[Tensor]) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -53,8 +54,8 @@ class Pass:
     def hold(self, parameter: Tensor) -> None:
         """Count a gradient that is there."""
         if parameter.grad is not None and parameter not in self.held:
-            self.held[parameter] = parameter.grad.nbytes
-            self.bytes_now += parameter.grad.nbytes
+            self.held[parameter] = count_bytes(parameter.grad)
+            self.bytes_now += self.held[parameter]
             self.bytes_most = max(self.bytes_most, self.bytes_now)
 
     def total(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -68,3 +69,30 @@ class Pass:
         """
         norms = [self.norms[p] for p in parameters if p in self.norms]
         return total_of(norms) if norms else torch.zeros(())
+
+
+def count_bytes(gradient: Tensor) -> int:
+    """Return the bytes of a gradient; of a sparse one those of what it stores, indices too."""
+    if gradient.is_sparse:  # autograd's are not coalesced
+        return int(gradient._indices().nbytes + gradient._values().nbytes)  # noqa: SLF001 - others coalesce first
+    return gradient.nbytes
+
+
+@contextmanager
+def sparing(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Leave gradients as they are while a pass runs that only looks.
+
+    Args:
+        tensors: That collect gradients which nobody takes away, such as inputs, or parameters of other optimizers.
+
+    Yields:
+        None: As long as that pass runs.
+    """
+    before = [(tensor, tensor.grad) for tensor in tensors]
+    for tensor, _ in before:
+        tensor.grad = None
+    try:
+        yield
+    finally:
+        for tensor, gradient in before:
+            tensor.grad = gradient

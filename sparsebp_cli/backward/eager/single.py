@@ -58,8 +58,8 @@ class SingleStep:
         """
         number, groups = self._group_of[parameter], self.optimizer.param_groups
         shown = {**self._options[number], "params": [parameter]}
-        self.optimizer.param_groups = [shown]
         try:
+            self.optimizer.param_groups = [shown]
             self._step(self.optimizer)
         finally:
             self.optimizer.param_groups = groups

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sparsebp_cli.backward.eager.arrival import Arrivals
 from sparsebp_cli.backward.eager.clip import Clipping, norm_of, total_of
-from sparsebp_cli.backward.eager.passing import EagerReport, Pass
+from sparsebp_cli.backward.eager.passing import EagerReport, Pass, sparing
 from sparsebp_cli.backward.eager.single import SingleStep
 from sparsebp_cli.errors import DivergedError, UsageError
 
@@ -46,6 +46,7 @@ class EagerUpdate:
         self._pass: Pass | None = None
         self._total: Tensor | None = None  # norm of all gradients of the last step
         self._has_updated = False  # since the optimizer's last own step
+        self._broken = ""  # what became of a pass since then that did not come to its end
         self._settling: Any = None
         self._lock = RLock()  # a backward has a thread for each device of the model
         self.report: EagerReport | None = None
@@ -68,7 +69,7 @@ class EagerUpdate:
         """Do nothing: outside of :meth:`run` a backward leaves its gradients where they are."""
 
     def start_step(self, step: Step) -> None:  # noqa: ARG002 - all steps are alike
-        self._has_updated = False
+        self._has_updated, self._broken = False, ""
 
     @property
     def gradient_norm(self) -> float:
@@ -93,13 +94,16 @@ class EagerUpdate:
             updates: Whether parameters change in it; else their gradients are left where they are.
 
         Raises:
-            UsageError: Parameters were updated in this step before, or one got a gradient after its update.
+            UsageError: Parameters were updated in this step before, maybe in a pass that broke off; or one got a
+                gradient after its update.
             DivergedError: A gradient is not finite.
         """
         if not updates:
             self._arrivals.pass_over()
             differentiate()
             return
+        if self._broken:
+            raise UsageError(f"{self._broken}: go back to a checkpoint, or call optimizer.step() to go on from there")
         if self._has_updated:
             raise UsageError(
                 "update='eager' has updated the parameters in this step already: call optimizer.step() after each "
@@ -116,25 +120,26 @@ class EagerUpdate:
         looks_first = is_exact and not keeps
         if looks_first:
             under_way = Pass(lambda parameter, _: _free(parameter), updates=False)
+            spared = sparing({*self._arrivals.leaves, *self._names} - set(self._single.parameters))
             # The same step and draw: policies decide in both passes alike.
-            with self._engine.probing(draw=self._engine.now().draw), self._passing(under_way):
+            with self._engine.probing(draw=self._engine.now().draw), self._passing(under_way), spared:
                 differentiate(retain_graph=True)
                 self._finish_all(under_way)
             self._total = under_way.total(self._single.parameters)
             self._check_total(self._total, num_updated=0)
         self._single.start()
-        self._has_updated = True
         at_once = self._arrivals.bytes_at_once
         under_way = Pass(self._update, early=looks_first or not is_exact, bytes_most=at_once)
-        with self._passing(under_way):
+        with self._noting(under_way), self._passing(under_way):
             differentiate()
             num_early, late = len(under_way.done), self._held()
             if not under_way.early and late:
                 self._total = total_of([norm_of(_gradient(p)) for p in late])
                 self._check_total(self._total, num_updated=0)
             self._finish_all(under_way)
-        self._total = under_way.total(self._single.parameters)
-        self._check_total(self._total, num_updated=len(under_way.done))
+            self._total = under_way.total(self._single.parameters)
+            self._check_total(self._total, num_updated=len(under_way.done))
+        self._has_updated = True
         waited = tuple(self._name(p) for p in late)
         self.report = EagerReport(num_early, waited, under_way.bytes_most, float(self._total))
         self._tell(waited, all_wait=not under_way.early)
@@ -151,9 +156,11 @@ class EagerUpdate:
             )
 
     def _update(self, parameter: Tensor, norm: Tensor) -> None:
-        self.clipping.clip(parameter, norm, self._total)
-        self._single.update(parameter)
-        _free(parameter)
+        try:
+            self.clipping.clip(parameter, norm, self._total)
+            self._single.update(parameter)
+        finally:
+            _free(parameter)  # also where it breaks off in between: nothing is applied twice
 
     @contextmanager
     def _passing(self, under_way: Pass) -> Iterator[None]:
@@ -167,6 +174,18 @@ class EagerUpdate:
         finally:
             self._pass = None
             watch.remove()
+
+    @contextmanager
+    def _noting(self, under_way: Pass) -> Iterator[None]:
+        """If a pass breaks off, say how far it came: memory that ran out, a hook of the user's, Ctrl-C."""
+        try:
+            yield
+        except BaseException as error:
+            if under_way.done:
+                done = f"{len(under_way.done)} of {len(self._hooks)} parameters"
+                self._broken = f"a backward of this step broke off after {done} had been updated"
+                error.add_note(f"update='eager': {self._broken}")
+            raise
 
     def _hook_parameters(self) -> None:
         """A parameter that is frozen takes no hook; it may be thawed later."""
@@ -216,9 +235,9 @@ class EagerUpdate:
         if norm.device.type == "cpu" and not math.isfinite(norm):  # elsewhere one would have to wait for each
             self._refuse(norm, self._name(parameter), len(under_way.done) if under_way.updates else 0)
         under_way.norms[parameter] = norm
+        under_way.done.add(parameter)  # from here on it may have changed
         under_way.finishes(parameter, norm)
         under_way.bytes_now -= under_way.held.pop(parameter)
-        under_way.done.add(parameter)
 
     def _finish_all(self, under_way: Pass) -> None:
         """Finish what waited, and what earlier micro-batches alone have reached, in the optimizer's order."""

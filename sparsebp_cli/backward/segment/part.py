@@ -54,9 +54,8 @@ class Segments:
                 )
         dropped = getattr(self._layers.owner, "layerdrop", 0.0)  # transformers' name, of speech and of BART's kind
         if isinstance(dropped, float | int) and dropped > 0.0:
-            raise UnsupportedError(
-                f"segments: {type(self._layers.owner).__name__} skips layers at random (layerdrop={dropped}): set it to 0"
-            )
+            name = type(self._layers.owner).__name__
+            raise UnsupportedError(f"segments: {name} skips layers at random (layerdrop={dropped}): set it to 0")
         self._checked: set[str] = set()  # segments whose layers use nothing that is not theirs
         self._position = -1  # of the layer that ran last in this forward
         self._passage: Passage | None = None
