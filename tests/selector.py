@@ -7,18 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
+from tests.promise import Nothing
 
 
-class Promises(GradientSelector):
+class Promises(Nothing, GradientSelector):
     """What the contract asks for beside the decision, at its loosest."""
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
 
     @property
     def budget(self) -> float:

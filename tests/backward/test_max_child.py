@@ -17,6 +17,7 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Report, Route
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 from sparsebp_cli.policy import Edge, EdgeRouter, Policy, Step
+from tests.promise import Everything, Nothing
 
 from .conftest import tokens
 from .families import DECODERS, tiny_decoder
@@ -164,15 +165,7 @@ def test_a_tie_goes_to_the_first_to_all_or_to_one_drawn() -> None:
 
 
 def test_a_parameter_is_a_leaf_behind_views_and_casts_of_it() -> None:
-    class Asks(EdgeRouter):
-        @property
-        def exact(self) -> bool:
-            return True
-
-        @property
-        def unbiased(self) -> bool:
-            return True
-
+    class Asks(Everything, EdgeRouter):
         def route(self, edges: Sequence[Edge], step: Step) -> Sequence[int]:
             seen.append([(edge.name, edge.is_leaf) for edge in edges])
             return range(len(edges))
@@ -349,15 +342,7 @@ def test_excluded_modules_pass_everything_on() -> None:
 
 
 def test_a_router_that_returns_nonsense_is_named() -> None:
-    class Wrong(EdgeRouter):
-        @property
-        def exact(self) -> bool:
-            return False
-
-        @property
-        def unbiased(self) -> bool:
-            return False
-
+    class Wrong(Nothing, EdgeRouter):
         def route(self, edges: Sequence[Edge], step: Step) -> Sequence[int]:
             return [len(edges)]
 

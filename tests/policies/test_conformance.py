@@ -26,6 +26,7 @@ from sparsebp_cli.policy import (
     find_policies,
 )
 from sparsebp_cli.testing import check_policy
+from tests.selector import Promises
 
 _BY_ENGINE: dict[str, list[Any]] = {
     "layers": [[0], [-1]],
@@ -94,16 +95,8 @@ def test_built_in_policies_are_installed() -> None:
     assert {"dense", "topk", "random"} <= set(find_policies())
 
 
-class _Half(GradientSelector):
+class _Half(Promises):
     """Keeps the contract: the upper half of the rows. Each policy below breaks one promise."""
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
 
     @property
     def budget(self) -> float:

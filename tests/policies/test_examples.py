@@ -15,6 +15,7 @@ from sparsebp_cli.policies.selective_backprop import SelectiveBackprop
 from sparsebp_cli.policies.uniform import Uniform
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 from sparsebp_cli.testing import check_policy
+from tests.promise import Nothing
 
 ALWAYS: dict[str, Any] = {"start": 0.0, "end": 1.0, "interrupt": 0}
 OPTIONS: list[dict[str, Any]] = [{}, ALWAYS, ALWAYS | {"keep": 0.1}, {"keep": 1.0}, {"interrupt": 1}, {"interrupt": 3}]
@@ -94,16 +95,8 @@ def test_options_that_make_no_sense_are_refused(options, text) -> None:
         SelectiveBackprop.model_validate_json(json.dumps(options))
 
 
-class _Half(ExampleSelector):
+class _Half(Nothing, ExampleSelector):
     """Keeps the contract: the first half. Each policy below breaks one promise."""
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
 
     @property
     def budget(self) -> float:

@@ -11,6 +11,7 @@ from pydantic import PrivateAttr
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Step, make_policy
 from sparsebp_cli.testing import check_policy
+from tests.promise import Everything, Nothing
 
 LAYERS = [
     Parameter(f"model.layers.{number}.{name}", number, 4)
@@ -104,16 +105,8 @@ def test_what_lies_outside_of_the_layers_is_trained_all_the_time_unless_a_patter
     assert chosen(2, turn="layers", train=["*.[13].mlp"]) == {"model.layers.3.mlp.up_proj.weight"}
 
 
-class _All(ParameterSelector):
+class _All(Everything, ParameterSelector):
     """Keeps the contract: everything is trained. Each policy below breaks one promise."""
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    @property
-    def unbiased(self) -> bool:
-        return True
 
     @property
     def changes(self) -> bool:
@@ -154,15 +147,7 @@ class _SaysUnbiased(_SaysExact):
         return False
 
 
-class _ChangesInSecret(_All):
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
-
+class _ChangesInSecret(Nothing, _All):
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
         return [parameters[step.index % 3].name]
 

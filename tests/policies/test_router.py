@@ -14,6 +14,7 @@ from pydantic import Field, PrivateAttr
 from sparsebp_cli.policy import Edge, EdgeRouter, Step, find_policies, make_policy
 from sparsebp_cli.testing import check_policy
 from tests.policies.example_router import SkipSmall
+from tests.promise import Everything, Nothing
 
 EXAMPLE = Path(__file__).with_name("example_router.py")
 
@@ -49,16 +50,8 @@ def test_sizes_are_summed_in_float32_and_find_what_is_not_a_number(norm: str, si
     assert sizes == pytest.approx([size, float("inf"), {"l1": 4096.0, "l1_mean": 1.0, "l2": 64.0}[norm]])
 
 
-class _All(EdgeRouter):
+class _All(Everything, EdgeRouter):
     """Keeps the contract: everything goes on. Each router below breaks one promise."""
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    @property
-    def unbiased(self) -> bool:
-        return True
 
     def choose(self, edges: Sequence[Edge], step: Step) -> list[int]:
         return list(range(len(edges)))
@@ -93,14 +86,8 @@ class _ChangesGradient(_All):
         return super().choose(edges, step)
 
 
-class _NotExact(_All):
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
+class _NotExact(Nothing, _All):
+    """Keeps it too, and promises less."""
 
 
 class _Forgets(_NotExact):

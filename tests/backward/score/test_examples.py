@@ -20,25 +20,18 @@ from sparsebp_cli.policy import Examples, ExampleSelector, Step
 from tests.backward.conftest import FAMILIES
 from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch
+from tests.promise import Nothing
 
 ALWAYS = {"start": 0.0, "end": 1.0, "interrupt": 0}
 
 
-class Given(ExampleSelector):
+class Given(Nothing, ExampleSelector):
     """Chooses what the test says, and keeps what it was shown."""
 
     index: Any = None
     scores: bool = False
     share: float = 1.0
     seen: list[Any] = Field(default_factory=list)
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
 
     @property
     def needs_num_steps(self) -> bool:

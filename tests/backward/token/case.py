@@ -13,22 +13,15 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward import Report
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 from tests.backward.conftest import VOCABULARY
+from tests.promise import Nothing
 
 IGNORED = -100
 LENGTH = 16
 
 
 @final
-class Marked(TokenSelector):
+class Marked(Nothing, TokenSelector):
     """Trains and carries what two columns of the batch say."""
-
-    @property
-    def exact(self) -> bool:
-        return False
-
-    @property
-    def unbiased(self) -> bool:
-        return False
 
     @property
     def needs(self) -> frozenset[Score]:
