@@ -6,7 +6,7 @@ Shape letters: B examples, T positions, H heads, D width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,10 +35,11 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
 
     def run(layer: Layer, *args: Any, **kwargs: Any) -> Any:
         arguments = by_name(layer.module, args, kwargs)
-        with unchecked(layer.module):
-            return call_module(layer.module, **(arguments | {layer.attention.cache: cache}))
+        return call_module(layer.module, **(arguments | {layer.attention.cache: cache}))
 
-    with replaced((layer.module, partial(run, layer)) for layer in decoder.layers):
+    with ExitStack() as stack, replaced((layer.module, partial(run, layer)) for layer in decoder.layers):
+        for layer in decoder.layers:  # a layer that is run again in the backward would find its own forward
+            stack.enter_context(unchecked(layer.module))
         yield
 
 
