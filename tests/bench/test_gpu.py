@@ -31,7 +31,7 @@ ABSENT = (
     "platformdirs",
     "psutil",
 )
-ABSENT += ("rich", "scipy", "typer")
+ABSENT += ("rich", "scikit", "scipy", "sklearn", "typer")
 
 
 @pytest.fixture(scope="module")
