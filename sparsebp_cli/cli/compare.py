@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -86,11 +87,14 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
 ) -> None:
     """Compare runs: quality, step time, memory, with the differences of their recipes first."""
-    from sparsebp_cli.compare import check, compare_runs, picture, write_report
+    from sparsebp_cli.compare import check, compare_runs, find_outcomes, picture, write_report
 
     view = _view(curves, x, pareto, layers, memory, output)
     question = _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None)
     comparison = compare_runs(find_runs(runs or [], where, place), question)
+    if where is not None and (asked := find_outcomes(where)):
+        told = f"runs were chosen by how they ended ({', '.join(asked)}): those left out are in no number here"
+        comparison = replace(comparison, warnings=(told, *comparison.warnings))
     # What may be refused comes before anything is printed.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
     written = [("picture", picture(comparison, path, view)) for path in png or []]
@@ -121,11 +125,12 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> list[Lo
     """
     from sparsebp_cli.compare import choose, load_all, local_candidates, store_candidates
     from sparsebp_cli.run import home
+    from sparsebp_cli.tracking import mask
 
     if not words and where is None and place is None:
         raise UsageError("name the runs to compare, or choose them by --where; `sparsebp runs` lists them")
     if place is not None and "://" in place:
-        found, told = store_candidates(place), "that store"
+        found, told = store_candidates(place), mask(place)
     else:
         folder = None if place is None else Path(place).expanduser()
         if folder is not None and not folder.is_dir():
@@ -182,6 +187,6 @@ def _print(comparison: Comparison, output: Form, view: View) -> None:
     from sparsebp_cli.compare import render, table
 
     if output is Form.TABLE:
-        console().print(*table(comparison, view), sep="\n")
+        console().print(*table(comparison, view), sep="\n", crop=False)  # commands stay whole, to be copied
     else:
         print_line(render(comparison, output.value, view).rstrip("\n"))

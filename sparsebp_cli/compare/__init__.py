@@ -1,7 +1,7 @@
 """Several runs side by side: what they differ in, how good, how fast, how large, and what may be concluded."""
 
 from sparsebp_cli.compare.build import compare_runs
-from sparsebp_cli.compare.choose import Candidate, choose, local_candidates
+from sparsebp_cli.compare.choose import Candidate, choose, find_outcomes, local_candidates
 from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
 from sparsebp_cli.compare.gate import check
 from sparsebp_cli.compare.loaded import LoadedRun
@@ -29,6 +29,7 @@ __all__ = [
     "check",
     "choose",
     "compare_runs",
+    "find_outcomes",
     "load_all",
     "local_candidates",
     "parse_margin",

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from sparsebp_cli.compare.change import find_changes, thin
 from sparsebp_cli.compare.comparison import Comparison, Control, Group, RunLine
-from sparsebp_cli.compare.confound import find_confounds, find_warnings
+from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_warnings
 from sparsebp_cli.compare.control import find_controls
-from sparsebp_cli.compare.example import compare_examples
+from sparsebp_cli.compare.example import compare_examples, have_other_examples
 from sparsebp_cli.compare.figure import at_time, by_seed, measure_cost, measure_reach, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import load
@@ -28,11 +28,13 @@ from sparsebp_cli.compare.question import (
     label_groups,
 )
 from sparsebp_cli.compare.statistics import Difference, correct_all, paired_difference, spread
-from sparsebp_cli.compare.verdict import better, give_verdict
+from sparsebp_cli.compare.verdict import Doubts, better, give_verdict, tell_lost
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
+DIVERGED = "diverged"
+BROKEN = 1e150  # its square is no number any more: a run that came to this has diverged as well as one at infinity
 MOST_POINTS_IN_ALL = 40_000  # of one metric over all runs: what a page can hold
 
 
@@ -66,7 +68,7 @@ def compare_runs(
     members: dict[str, list[LoadedRun]] = {}
     for run in loaded:
         members.setdefault(run.group, []).append(run)
-    first = find_baseline(members, question.baseline)
+    first = find_baseline(members, question.baseline, label_groups(members))
     members = {first: members[first]} | members
     return _Builder(loaded, members, first, question).build()
 
@@ -105,7 +107,7 @@ class _Builder:
             runs=tuple(self._describe(run) for some in self.members.values() for run in some),
             controls=controls,
             confounds=find_confounds({self.labels[group]: some for group, some in self.counted.items()}),
-            warnings=find_warnings(self.loaded, groups, self.metric),
+            warnings=(*self._other_examples(), *find_warnings(self.loaded, groups, self.metric)),
             equal_time_seconds=self.seconds,
         )
 
@@ -120,16 +122,26 @@ class _Builder:
             text = str(run.history.ends[-1].get("text", "")) if run.history.ends and run.state.over else ""
             return f"{run.state}: {text.splitlines()[0]}" if text.strip() else str(run.state)
         value = self.values[run.run_id]
-        if value is not None and not math.isfinite(value):
+        if value is not None and not abs(value) < BROKEN:
             where = (
                 "after the last step" if self.question.reducer.kind == "final" else f"({self.question.reducer.name})"
             )
-            return f"diverged: {self.metric} is {value} {where}"
+            return f"{DIVERGED}: {self.metric} is {value} {where}"
         return f"a newer run of this seed counts: {run.superseded_by}" if run.superseded_by else ""
 
     def _difference(self, group: str, other: str) -> Difference | None:
+        if have_other_examples(self.counted[group], self.counted[other]):
+            return None  # two means of different things: what lies between them is no difference of the models
         here, there = (by_seed(self.counted[g], lambda run: self.values[run.run_id]) for g in (group, other))
         return paired_difference(here, there)
+
+    def _other_examples(self) -> list[str]:
+        there = self.counted[self.first]
+        return [
+            f"{self.labels[group]} was evaluated on other examples than {self.labels[self.first]}: not compared"
+            for group, some in self.counted.items()
+            if have_other_examples(some, there)
+        ]
 
     def _measure(self, group: str) -> Group:
         runs, here, newest = self.members[group], self.counted[group], self.members[group][-1]
@@ -189,11 +201,14 @@ class _Builder:
 
     def _conclude(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
         runs = self.members[group.group]
-        lost = sum(not run.superseded_by and run.state.over for run in runs) - len(self.counted[group.group])
+        diverged = sum(self.reasons[run.run_id].startswith(DIVERGED) and not run.superseded_by for run in runs)
+        here, there = self.counted[group.group], self.counted[self.first]
+        lost = sum(not run.superseded_by and run.state.over for run in runs) - len(here) - diverged
+        doubts = Doubts(lost, diverged, find_hardware(here, there), have_other_examples(here, there))
         if group.baseline:
-            return replace(group, verdict="baseline" + (f"; {lost} of its runs did not finish" if lost else "") + ".")
+            return replace(group, verdict="; ".join(filter(None, ("baseline", tell_lost(doubts)))) + ".")
         mine = [control for control in controls if control.group == group.group]
-        said = give_verdict(group.quality, group.speed, baseline.speed.step, self.metric, mine, lost)
+        said = give_verdict(group.quality, group.speed, baseline.speed.step, self.metric, mine, doubts)
         return replace(group, verdict=said)
 
     def _describe(self, run: LoadedRun) -> RunLine:

@@ -149,6 +149,19 @@ def choose(candidates: Sequence[Candidate], words: Iterable[str], where: str | N
     return kept
 
 
+def find_outcomes(where: str) -> list[str]:
+    """Return what a condition asks of how runs ended: whoever chooses by it keeps survivors or winners.
+
+    Args:
+        where: A condition that can be read.
+
+    Returns:
+        Metrics and ``state``, each once.
+    """
+    asked = dict.fromkeys(names(parse(where, "--where")))
+    return [name for name in asked if name == "state" or ("/" in name and not name.startswith(TAG))]
+
+
 def _named(candidates: Sequence[Candidate], word: str, place: str) -> list[Candidate]:
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]

@@ -56,6 +56,9 @@ SOURCES: dict[str, Callable[[LoadedRun], Any]] = {
 }
 
 
+HARDWARE = ("device", "GPU", "CPU", "cores", "threads")
+
+
 def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound, ...]:
     """Return everything beside the recipe in which runs that count differ, between groups or inside one.
 
@@ -74,6 +77,24 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
                     values.setdefault(str(value), {})[label] = None
         if len(values) > 1:
             found.append(Confound(name, tuple((value, tuple(labels)) for value, labels in values.items())))
+    return tuple(found)
+
+
+def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
+    """Return in what the machines of two groups differ, of all that decides how long a step takes.
+
+    Args:
+        runs: That count.
+        others: That count.
+
+    Returns:
+        Names; what one of them does not say is left out.
+    """
+    found = []
+    for name in HARDWARE:
+        here, there = ({str(v) for run in some if (v := SOURCES[name](run)) is not None} for some in (runs, others))
+        if here and there and here != there:
+            found.append(name)
     return tuple(found)
 
 

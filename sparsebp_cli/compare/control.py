@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from sparsebp_cli.compare.comparison import Control
 from sparsebp_cli.compare.figure import median_time
+from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.question import Members
 from sparsebp_cli.compare.statistics import Difference
@@ -149,6 +150,7 @@ def _run(runs: Sequence[LoadedRun], change: str, word: str) -> str:
     """The stored recipe of the newest run is the starting point: its file may have changed since, or be elsewhere."""
     newest = runs[-1]
     seeds = ",".join(str(seed) for seed in sorted({run.seed for run in runs if run.seed is not None}))
-    name = f"{newest.name}-{word}"[:64] if word == "random" else word
-    show = f"sparsebp show {newest.run_id} -o yaml > {name}.yaml"
-    return f"{show} && sparsebp run {name}.yaml --name {name} --set {shlex.quote(change)} --seeds {seeds}"
+    name = f"{tidy(newest.name)}-{word}"[:64] if word == "random" else word
+    file = shlex.quote(f"{name}.yaml")
+    show = f"sparsebp show {shlex.quote(tidy(newest.run_id))} -o yaml > {file}"
+    return f"{show} && sparsebp run {file} --name {shlex.quote(name)} --set {shlex.quote(change)} --seeds {seeds}"

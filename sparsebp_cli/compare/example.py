@@ -30,6 +30,34 @@ def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -
     return tuple(found)
 
 
+def have_other_examples(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> bool:
+    """Whether runs are known to have been evaluated on other examples, by their number or their numbers of targets.
+
+    The dataset's digest does not tell: it also covers what runs were trained on.
+
+    Args:
+        runs: That count.
+        others: That count.
+
+    Returns:
+        False where nothing is known.
+    """
+    for what in (_count_examples, _list_targets):
+        here, there = ({what(run) for run in some} - {None} for some in (runs, others))
+        if here and there and here != there:
+            return True
+    return False
+
+
+def _count_examples(run: LoadedRun) -> object:
+    return run.history.facts.get("eval_examples")
+
+
+def _list_targets(run: LoadedRun) -> tuple[float, ...] | None:
+    targets = run.history.examples.get(run.steps, {}).get("targets")
+    return tuple(sorted(targets)) if targets else None
+
+
 def _pair(run: LoadedRun, other: LoadedRun) -> list[tuple[float, float]]:
     here, there = (some.history.examples.get(some.steps, {}) for some in (run, other))
     digests = {some.history.facts.get("dataset_digest") for some in (run, other)}

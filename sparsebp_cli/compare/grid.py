@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+# Control characters would steer a terminal, marks of direction turn a line around; and anybody may have written a name.
+UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
+
+
+def tidy(text: str) -> str:
+    """Return a text in one line, without what no screen should be given: it may come from somebody else's store."""
+    return UNSEEN.sub(" ", text)
 
 
 @dataclass(frozen=True)
@@ -15,6 +24,7 @@ class Grid:
         rows: Cells, as many as headings.
         note: Under it; empty for none.
         aside: How many columns, from the left, hold words: the others hold numbers and are aligned right.
+        commands: Under the note, each to be copied as it is: never wrapped.
     """
 
     title: str
@@ -22,3 +32,9 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     aside: int = 1
+    commands: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Leave nothing in a cell that would steer a terminal."""
+        object.__setattr__(self, "columns", tuple(map(tidy, self.columns)))
+        object.__setattr__(self, "rows", tuple(tuple(map(tidy, row)) for row in self.rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from sparsebp_cli.compare.comparison import Comparison
@@ -34,7 +35,9 @@ def picture(comparison: Comparison, path: Path, view: View | None = None) -> Pat
     from sparsebp_cli.compare.draw.overview import draw_overview
     from sparsebp_cli.compare.draw.pareto import draw_pareto
 
-    with mpl.rc_context(OPTIONS):
+    # Names are text, never formulas; letters that the font has not are boxes, which needs no telling.
+    with mpl.rc_context(OPTIONS | {"text.parse_math": False}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure = Figure(layout="constrained")
         match view.kind:
             case "curves":

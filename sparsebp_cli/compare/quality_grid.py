@@ -127,11 +127,11 @@ def _controls(comparison: Comparison) -> Grid:
         (c.label, words[c.kind], c.found or "missing", show.of_difference(c.difference) if c.found else show.NONE)
         for c in comparison.controls
     )
-    missing = [control for control in comparison.controls if control.command]
     note = f"To the control: {comparison.metric} of the group minus that of the control, paired by seed."
-    if missing:
-        note += " What is missing is made by: " + "; ".join(dict.fromkeys(c.command for c in missing))
-    return Grid("Controls", ("group", "control", "is", "to the control"), rows, note, aside=3)
+    commands = tuple(dict.fromkeys(control.command for control in comparison.controls if control.command))
+    if commands:
+        note += " What is missing is made by:"
+    return Grid("Controls", ("group", "control", "is", "to the control"), rows, note, aside=3, commands=commands)
 
 
 def _states(group: Group) -> str:

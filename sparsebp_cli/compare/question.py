@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.reducer import Reducer
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import metric as names
+
+LONGEST_LABEL = 64  # as long as a recipe's name may be; those of other programs have no limit
+FEWEST_DIGITS = 4
 
 Members = Mapping[str, Sequence[LoadedRun]]
 
@@ -36,12 +40,18 @@ class Question:
     curves: tuple[str, ...] = ()
 
 
-def find_baseline(members: Members, wanted: str | None) -> str:
+def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:
     if wanted is None:
         return next((group for group, some in members.items() if any(run.exact for run in some)), next(iter(members)))
     for group, some in members.items():
-        if wanted in {group, *(run.run_id for run in some), *(run.name for run in some)}:
+        if wanted in {group, labels[group], *(run.run_id for run in some)}:
             return group
+    named = [group for group, some in members.items() if any(run.name == wanted for run in some)]
+    if len(named) > 1:
+        told = ", ".join(labels[group] for group in named)
+        raise UsageError(f"--baseline {wanted!r} names {len(named)} groups, which differ in their recipes: use {told}")
+    if named:
+        return named[0]
     matching = [g for g, some in members.items() if any(x.startswith(wanted) for x in (g, *(r.run_id for r in some)))]
     if len(matching) == 1 and wanted:
         return matching[0]
@@ -68,7 +78,15 @@ def check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:
 
 
 def label_groups(members: Members) -> dict[str, str]:
-    """The run's name; where two groups share it, with the first digits of the group's hash."""
-    plain = {group: some[0].name for group, some in members.items()}
+    """The run's name; where groups share it, with as many digits of the group's hash as tell them apart."""
+    plain = {group: _shorten(tidy(some[0].name).strip() or "unnamed") for group, some in members.items()}
     uses = Counter(plain.values())
-    return {group: name if uses[name] == 1 else f"{name}#{group[:4]}" for group, name in plain.items()}
+    for digits in range(FEWEST_DIGITS, LONGEST_LABEL):
+        found = {group: name if uses[name] == 1 else f"{name}#{group[:digits]}" for group, name in plain.items()}
+        if len(set(found.values())) == len(found):
+            break
+    return found
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…"

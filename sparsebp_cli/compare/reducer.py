@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -55,10 +56,13 @@ class Reducer:
             higher_is_better: Which way ``best`` looks.
 
         Returns:
-            It; None when there are too few evaluations.
+            It; None when there are too few evaluations, not finite when the last one is not.
         """
         if not values or len(values) < self.last:
             return None
+        if not math.isfinite(values[-1]):
+            return values[-1]  # a run that broke down is not saved by what it was before
         if self.kind == "best":
-            return max(values) if higher_is_better else min(values)
+            finite = [value for value in values if math.isfinite(value)]
+            return max(finite) if higher_is_better else min(finite)
         return statistics.fmean(values[-self.last :])

@@ -80,6 +80,7 @@ def _to_markdown(comparison: Comparison, view: View) -> str:
         lines += [f"### {_cell(grid.title)}", "", _row(grid.columns), _row(rule)]
         lines += [_row(row) for row in grid.rows]
         lines += ["", *([_cell(grid.note), ""] if grid.note else [])]
+        lines += ["```console", *(f"$ {command}" for command in grid.commands), "```", ""] if grid.commands else []
     if not whole:
         return "\n".join(lines)
     if comparison.warnings:

@@ -55,6 +55,10 @@ def store_candidates(uri: str) -> list[Candidate]:
     uri = resolve_uri(uri)
     if is_sqlite(uri) and not sqlite_file(uri).is_file():
         raise TrackingError(f"tracking store {mask(uri)}: there is no such file")
+    if (
+        is_sqlite(uri) and not sqlite_file(uri).stat().st_size
+    ):  # MLflow would fill it with tables: reading changes nothing
+        raise TrackingError(f"tracking store {mask(uri)}: the file is empty")
     try:
         client = open_client(uri)
         experiments = {e.experiment_id: e.name for e in _all_experiments(client)}
@@ -226,7 +230,7 @@ def unflatten(params: Mapping[str, str]) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=str)
     except ValueError:
         return text
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rich.console import RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +12,8 @@ from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.view import View, view_grids
+
+NARROWEST, GAP = 12, 2
 
 
 def table(comparison: Comparison, view: View | None = None) -> list[RenderableType]:
@@ -26,15 +29,53 @@ def table(comparison: Comparison, view: View | None = None) -> list[RenderableTy
     parts: list[RenderableType] = []
     whole = view is None or view.kind == "overview"
     for grid in grids(comparison) if view is None or whole else view_grids(comparison, view):
-        parts.append(_draw(grid))
+        parts.append(_Fitting(grid))
         if grid.note:
             parts.append(Text(grid.note, style="dim"))
+        parts += map(_Command, grid.commands)
         parts.append(Text())
     if not whole:
         return parts[:-1]
     parts += [Text.assemble(("warning: ", "yellow"), warning) for warning in comparison.warnings]
     parts += [Text.assemble((f"{group.label}: ", "bold"), group.verdict) for group in comparison.groups]
     return parts
+
+
+class _Command:
+    """One line, never wrapped; not a text, for the console joins texts and wraps the whole."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text(self.text, no_wrap=True, overflow="ignore")
+
+
+class _Fitting:
+    """A table where its numbers have room; where they have not, each row as a list: no number is ever cut."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield _draw(self.grid) if _needed(self.grid) <= options.max_width else _stack(self.grid)
+
+
+def _needed(grid: Grid) -> int:
+    """Columns of a screen: numbers need all of their width, words can be folded down to twelve letters."""
+    widths = [max(map(cell_len, column)) for column in zip(grid.columns, *grid.rows, strict=True)]
+    return sum(min(width, NARROWEST) if place < grid.aside else width for place, width in enumerate(widths)) + GAP * (
+        len(widths) - 1
+    )
+
+
+def _stack(grid: Grid) -> Text:
+    lines = [Text(grid.title, style="bold")]
+    for first, *rest in grid.rows:
+        lines.append(Text(first, style="bold"))
+        told = zip(grid.columns[1:], rest, strict=True)
+        lines += [Text.assemble("  ", (f"{column}: ", "dim"), cell) for column, cell in told if cell]
+    return Text("\n").join(lines)
 
 
 def _draw(grid: Grid) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from sparsebp_cli.compare.comparison import Control
@@ -20,13 +21,30 @@ HIGHER = ("accuracy", "f1", "bleu", "rouge")
 Way = Literal["lower", "higher", ""]
 
 
+@dataclass(frozen=True)
+class Doubts:
+    """What takes from a group's numbers.
+
+    Args:
+        lost: Its runs that did not finish, or were not read to their end.
+        diverged: Its runs that finished with a quality that is no number.
+        hardware: In what its machines differ from the baseline's.
+        other_examples: Whether it was evaluated on other examples than the baseline.
+    """
+
+    lost: int = 0
+    diverged: int = 0
+    hardware: tuple[str, ...] = ()
+    other_examples: bool = False
+
+
 def give_verdict(
     quality: Quality,
     speed: Speed,
     baseline_step: Quartiles | None,
     metric: str,
     controls: Sequence[Control],
-    lost: int,
+    doubts: Doubts,
 ) -> str:
     """Say what a group's numbers allow to be said against the baseline.
 
@@ -36,17 +54,28 @@ def give_verdict(
         baseline_step: The baseline's step time.
         metric: Name of the quality metric.
         controls: The group's.
-        lost: Runs of the group that did not finish well.
+        doubts: What takes from them.
 
     Returns:
         A few short sentences.
     """
     parts = [_quality(quality.difference, metric), _examples(quality), _margin(quality.not_worse)]
+    if doubts.other_examples:
+        parts = [f"evaluated on other examples than the baseline: no statement about {metric}"]
     parts.append(_speed(speed, baseline_step))
+    if doubts.hardware and speed.step is not None and baseline_step is not None:
+        different = ", ".join(doubts.hardware)
+        parts.append(f"the step times are of different hardware ({different}), which can explain all of that")
     parts += [_control(control, metric) for control in controls if quality.difference is not None]
-    if lost:
-        parts.append(f"{lost} run{'s' * (lost > 1)} did not finish, so quality is that of the survivors")
+    if told := tell_lost(doubts):
+        parts.append(told + (", so quality is that of the survivors" if quality.final else ""))
     return "; ".join(part for part in parts if part) + "."
+
+
+def tell_lost(doubts: Doubts) -> str:
+    """Return ``1 run did not finish, 2 runs diverged``; empty when all went well."""
+    counts = ((doubts.lost, "did not finish"), (doubts.diverged, "diverged"))
+    return ", ".join(f"{count} run{'s' * (count > 1)} {what}" for count, what in counts if count)
 
 
 def better(metric: str) -> Way:

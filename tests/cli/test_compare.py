@@ -35,7 +35,8 @@ def study(write_recipe: Write) -> list[RunFolder]:
 def test_everything_fits_100_columns(call: Cli, study: list[RunFolder]) -> None:
     done = call("compare", "dense", "sparse", "--margin", "eval/loss=0.2", "--reach", "3.05")
     assert done.returncode == 0, done.stderr
-    assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= WIDTH
+    lines = [line.rstrip() for line in done.stdout.splitlines() if not line.startswith("sparsebp ")]  # to be copied
+    assert max(map(len, lines)) <= WIDTH
     for text in ("Not worse by more than 0.2?", "Time to eval/loss 3.05", "+0.100", "yes"):
         assert text in done.stdout
 

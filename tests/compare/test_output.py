@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import matplotlib.image
 import pytest
 from rich.console import Console
 
-from sparsebp_cli.compare import Comparison, compare_runs, picture, render, table
+from sparsebp_cli.compare import Comparison, View, compare_runs, picture, render, table
+from sparsebp_cli.compare.draw.style import line_style
+from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.number import (
     BYTES,
     FLOPS,
@@ -27,6 +30,7 @@ from sparsebp_cli.compare.number import (
     of_spread,
     scaled,
 )
+from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
@@ -53,8 +57,7 @@ def comparison(two_groups: list[RunFolder], make_run: MakeRun) -> Comparison:
 
 def shown(comparison: Comparison, width: int = 100) -> str:
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    for part in table(comparison):
-        console.print(part)
+    console.print(*table(comparison), sep="\n", crop=False)
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
@@ -77,10 +80,52 @@ def test_the_terminal_shows_the_recipe_differences_first_and_the_verdicts_last(c
 
 def test_every_number_is_whole_in_100_columns(comparison: Comparison) -> None:
     text = shown(comparison)
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines() if not line.startswith("sparsebp ")) <= 100
     assert "…" not in text
     for whole in ("3.108 ± 0.032 (5)", "+0.104 [+0.090, +0.118]", "2.50x", "1.20 GB (process)", "200 MFLOP"):
         assert whole in text
+
+
+@pytest.mark.parametrize("width", [30, 60, 80])
+def test_where_a_table_has_no_room_every_number_stays_whole_beside_its_name(comparison: Comparison, width: int) -> None:
+    text = shown(comparison, width)
+    assert max(len(line) for line in text.splitlines() if not line.startswith("sparsebp ")) <= width
+    wanted = " ".join(cell for grid in grids(comparison) for row in grid.rows for cell in row[grid.aside :]).split()
+    assert Counter(wanted) <= Counter(text.split())
+    speed = "".join(text[text.index("Speed") : text.index("Memory")].split())
+    assert speed.index("topk-rows") < speed.index("2.50x")
+
+
+def test_a_command_to_copy_is_one_line_in_the_narrowest_terminal(comparison: Comparison) -> None:
+    missing = [control.command for control in comparison.controls if control.command]
+    assert missing
+    assert set(missing) <= set(shown(comparison, 40).splitlines())
+    assert all(f"$ {command}" in render(comparison, "md").splitlines() for command in missing)
+
+
+def test_what_would_steer_a_terminal_is_in_no_table(two_groups: list[RunFolder]) -> None:
+    runs = load(two_groups)
+    for run in runs:
+        run.name += "\x1b[2J\u202e"
+        run.recipe["note"] = f"{run.name}\x9b31m\x1b]0;title\x07"
+    found = compare_runs(runs)
+    assert "topk-rows [2J: eval/loss is worse" in shown(found)
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(shown(found) + render(found, "md"))
+
+
+@pytest.mark.parametrize("kind", ["overview", "curves", "pareto"])
+def test_names_in_a_picture_are_no_formulas_and_letters_without_a_shape_are_boxes(
+    two_groups: list[RunFolder], tmp_path: Path, kind: Any
+) -> None:
+    runs = load(two_groups)
+    for run in runs:
+        run.name = f"_cost $\\foo$ 日本 {run.name}"
+    assert picture(compare_runs(runs), tmp_path / "a.png", View(kind)).stat().st_size > 10_000
+
+
+def test_no_two_of_56_groups_look_alike_in_a_picture() -> None:
+    looks = {(style["color"], style["marker"]) for style in map(line_style, range(56))}
+    assert len(looks) == 56
 
 
 def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) -> None:
@@ -149,7 +194,7 @@ def test_more_than_four_recipes_are_put_side_by_side_in_several_tables(make_run:
         runs.append(make_run(f"a-rather-long-name-{index}", policy=policy, exact=False))
     text = shown(compare_runs(runs))
     assert text.count("Recipe differences") == 2
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines() if not line.startswith("sparsebp ")) <= 100
 
 
 def test_a_single_run_is_shown_without_anything_to_compare_with(make_run: MakeRun) -> None:

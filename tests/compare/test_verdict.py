@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparsebp_cli.compare.measured import Quality, Speed
 from sparsebp_cli.compare.statistics import Difference, Quartiles, holm, t_interval
-from sparsebp_cli.compare.verdict import better, give_verdict
+from sparsebp_cli.compare.verdict import Doubts, better, give_verdict
 
 STUDIES = 4000
 STEP = Quartiles(0.2, 0.19, 0.21, 60)
@@ -36,7 +36,9 @@ def studies(effects: tuple[float, ...], num_seeds: int = 5, noise: float = 0.1) 
 
 
 def verdict(difference: Difference | None, ratio: Difference | None = None) -> str:
-    return give_verdict(Quality(difference=difference), Speed(step=STEP, step_ratio=ratio), STEP, "eval/loss", [], 0)
+    return give_verdict(
+        Quality(difference=difference), Speed(step=STEP, step_ratio=ratio), STEP, "eval/loss", [], Doubts()
+    )
 
 
 def test_where_nothing_differs_any_policy_is_called_different_in_5_of_100_studies_at_most() -> None:

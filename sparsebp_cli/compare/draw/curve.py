@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from sparsebp_cli.compare.comparison import Comparison
-from sparsebp_cli.compare.draw.style import grid_lines, line_style
+from sparsebp_cli.compare.draw.style import grid_lines, legend_name, legend_room, line_style
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.run.metric import METRICS
 
@@ -58,7 +58,7 @@ def draw_curves(axes: Axes, comparison: Comparison, metric: str, along: Along) -
                 markersize=4,
                 linewidth=1.4,
                 alpha=0.85 if len(lines) == 1 else 0.6,
-                label=f"{group.label} ({len(lines)} seed{'s' * (len(lines) > 1)})" if index == 0 else None,
+                label=f"{legend_name(group.label)} ({len(lines)} seed{'s' * (len(lines) > 1)})" if index == 0 else None,
             )
     grid_lines(axes)
 
@@ -72,7 +72,7 @@ def draw_curve_page(figure: Figure, comparison: Comparison, metric: str, along: 
         metric: Of which the comparison holds the curves.
         along: The horizontal axis.
     """
-    figure.set_size_inches(7.5, 4.5)
+    figure.set_size_inches(7.5, 4.5 + legend_room(comparison, 3))
     axes = figure.subplots()
     draw_curves(axes, comparison, metric, along)
     unit = METRICS[metric].unit if metric in METRICS else ""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.draw.curve import draw_curves
-from sparsebp_cli.compare.draw.style import name, quality_label
+from sparsebp_cli.compare.draw.style import legend_room, name, quality_label
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ def draw_overview(figure: Figure, comparison: Comparison) -> None:
         figure: Empty.
         comparison: What was compared.
     """
-    figure.set_size_inches(11, 3.8)
+    figure.set_size_inches(11, 3.8 + legend_room(comparison, 4) + 0.2 * max(0, len(comparison.groups) - 12))
     steps, seconds, phases = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
     draw_curves(steps, comparison, comparison.metric, "step")
     draw_curves(seconds, comparison, comparison.metric, "wall_time")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.compare.comparison import Comparison
-from sparsebp_cli.compare.draw.style import COLOURS, MARKERS, grid_lines, quality_label
+from sparsebp_cli.compare.draw.style import grid_lines, legend_name, legend_room, line_style, quality_label
 from sparsebp_cli.compare.view import find_trades
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def draw_pareto(figure: Figure, comparison: Comparison) -> None:
         figure: Empty.
         comparison: What was compared.
     """
-    figure.set_size_inches(10, 4.4)
+    figure.set_size_inches(10, 4.4 + legend_room(comparison, 4))
     time, memory = figure.subplots(1, 2, sharey=True)
     _draw(time, comparison, "step_seconds", 1000.0)
     _draw(memory, comparison, "peak_bytes", 1e-9)
@@ -37,16 +37,17 @@ def _draw(axes: Axes, comparison: Comparison, cost: str, scale: float) -> None:
         x, y = trade.costs.get(cost), trade.quality
         if x is None or y is None:
             continue
+        style = line_style(number)
         axes.errorbar(
             [x * scale],
             [y],
             yerr=None if trade.sd is None else [trade.sd],
-            color=COLOURS[number % len(COLOURS)],
-            marker=MARKERS[number % len(MARKERS)],
+            color=style["color"],
+            marker=style["marker"],
             markersize=8,
             capsize=3,
             linestyle="none",
-            label=trade.label,
+            label=legend_name(trade.label),
         )
         if not trade.beaten_by:
             front.append((x * scale, y))

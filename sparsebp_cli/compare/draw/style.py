@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,25 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; line style and marker differ as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours: no two of 56 groups look alike
 STYLES = ("-", "--", "-.", ":")
-LABEL_WIDTH = 16
+LABEL_WIDTH, LEGEND_WIDTH = 16, 32
 
 
 def name(label: str) -> str:
     """Return a group's label, broken into short lines."""
     return "\n".join(wrap(label, LABEL_WIDTH))
+
+
+def legend_name(label: str) -> str:
+    """Return a group's label as a legend shows it: matplotlib leaves out what begins with an underscore."""
+    return "\n".join(wrap(f" {label}" if label.startswith("_") else label, LEGEND_WIDTH, drop_whitespace=False))
+
+
+def legend_room(comparison: Comparison, columns: int) -> float:
+    """Return how many inches a legend needs below the axes, beyond the two lines that every picture has room for."""
+    lines = sum(legend_name(group.label).count("\n") + 1 for group in comparison.groups)
+    return 0.17 * max(0, ceil(lines / columns) - 2)
 
 
 def line_style(number: int) -> dict[str, Any]:

@@ -169,6 +169,8 @@ def _table(grid: Grid) -> str:
         return ""
     body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in grid.rows)
     note = f"<p class=note>{escape(grid.note)}</p>" if grid.note else ""
+    if grid.commands:
+        note += f"<pre><code>{escape(chr(10).join(grid.commands))}</code></pre>"
     table = f"<table><thead><tr>{cells(grid.columns, 'th')}</tr></thead><tbody>{body}</tbody></table>"
     title = escape(grid.title)
     return (
