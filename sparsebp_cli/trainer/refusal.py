@@ -37,6 +37,11 @@ def _find_for(policy: Policy, trainer: Any) -> Iterator[tuple[bool, str]]:
     if not isinstance(policy, TokenSelector | ExampleSelector):
         return
     args = trainer.args
+    fused = (module.__dict__.get("forward") for module in trainer.model.modules())
+    yield (
+        any("fused_lm_head" in (getattr(forward, "__kwdefaults__", None) or {}) for forward in fused),
+        "trl's fused head: the trainer makes the loss out of the log-probabilities of all labels, whatever was chosen",
+    )
     yield args.torch_compile, "torch_compile: what the forward computes differs from step to step"
     whole = "which reads the logits of all positions: let the model compute the loss"
     yield args.label_smoothing_factor != 0, f"label_smoothing_factor={args.label_smoothing_factor}, {whole}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,31 @@ def test_what_reads_all_logits_does_not_go_with_a_choice_of_tokens_or_examples(
 ) -> None:
     with pytest.raises(UnsupportedError, match=match):
         door(Trainer, [policy], {}, model=make_model(), args=make_arguments(tmp_path, **args), **kwargs)
+
+
+@pytest.mark.parametrize("policy", [MASKED, LOSSES, EXAMPLES], ids=lambda policy: policy["name"] + str(len(policy)))
+def test_a_loss_out_of_the_models_log_probabilities_does_not_go_with_a_choice_either(
+    policy: Any, door: Make, tmp_path: Path
+) -> None:
+    """As trl 1.16 does it: the forward is replaced, and the trainer divides by the number of all labels."""
+    model = make_model()
+    plain = model.forward
+
+    @functools.wraps(type(model).forward)
+    def fused(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    model.forward = types.MethodType(fused, model)
+    kwargs: dict[str, Any] = {"model": model, "args": make_arguments(tmp_path), "train_dataset": make_examples(2)}
+    with pytest.raises(UnsupportedError, match="not built with trl's fused head") as caught:
+        door(Trainer, [policy], {}, **kwargs)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(
+        UnsupportedError, match=r"'the model' has a forward of its own \(LlamaForCausalLM\.forward\)"
+    ) as own:
+        sbp.attach(model, [sbp.make_policy("tokens", score="mask")])
+    assert "\n" not in str(own.value)
+    door(Trainer, [ROWS], {"exclude": ["lm_head"]}, **kwargs).train()
 
 
 def test_an_attached_model_is_refused(door: Make, tmp_path: Path) -> None:
