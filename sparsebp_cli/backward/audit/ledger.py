@@ -124,6 +124,15 @@ class Ledger:
     passes: list[Pass] = field(default_factory=list)
     visited: set[int] = field(default_factory=set)
 
+    def use(self, leaves: int) -> None:
+        """Note that somebody looked at gradients: what they are used for nobody knows, and so it counts as used.
+
+        Args:
+            leaves: Whose.
+        """
+        for one in self.passes:
+            one.used |= one.pending & leaves
+
     def total(self, *kinds: str) -> float:
         """Return the FLOPs of all backward passes of some kinds; without any, of all but what ran again."""
         return sum(

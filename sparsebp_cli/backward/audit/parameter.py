@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.audit.ledger import Pass
 from sparsebp_cli.backward.audit.reach import UNKNOWN
+from sparsebp_cli.backward.audit.storage import has_storage, key_of
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # numbers that are cast at once
@@ -57,12 +58,14 @@ class Parameters:
         by_name: The same by name.
         captured: Bits of those whose gradient ``torch.autograd.grad`` returned to somebody.
         optimizers: That made a step, with the number of their steps.
+        stand_ins: Whole parameters that were gathered of sharded ones, with what is known of those.
     """
 
     fates: dict[Tensor, Fate] = field(default_factory=dict)
     by_name: dict[str, Fate] = field(default_factory=dict)
     captured: int = 0
     optimizers: dict[Any, int] = field(default_factory=dict)
+    stand_ins: dict[Tensor, Fate] = field(default_factory=dict)
     _bits: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -93,39 +96,48 @@ class Parameters:
         """Return the bits of those tensors that are known."""
         bits = 0
         for tensor in tensors:
-            if tensor in self.fates:
-                bits |= self.fates[tensor].bit
+            fate = self.find(tensor)
+            bits |= 0 if fate is None else fate.bit
         return bits
 
-    def start_step(self, optimizer: torch.optim.Optimizer, passes: Iterable[Pass]) -> None:
+    def find(self, tensor: Tensor) -> Fate | None:
+        """Return what is known of a parameter, or of the one that it stands for; None for nothing."""
+        return self.fates.get(tensor) or self.stand_ins.get(tensor)
+
+    def start_step(self, optimizer: torch.optim.Optimizer, passes: Iterable[Pass], *, is_again: bool = False) -> None:
         """Note what an optimizer is about to use.
 
         Args:
-            optimizer: About to make a step.
+            optimizer: About to make a step, or inside one with gradients of a closure.
             passes: Whose gradients may wait for it.
+            is_again: Whether the closure has been called in this step before.
         """
         found = lost = 0
         for fate in self.fates.values():
             if fate.tensor.grad is not None:
-                grad = _local(fate.tensor.grad)
+                grad = _numbers(fate.tensor.grad)
                 fate.grad_bytes = max(fate.grad_bytes, grad.numel() * grad.element_size())
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self.fates:
                     self.add(f"parameter {len(self.fates)}", parameter)
                 fate = self.fates[parameter]
-                fate.steps += 1
+                fate.steps += not is_again
                 if parameter.grad is None:
                     lost |= fate.bit
                     continue
                 found |= fate.bit
+                if is_again:
+                    continue
                 fate.steps_with_gradient += 1
                 if float(group.get("lr", 1.0)):
                     fate.steps_with_rate += 1
-                    fate.chances += bool(_local(parameter.grad).any())
+                    fate.chances += bool(_numbers(parameter.grad).any())
         for one in passes:
             one.discarded |= one.pending & lost
             one.used |= one.pending & found
+        if is_again:
+            return
         self.optimizers[optimizer] = self.optimizers.get(optimizer, 0) + 1
 
     def clear(self, tensors: Iterable[Tensor], passes: Iterable[Pass]) -> None:
@@ -142,7 +154,14 @@ class Parameters:
     def clear_missing(self, passes: list[Pass]) -> None:
         """Note gradients that somebody took away since they were computed."""
         if any(one.pending for one in passes):
-            self.clear([p for p in self.fates if p.grad is None], passes)
+            waiting = {id(fate) for fate in self.stand_ins.values()}  # FSDP may keep gradients until it reduces them
+            self.clear([p for p, fate in self.fates.items() if p.grad is None and id(fate) not in waiting], passes)
+
+    def gradients(self) -> dict[int, int]:
+        """Return the bits of those that have a gradient, by its storage."""
+        return {
+            key_of(p.grad): fate.bit for p, fate in self.fates.items() if p.grad is not None and has_storage(p.grad)
+        }
 
     def bytes(self) -> tuple[int, int]:
         """Return what parameters and their gradients occupy."""
@@ -178,6 +197,8 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
         Both sums.
     """
     plain = _local(tensor.detach())
+    if plain.numel() and not plain.untyped_storage().nbytes():
+        return 0, 0  # its memory is given back for a while
     flat = plain.contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -195,3 +216,9 @@ def _local(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     local: Tensor = to_local() if to_local is not None else tensor
     return local.data if isinstance(local, nn.Parameter) else local
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """What of a gradient takes memory here: the entries of a sparse one, this process' part of a sharded one."""
+    local = _local(grad)
+    return local._values() if local.layout is torch.sparse_coo else local  # noqa: SLF001 - values() asks for a coalesced one

@@ -14,7 +14,8 @@ from sparsebp_cli.backward.audit.ledger import Pass
 from sparsebp_cli.backward.audit.operation import Tape
 from sparsebp_cli.backward.audit.parameter import Parameters
 from sparsebp_cli.backward.audit.reach import UNKNOWN, Reach, walk
-from sparsebp_cli.backward.audit.storage import key_of, refer
+from sparsebp_cli.backward.audit.sharded import is_flat
+from sparsebp_cli.backward.audit.storage import has_storage, key_of, refer
 from sparsebp_cli.backward.audit.watch import Watch
 
 
@@ -92,12 +93,13 @@ class PassRunner:
         parameters, seen = self._parameters, list[tuple[int, Tensor]]()
 
         def bit_of(variable: Tensor) -> int:
-            if isinstance(variable, nn.Parameter) and variable not in parameters.fates:
+            if isinstance(variable, nn.Parameter) and parameters.find(variable) is None and not is_flat(variable):
                 parameters.add(f"parameter {len(parameters.fates)}", variable)
                 self._watch.weights.add(variable, parameters.fates[variable].name)
-            if variable in parameters.fates:
-                return parameters.fates[variable].bit
-            if not (is_outer and accumulates):
+            fate = parameters.find(variable)
+            if fate is not None:
+                return fate.bit
+            if isinstance(variable, nn.Parameter) or not (is_outer and accumulates):
                 return UNKNOWN
             seen.append((parameters.new_bit(f"input {len(seen)}"), variable))
             return seen[-1][0]
@@ -114,7 +116,7 @@ class PassRunner:
     def _note_inputs(self, seen: list[tuple[int, Tensor]]) -> None:
         for bit, variable in seen:
             grad = variable.grad
-            if grad is None:
+            if grad is None or not has_storage(grad):
                 self.inputs.append(InputGradient(bit, 0, None))
                 continue
             self.inputs.append(InputGradient(bit, key_of(grad), refer(grad)))
@@ -130,7 +132,7 @@ class _Dropped:
 
     def __call__(self, returned: Any, _incoming: Any) -> None:
         for is_wanted, grad in zip(self._wanted, returned, strict=False):
-            if not is_wanted and isinstance(grad, Tensor):
+            if not is_wanted and isinstance(grad, Tensor) and has_storage(grad):
                 self._dropped[key_of(grad)] = refer(grad)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.audit.storage import key_of, num_bytes
+from sparsebp_cli.backward.audit.storage import has_storage, key_of, num_bytes
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.audit.module import AnyModules
@@ -86,7 +86,9 @@ class SavedTensors:
 
     def start(self) -> None:
         """Put the hooks in, unless they or somebody else's are there."""
-        if self._hooks is None and _top() is None:
+        if self._hooks is not None:
+            self.is_active = True
+        elif _top() is None and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
             self._hooks = (self._pack, _unpack)
             torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)  # noqa: SLF001 - as the public class does
             self.is_active = self.has_seen = True
@@ -110,6 +112,8 @@ class SavedTensors:
 
     def _pack(self, tensor: Tensor) -> Packed:
         plain = tensor.detach()  # the tensor itself would keep its own graph alive
+        if not has_storage(tensor):
+            return Packed(self, None, 0, plain)
         key = key_of(tensor)
         if not self.is_active or self._weights.is_parameter(key):
             return Packed(self, None, key, plain)

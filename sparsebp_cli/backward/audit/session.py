@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from sparsebp_cli.backward.audit.hook import Hooks
 from sparsebp_cli.backward.audit.ledger import Ledger, Pass
 from sparsebp_cli.backward.audit.module import AnyModules
 from sparsebp_cli.backward.audit.parameter import Parameters
+from sparsebp_cli.backward.audit.replaced import Replaced, step_aside
 from sparsebp_cli.backward.audit.runner import PassRunner
 from sparsebp_cli.backward.audit.saved import Kept, SavedTensors
-from sparsebp_cli.backward.audit.storage import Weights
+from sparsebp_cli.backward.audit.sharded import find_gathered, is_sharded
+from sparsebp_cli.backward.audit.storage import Weights, has_storage
 from sparsebp_cli.backward.audit.watch import Watch
 
 MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass
@@ -46,6 +49,9 @@ class Session:
         self.seconds, self._last_number = 0.0, 0
         self._since: float | None = None
         self._handles: list[Any] = []
+        self._replaced = Replaced()
+        self._has_closure = False
+        self._swapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def start(self) -> None:
         """Begin to watch. Operators are seen from the first forward or backward on."""
@@ -57,23 +63,11 @@ class Session:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        self._run, self._zero = torch.autograd._engine_run_backward, torch.optim.Optimizer.zero_grad  # type: ignore[attr-defined]  # noqa: SLF001 - both backward and grad end there
-        self._zero_module = nn.Module.zero_grad
-        torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined,assignment]  # noqa: SLF001 - as above
-        session = self
-
-        @functools.wraps(self._zero)  # accelerate looks at its signature
-        def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            session.parameters.clear((p for group in optimizer.param_groups for p in group["params"]), session.passes)
-            session._zero(optimizer, *args, **kwargs)
-
-        @functools.wraps(self._zero_module)
-        def zero_module(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            session.parameters.clear(module.parameters(), session.passes)
-            session._zero_module(module, *args, **kwargs)
-
-        torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign,assignment]
-        nn.Module.zero_grad = zero_module  # type: ignore[method-assign,assignment]
+        replace = self._replaced.replace  # both backward and grad end in the first
+        self._run = replace(torch.autograd, "_engine_run_backward", lambda _: self._run_backward)
+        replace(torch.autograd.graph, "disable_saved_tensors_hooks", step_aside(self.saved))
+        replace(torch.optim.Optimizer, "zero_grad", self._clearing(_held))
+        replace(nn.Module, "zero_grad", self._clearing(nn.Module.parameters))
 
     def stop(self) -> None:
         """Watch no longer. Calling it again does nothing."""
@@ -82,8 +76,7 @@ class Session:
         self.is_running = self._is_due = False
         if self._since is not None:
             self.seconds = time.perf_counter() - self._since
-        torch.autograd._engine_run_backward = self._run  # type: ignore[attr-defined]  # noqa: SLF001 - as above
-        torch.optim.Optimizer.zero_grad, nn.Module.zero_grad = self._zero, self._zero_module  # type: ignore[method-assign]
+        self._replaced.restore()
         self.hooks.stop()
         self.modules.__exit__(None, None, None)
         self.watch.is_active = False
@@ -118,10 +111,16 @@ class Session:
         Args:
             model: An outermost module.
         """
-        if not self.modules.adopt(model):
+        if not self.modules.adopt(model) and model not in self._swapped:
             return
+        self._swapped.discard(model)
         for module in model.modules():
+            if is_sharded(module):
+                self.watch.find_sharded = self._find_sharded
             for name, parameter in module.named_parameters(recurse=False):
+                if not (parameter.is_leaf and has_storage(parameter)):
+                    self._swapped.add(model)  # functional_call put something else in their place for a while
+                    continue
                 full = ".".join(part for part in (self.modules.name_of(module), name) if part)
                 self.parameters.add(full, parameter)
                 self.weights.add(parameter, self.parameters.fates[parameter].name)
@@ -174,30 +173,83 @@ class Session:
         self._arm()
         self._begin_clock()
         if self.runner.current is None:
+            self._find_sharded()
             self._last_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
             self.parameters.clear_missing(self.ledger.passes)
             self.hooks.look_at(self.modules.known(), list(self.parameters.fates))
         try:
             return self.runner.run(self._run, outputs, *args, **kwargs)
         finally:
-            if self.runner.current is None and self._has_seen_enough():
-                self._end()
+            if self.runner.current is None:
+                self.watch.gradients = self.parameters.gradients()
+                if self._has_seen_enough():
+                    self._end()
+
+    def _find_sharded(self) -> None:
+        if self.watch.find_sharded is None:
+            return
+        for whole, sharded in find_gathered(self.modules.known()):
+            fate = self.parameters.fates.get(sharded)
+            if fate is not None and whole not in self.parameters.stand_ins:
+                self.parameters.stand_ins[whole] = fate
+                self.weights.add(whole, fate.name)
+
+    def _clearing(self, tensors_of: Callable[[Any], Iterable[Tensor]]) -> Callable[[Any], Any]:
+        """What notes, before gradients are cleared, that they are."""
+
+        def make(clear: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(clear)  # accelerate looks at its signature
+            def cleared(owner: Any, *args: Any, **kwargs: Any) -> None:
+                self.parameters.clear(tensors_of(owner), self.passes)
+                clear(owner, *args, **kwargs)
+
+            return cleared
+
+        return make
 
     def _has_seen_enough(self) -> bool:
         if self.wanted is None or self.parameters.optimizers:
             return self._is_due
         return len(self.ledger.passes) >= self.wanted * MOST_PASSES_A_STEP
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self.is_running:
-            return
-        self.parameters.start_step(optimizer, self.passes)
+            return None
         self.watch.is_updating = True
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
+        self._has_closure = callable(closure)
+        if not callable(closure):
+            self.parameters.start_step(optimizer, self.passes)
+            return None
+        watched = self._watch_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": watched}
+        return (args[0], watched, *args[2:]), kwargs
+
+    def _watch_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """A closure trains inside the optimizer's step, which uses its gradients when it returns."""
+
+        @functools.wraps(closure)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.watch.is_updating = False
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                self.watch.is_updating = True
+                if self.is_running:
+                    self.parameters.start_step(optimizer, self.passes, is_again=not self._has_closure)
+                    self._has_closure = False
+
+        return watched
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
         if not self.is_running:
             return
         self.watch.is_updating = False
+        if self._has_closure:  # it was never called
+            self.parameters.start_step(optimizer, self.passes)
         made = self.parameters.optimizers.get(optimizer, 0)
         if made < self.parameters.num_steps or list(self.parameters.optimizers.values()).count(made) > 1:
             return  # one of several optimizers has made this step before
@@ -217,6 +269,10 @@ class Session:
     def _shape_of(self, name: str) -> tuple[int, ...]:
         fate = self.parameters.by_name.get(name)
         return tuple(fate.tensor.shape) if fate is not None else ()
+
+
+def _held(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _modes() -> list[Any]:

@@ -14,9 +14,18 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 def key_of(tensor: Tensor) -> int:
-    """Return the number of a tensor's storage; of a tensor that wraps others (DTensor, Float8), of the first."""
+    """Return the number of a tensor's storage; of a tensor that wraps others (DTensor, Float8), of the first.
+
+    Args:
+        tensor: That has one: :func:`tensors_in` yields no others.
+
+    Returns:
+        The number.
+    """
     return int(_plain(tensor).untyped_storage()._cdata)  # noqa: SLF001 - the only identity there is
 
 
@@ -35,11 +44,18 @@ def num_bytes(tensor: Tensor) -> int:
     return int(_plain(tensor).untyped_storage().nbytes())
 
 
+def has_storage(tensor: Tensor) -> bool:
+    """Return whether a tensor has a storage: not one of a layout of its own, such as MKL-DNN's."""
+    return torch._C._has_storage(_plain(tensor))  # noqa: SLF001 - what the public copy functions ask
+
+
 def _plain(tensor: Tensor) -> Tensor:
     while is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         tensor = getattr(tensor, names[0])
-    return tensor
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()  # noqa: SLF001 - values() asks for a coalesced one
+    return tensor.values() if tensor.layout in _COMPRESSED else tensor
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -54,10 +70,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         value: A tensor, a list, tuple or dict of them, or anything else.
 
     Yields:
-        Tensor: In their order.
+        Tensor: In their order; none without a storage.
     """
     if isinstance(value, Tensor):
-        yield value
+        if has_storage(value):
+            yield value
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_in(item)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +25,7 @@ from sparsebp_cli.backward.flops import find_formula
 from sparsebp_cli.backward.trace import is_in_backward
 
 _ATEN = torch.ops.aten
+_CLEARING = (_ATEN.zero_, _ATEN._foreach_zero_, _ATEN.fill_)
 _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
 
 
@@ -59,6 +60,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.padding_N: Tensor | None = None
         self.unread: set[int] = set()  # gradients of inputs: gone from here when something reads them
         self.read: set[int] = set()
+        self.find_sharded: Callable[[], None] | None = None  # where a model is sharded
+        self.gradients: dict[int, int] = {}  # bits of parameters' gradients that nobody has looked at yet, by storage
         self._waiting: list[tuple[Reach, Tape]] = []
         self._running: dict[int, tuple[Reach, Tape]] = {}
 
@@ -111,6 +114,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _see(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        if self.find_sharded is not None:
+            for tensor in inputs:
+                if isinstance(tensor, nn.Parameter) and self.weights.name_of(tensor) is None:
+                    self.find_sharded()
         formula = find_formula(func)
         name = self.weights.follow(inputs, outputs)
         if not is_in_backward():
@@ -219,8 +226,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see_forward(
         self, func: Any, args: Any, flops: int, name: str | None, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
-        if self.unread:
-            self.read |= self.unread & {key_of(tensor) for tensor in inputs}
+        if self.unread or self.gradients:
+            known = {key_of(tensor) for tensor in inputs}
+            self.read |= self.unread & known
+            if known & self.gradients.keys() and not _only_clears_or_views(func, known, outputs):
+                self.ledger.use(sum(self.gradients.pop(key) for key in known & self.gradients.keys()))
         if self.is_updating:
             return
         module = self.modules.current
@@ -246,3 +256,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         head = next((name for name in reversed(self.ledger.widths) if self.ledger.widths[name] == width), None)
         if head is not None:
             self.ledger.heads[head] = width
+
+
+def _only_clears_or_views(func: Any, known: set[int], outputs: list[Tensor]) -> bool:
+    if func._schema.is_mutable:  # noqa: SLF001 - the one place that tells
+        return func.overloadpacket in _CLEARING
+    return bool(outputs) and all(key_of(tensor) in known for tensor in outputs)

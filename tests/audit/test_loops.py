@@ -1,0 +1,193 @@
+"""Loops of many kinds: trained to the same weights as without an audit, and not accused of what they do not waste."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import sparsebp_cli as sbp
+from sparsebp_cli.finding import AuditReport
+
+N = 8
+Loop = Callable[[nn.Module], None]
+PRODUCTS = 2 * N * (4 * 8 + 8 * 2)  # of a forward
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _loss(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.randn(N, 4)).square().mean()
+    return loss
+
+
+def _audit(loop: Loop, make: Callable[[], nn.Module] = _model) -> AuditReport:
+    """The report of a loop that came to the same weights as alone."""
+
+    def train() -> nn.Module:
+        torch.manual_seed(0)
+        model = make()
+        loop(model)
+        return model
+
+    alone, watched = train(), list[nn.Module]()
+    report = sbp.audit(lambda: watched.append(train()), threshold=0.0)
+    assert all(a.equal(b) for a, b in zip(alone.parameters(), watched[0].parameters(), strict=True))
+    return report
+
+
+def _lbfgs(model: nn.Module) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = _loss(model)
+        loss.backward()
+        return loss.item()
+
+    for _ in range(3):
+        optimizer.step(closure)
+
+
+def _closure_cleared_after_the_step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        loss = _loss(model)
+        loss.backward()
+        return loss.item()
+
+    for _ in range(3):
+        optimizer.step(closure=closure)
+        optimizer.zero_grad()
+
+
+def _closure_with_the_last_of_two_batches(model: nn.Module) -> None:  # as Lightning accumulates
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        loss = _loss(model)
+        loss.backward()
+        return loss.item()
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        closure()
+        optimizer.step(closure)
+
+
+def _sharpness_aware(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        _loss(model).backward()
+        with torch.no_grad():
+            moved = [0.01 * parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            torch._foreach_add_(list(model.parameters()), moved)
+        optimizer.zero_grad()
+        _loss(model).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(list(model.parameters()), moved)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _one_gradient_a_task(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        output, found = model(torch.randn(N, 4)), []
+        for task in range(2):
+            optimizer.zero_grad()
+            output[:, task].square().mean().backward(retain_graph=True)
+            found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        for parameter, first, second in zip(model.parameters(), *found, strict=True):
+            parameter.grad = first + second
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "backwards"),
+    [
+        (_lbfgs, 9),
+        (_closure_cleared_after_the_step, 3),
+        (_closure_with_the_last_of_two_batches, 6),
+        (_sharpness_aware, 6),
+        (_one_gradient_a_task, 6),
+    ],
+)
+def test_a_gradient_that_somebody_looked_at_before_it_was_cleared_was_used(loop: Loop, backwards: int) -> None:
+    report = _audit(loop)
+    assert (report.steps, report.backwards, report.findings, report.notes) == (3, backwards, (), ())
+    forwards = 3 if loop is _one_gradient_a_task else backwards
+    assert report.forward_flops == forwards / 3 * PRODUCTS  # those inside an optimizer's step as well
+
+
+def test_gradients_of_a_discriminator_in_its_generators_step_are_still_found() -> None:
+    judge, made = nn.Linear(4, 1), nn.Linear(2, 4)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (judge, made)]
+
+    def train() -> None:
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                judge(made(torch.randn(N, 2))).square().mean().backward()
+                optimizer.step()
+                nn.utils.clip_grad_norm_(made.parameters(), 1.0)  # looks at the other's gradients alone
+
+    finding = sbp.audit(train, threshold=0.0).finding("discarded")
+    assert finding is not None
+    assert finding.modules == ("Linear",)
+    assert finding.flops == pytest.approx(2 * N * 4 * 2 / 3)  # nobody knows yet what becomes of the last ones
+
+
+def test_transforms_of_functions_are_trained_as_without_an_audit() -> None:
+    def loop(model: nn.Module) -> None:
+        def loss(values: dict[str, Tensor], x_ND: Tensor) -> Tensor:
+            result: Tensor = functional_call(model, values, (x_ND,)).square().mean()
+            return result
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            for given in (grad(loss), vmap(grad(loss), in_dims=(None, 0))):
+                found = given(values, torch.randn(N, 4))
+                for name, parameter in model.named_parameters():
+                    parameter.grad = found[name].reshape(-1, *parameter.shape).mean(0)
+                optimizer.step()
+            optimizer.zero_grad()
+            _loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = _audit(loop)
+    assert (report.findings, report.backwards) == ((), 9)
+    assert report.saved_bytes > 0  # watched again after the transforms
+    assert {"0", "2"} <= {row.module for row in report.modules}
+
+
+def test_sparse_gradients_are_counted_by_their_entries() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 4, padding_idx=0, sparse=True), nn.Linear(4, 2)
+
+        def forward(self, ids_BT: Tensor) -> Tensor:
+            result: Tensor = self.head(self.embed(ids_BT).mean(1))
+            return result
+
+    def loop(model: nn.Module) -> None:
+        assert isinstance(model, Model)
+        optimizers = [torch.optim.SparseAdam(model.embed.parameters()), torch.optim.Adam(model.head.parameters())]
+        for _ in range(3):
+            model(torch.randint(1, 64, (N, 5))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    report = _audit(loop, Model)
+    assert report.findings == ()
+    assert report.gradient_bytes == 4 * (5 * N * 4 + 4 * 2 + 2)
