@@ -2,7 +2,8 @@
 
 The formulas are those of ``torch.utils.flop_counter``, and ours for what it counts as nothing or as too much, or
 refuses to count: attention on a CPU, attention with fewer heads of keys than of queries (pytorch #177188), grouped
-products, products with a vector, and sparse ones, of which each stored entry is multiplied. Like PyTorch, attention
+products and convolutions, LSTM layers of a CPU, products that add in place, products with a vector, and sparse ones, of
+which each stored entry is multiplied. Like PyTorch, attention
 counts the whole square, causal or not. Our kernels need no formula: what they gather is multiplied by ordinary matrix
 products, and those are what is seen.
 
@@ -151,6 +152,29 @@ def _sum_and_product(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any
     return _product(a, b)
 
 
+def _batched(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _sum_and_batched(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any, **___: Any) -> int:
+    return _batched(a, b)
+
+
+def _convolution_backward(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any) -> int:
+    """Each gradient multiplies as often as the forward: torch.utils.flop_counter forgets groups for the weight's."""
+    transposed, output_mask = rest[4], rest[7]
+    each = 2 * (given if transposed else grad).numel() * weight[0].numel()
+    return each * (bool(output_mask[0]) + bool(output_mask[1]))
+
+
+def _recurrent(given_TBD: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * given_TBD[..., 0].numel() * (weight.numel() + hidden.numel())
+
+
+def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
+    return 2 * _recurrent(*args, **kwargs)  # of its input and state, and of its weights: always both
+
+
 def _is_sparse(tensor: torch.Tensor) -> bool:
     return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_coo)
 
@@ -163,6 +187,15 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _ATEN.vdot: _product,
     _ATEN.addmm: _sum_and_product,
     _ATEN.addmv: _sum_and_product,
+    _ATEN.addmm_: _sum_and_product,
+    _ATEN.addmv_: _sum_and_product,
+    _ATEN.baddbmm_: _sum_and_batched,
+    _ATEN.addbmm: _sum_and_batched,
+    _ATEN.addbmm_: _sum_and_batched,
+    _ATEN._int_mm: _product,  # noqa: SLF001
+    _ATEN.convolution_backward: _convolution_backward,
+    _ATEN.mkldnn_rnn_layer: _recurrent,
+    _ATEN.mkldnn_rnn_layer_backward: _recurrent_backward,
     _ATEN._sparse_addmm: _sum_and_product,  # noqa: SLF001 - the operators' names
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,  # noqa: SLF001
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,  # noqa: SLF001

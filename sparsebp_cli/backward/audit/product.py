@@ -10,7 +10,9 @@ from torch import Tensor
 from sparsebp_cli.backward.audit.operation import DGRAD
 from sparsebp_cli.backward.audit.storage import is_plain
 
-_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
+_ATEN = torch.ops.aten
+_PRODUCTS = (_ATEN.mm, _ATEN.addmm, _ATEN.addmm_)
+_SUMS = (_ATEN.addmm, _ATEN.addmm_, _ATEN.baddbmm, _ATEN.baddbmm_, _ATEN.addbmm, _ATEN.addbmm_, _ATEN.addmv)
 
 
 def is_product(operator: Any) -> bool:
@@ -23,6 +25,20 @@ def is_product(operator: Any) -> bool:
         Whether it is.
     """
     return operator.overloadpacket in _PRODUCTS
+
+
+def factors_of(operator: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return what an operator multiplies: not what it adds the product to.
+
+    Args:
+        operator: As ``__torch_dispatch__`` receives it.
+        args: Its arguments.
+
+    Returns:
+        Tensors, in their order.
+    """
+    tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+    return tensors[1:] if operator.overloadpacket in _SUMS else tensors
 
 
 def find_zero(left: Tensor, right: Tensor, kind: str, *, weight_is_left: bool) -> Tensor | None:

@@ -22,6 +22,7 @@ from sparsebp_cli.backward.audit.saved import Kept, SavedTensors
 from sparsebp_cli.backward.audit.sharded import find_gathered, is_sharded
 from sparsebp_cli.backward.audit.storage import Weights, has_storage
 from sparsebp_cli.backward.audit.watch import Watch
+from sparsebp_cli.backward.trace import is_in_backward
 
 MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass
 Progress = Callable[[int, int], None]
@@ -127,6 +128,8 @@ class Session:
 
     def _see_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.add_model(module)
+        if is_in_backward():
+            return  # checkpointing runs a part again: what the model was given stands
         self.watch.is_graded = torch.is_grad_enabled()
         if self.watch.is_graded:
             self._arm()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparsebp_cli.backward.audit.ledger import Ledger, Pass
 from sparsebp_cli.backward.audit.module import AnyModules
 from sparsebp_cli.backward.audit.operation import AGAIN, DGRAD, WGRAD, Operation, Tape
-from sparsebp_cli.backward.audit.product import find_zero, is_product
+from sparsebp_cli.backward.audit.product import factors_of, find_zero, is_product
 from sparsebp_cli.backward.audit.reach import UNKNOWN, Reach
 from sparsebp_cli.backward.audit.saved import SavedTensors
 from sparsebp_cli.backward.audit.storage import Weights, key_of, refer, tensors_in
@@ -171,7 +171,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.modules.is_running:
             operation.kind = AGAIN
             return []
-        factors = [tensor for tensor in args if isinstance(tensor, Tensor)]
+        if func.overloadpacket is _ATEN.mkldnn_rnn_layer_backward:
+            return []  # both gradients in one, and of several weights
+        factors = factors_of(func, args)
         weight = next((name for tensor in factors if (name := self.weights.name_of(tensor)) is not None), None)
         if weight is not None:
             operation.kind, operation.parameter = DGRAD, weight
@@ -182,7 +184,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return []
             operation.kind, operation.parameter, operation.leaves = WGRAD, found, self._bit_of(found)
         if operation.kind in (DGRAD, WGRAD) and is_product(func):
-            left, right = factors[-2:]
+            left, right = factors
             is_left = weight is not None and self.weights.name_of(left) is not None
             zero_N = find_zero(left, right, operation.kind, weight_is_left=is_left)
             if zero_N is not None:
