@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,33 @@ def home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     monkeypatch.setenv("SPARSEBP_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="session")
+def fresh_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An initialised, empty store of MLflow, to be copied: making one takes seconds."""
+    from sparsebp_cli.tracking.store import open_client
+
+    file = tmp_path_factory.mktemp("store") / "mlflow.db"
+    open_client(f"sqlite:///{file}")
+    return file
+
+
+@pytest.fixture
+def no_process_left(home_folder: Path) -> Iterator[None]:
+    """Kill what runs of this test's home have started and not ended."""
+    yield
+    import psutil
+
+    from sparsebp_cli.run import list_runs
+    from sparsebp_cli.target.launch import Launch
+
+    for run in list_runs():
+        launch = Launch.load(run)
+        for process in [launch.watcher(run), launch.worker(run)] if launch else []:
+            if process is not None:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
 # What dynamo warns of while it traces, about itself (torch 2.13); whether it does depends on the tests before.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,3 +45,10 @@ def tiny_decoder(
     if checkpointing:
         checkpoint_activations(model)
     return model.train()
+
+
+def every_way(family: str) -> Iterator[partial[PreTrainedModel]]:
+    """Yield what makes the decoder: in each precision, by each attention, plain and with checkpointed layers."""
+    attentions = ("eager",) if family == "gemma2" else ("eager", "sdpa")  # its soft caps know no sdpa
+    for dtype, attention, again in itertools.product((torch.float32, torch.bfloat16), attentions, (False, True)):
+        yield partial(tiny_decoder, family, dtype=dtype, attn_implementation=attention, checkpointing=again)

@@ -18,7 +18,7 @@ from sparsebp_cli.policy import GradientSelector
 
 from .branch_case import IDS, assert_same, step
 from .conftest import tokens
-from .families import DECODERS, tiny_decoder
+from .families import DECODERS, every_way, tiny_decoder
 from .test_branch_model import lora
 
 
@@ -123,16 +123,7 @@ def test_the_peak_is_not_above_that_of_checkpointing_all_layers(family: str) -> 
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_dense_at_branches_is_plain_pytorch_to_the_last_bit(family: str) -> None:
-    attentions = ("eager",) if family == "gemma2" else ("eager", "sdpa")  # its soft caps know no sdpa
-    for dtype, attention, checkpointing in itertools.product(
-        (torch.float32, torch.bfloat16), attentions, (False, True)
-    ):
-
-        def make(
-            dtype: torch.dtype = dtype, attention: str = attention, checkpointing: bool = checkpointing
-        ) -> nn.Module:
-            return tiny_decoder(family, dtype=dtype, checkpointing=checkpointing, attn_implementation=attention)
-
+    for make in every_way(family):
         plain = step(make(), None, plain=True, inputs=[{}, {}])
         for policy in (None, sbp.make_policy("dense"), sbp.make_policy("topk", keep=1.0)):
             assert_same(step(make(), policy, inputs=[{}, {}]), plain, 0.0)

@@ -8,14 +8,12 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sparsebp_cli.cli.app import main
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import load_recipe
-from sparsebp_cli.run import JournalWriter, RunFolder, create_run, list_runs
-from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.run import JournalWriter, RunFolder, create_run
 
 from ..target.fake_worker import measure
 
@@ -133,13 +131,5 @@ def two_runs(write_recipe: Write) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _leave_nothing_running(home_folder: Path) -> Iterator[None]:
-    yield
-    for run in list_runs():
-        launch = Launch.load(run)
-        for process in [launch.watcher(run), launch.worker(run)] if launch else []:
-            if process is not None:
-                try:
-                    process.kill()
-                except psutil.NoSuchProcess:
-                    continue
+def _leave_nothing_running(no_process_left: None) -> None:
+    """Every test may start workers."""

@@ -31,25 +31,17 @@ MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
 
 
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store, to be copied: making one takes seconds."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    open_client(f"sqlite:///{file}")
-    return file
-
-
 @pytest.fixture
-def store(database: Path, tmp_path: Path) -> str:
+def store(fresh_database: Path, tmp_path: Path) -> str:
     """The address of an empty sqlite store."""
     (tmp_path / "store").mkdir()
-    return f"sqlite:///{shutil.copy(database, tmp_path / 'store' / 'mlflow.db')}"
+    return f"sqlite:///{shutil.copy(fresh_database, tmp_path / 'store' / 'mlflow.db')}"
 
 
 @pytest.fixture
-def server(tmp_path: Path, database: Path) -> Iterator[Server]:
+def server(tmp_path: Path, fresh_database: Path) -> Iterator[Server]:
     """A server that is running."""
-    found = Server(tmp_path / "server", database)
+    found = Server(tmp_path / "server", fresh_database)
     try:
         found.start()
         yield found

@@ -12,21 +12,12 @@ import pytest
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.provenance import Provenance
 from sparsebp_cli.run import RunFolder, create_run
-from sparsebp_cli.tracking.store import open_client
 from tests.tracking.material import attempt
 from tests.tracking.server import Server
 
 MakeRun = Callable[..., RunFolder]
 
 START = 1_700_000_000.0
-
-
-@pytest.fixture(scope="session")
-def fresh_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An initialised, empty store, to be copied: making one takes seconds."""
-    file = tmp_path_factory.mktemp("store") / "mlflow.db"
-    open_client(f"sqlite:///{file}")
-    return file
 
 
 @pytest.fixture
