@@ -18,7 +18,7 @@ from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.float8 import refuse_float8
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
-from sparsebp_cli.backward.parameter import ParameterPart, refuse_selector
+from sparsebp_cli.backward.parameter import ParameterPart, refuse_lazy, refuse_selector
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.backward.routing import Routing
@@ -99,6 +99,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     check_scoring(policies, num_steps, reference)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
+    refuse_lazy(model)
     if isinstance(policy, EdgeRouter):
         if sites != "nodes":
             raise UnsupportedError(f"{type(policy).__name__} routes at graph nodes: sites must be nodes, got {sites!r}")
@@ -106,7 +107,8 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         binding: Binding = NodeBinding(model, exclude, Routing(policy))
     else:
         decision = None if policy is None else Decision(policy, len(LayerNumbers(model).layers))
-        binding = _BINDINGS[sites](model, exclude)
+        dense = policy is None and sites == "linears"  # then a model needs no linear: a convolutional one in segments
+        binding = LinearBinding(model, exclude, may_be_empty=True) if dense else _BINDINGS[sites](model, exclude)
     tokens = make_parts(policies, model, reference, sites)
     eager = choose_update(wrapped, optimizer, update, (max_grad_norm, eager_clip), sites=sites)
     return Engine(

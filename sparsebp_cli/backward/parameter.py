@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.need import claim_needed
 from sparsebp_cli.backward.part import DensePass, PassClaim
 from sparsebp_cli.backward.process import refuse_several_processes
-from sparsebp_cli.errors import PolicyError, UnsupportedError
+from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Policy, Step
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class ParameterPart:
         self.parameters, self._places = find_parameters(model)
         self._trained = self._ask(Step(0))
         self._enabled = True
+        self._held: set[str] = set()  # names of those that require no gradient because of this part, and not of others
         self._handles: list[Any] = []
 
     @property
@@ -72,7 +74,14 @@ class ParameterPart:
     def enable(self, enabled: bool) -> None:
         self._enabled = enabled
         for name in self._places:
-            self._get(name).requires_grad_(not enabled or name in self._trained)
+            parameter = self._get(name)
+            if enabled and name not in self._trained:
+                if parameter.requires_grad:
+                    parameter.requires_grad_(False)
+                    self._held.add(name)
+            elif name in self._held:  # what the user has frozen meanwhile stays so
+                parameter.requires_grad_(True)
+                self._held.remove(name)
 
     def start_step(self, step: Step) -> None:
         self._trained = self._ask(step)
@@ -141,6 +150,20 @@ def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
     )
     places = {p.name: (modules[p.name.rpartition(".")[0]], p.name.rpartition(".")[2]) for p in shown}
     return shown, places
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Refuse a model whose parameters have no shape yet.
+
+    Args:
+        model: Any.
+
+    Raises:
+        UsageError: It has a lazy module that has not run.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UsageError(f"{name!r} has no shape before the model has run: run it once, and attach then")
 
 
 def refuse_selector(policies: Iterable[Policy], wrapped: nn.Module, optimizer: object) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebp_cli.backward.float8 import Float8Form, float8_class
 from sparsebp_cli.backward.kernel import Needs
@@ -69,7 +70,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
         form = next((f for kind, f in forms.items() if type(module).forward is kind.forward), None)
         if any(fnmatchcase(name, pattern) for pattern in patterns):
             excluded.append(name)
-        elif form is None or type(cast("Tensor", module.weight).data) is not Tensor:  # quantised or sharded weights
+        elif form is None or not _is_plain(module):
             not_covered.append(name)
         else:
             covered.append((name, module, form(module)))
@@ -83,20 +84,21 @@ class LinearBinding:
     Args:
         model: Any module.
         exclude: Globs over module names; what matches stays dense.
+        may_be_empty: Whether a model without a linear will do: where no policy is asked here.
 
     Raises:
         UsageError: A pattern matches nothing, or there is no linear to cover.
         UnsupportedError: The model is attached or offloaded.
     """
 
-    def __init__(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
+    def __init__(self, model: nn.Module, exclude: Iterable[str] = (), *, may_be_empty: bool = False) -> None:
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
         self.names = tuple(name for name, _, _ in self._found.covered)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
             check_free(name, module)
-        if not self.names:
+        if not self.names and not may_be_empty:
             left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
             raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
 
@@ -110,6 +112,14 @@ class LinearBinding:
 
     def around(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
         return nullcontext()
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer's weight is a tensor of real numbers: not made anew whenever it is read, quantised or sharded."""
+    if is_parametrized(module):
+        return False
+    weight = cast("Tensor", module.weight)
+    return type(weight.data) is Tensor and not weight.is_complex() and weight.numel() > 0
 
 
 def check_free(name: str, module: nn.Module) -> None:
@@ -126,7 +136,8 @@ def check_free(name: str, module: nn.Module) -> None:
     if isinstance(current, Bound):
         raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
     if current is not None:
-        raise UnsupportedError(f"{name!r} has a forward of its own ({current!r}): exclude it or remove its hook")
+        own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method is that of its module
+        raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")
 
 
 class Bound(ABC):

@@ -313,3 +313,28 @@ def test_ddp_around_the_model_before_it_is_attached_is_refused_by_name(monkeypat
 
     with pytest.raises(UnsupportedError, match="attach first, and wrap the model in DDP afterwards"):
         sbp.attach(Wrapped(tiny_model("llama")), [sbp.make_policy("frozen", train=["lm_head"])])
+
+
+def test_what_the_user_freezes_meanwhile_stays_frozen_and_what_the_user_thaws_is_trained() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sbp.attach(model, [sbp.make_policy("frozen", freeze=["0"])], optimizer=optimizer) as engine:
+
+        def step() -> list[bool]:
+            before = [layer.weight.clone() for layer in model]
+            engine.backward(model(torch.ones(2, 4)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            return [not torch.equal(old, layer.weight) for old, layer in zip(before, model, strict=True)]
+
+        assert step() == [False, True, True, True]
+        model[2].requires_grad_(False)
+        assert step() == [False, True, False, True]
+        model[0].requires_grad_(True)  # the policy says at the next step again that it is not
+        step()
+        assert step() == [False, True, False, True]
+        model[2].requires_grad_(True)
+        assert step() == [False, True, True, True]
+        model[3].requires_grad_(False)
+    assert [layer.weight.requires_grad for layer in model] == [True, True, True, False]

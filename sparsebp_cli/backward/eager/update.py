@@ -21,7 +21,7 @@ from sparsebp_cli.backward.eager.arrival import Arrivals
 from sparsebp_cli.backward.eager.clip import Clipping, norm_of, total_of
 from sparsebp_cli.backward.eager.passing import EagerReport, Pass, sparing
 from sparsebp_cli.backward.eager.single import SingleStep
-from sparsebp_cli.errors import DivergedError, UsageError
+from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.engine import Engine
@@ -35,6 +35,9 @@ class EagerUpdate:
         model: With the parameters; the optimizer may have more, which are updated in the same way.
         optimizer: Whose update of one parameter looks at no other.
         clipping: What gradients are clipped to.
+
+    Raises:
+        UnsupportedError: Another engine updates one of its parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping) -> None:
@@ -50,6 +53,11 @@ class EagerUpdate:
         self._settling: Any = None
         self._lock = RLock()  # a backward has a thread for each device of the model
         self.report: EagerReport | None = None
+        for parameter in self._single.parameters:
+            others = (parameter._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001 - no public name
+            if any(isinstance(getattr(other, "__self__", None), EagerUpdate) for other in others):
+                taken = self._name(parameter)
+                raise UnsupportedError(f"update='eager': another engine updates {taken}: call its detach() first")
 
     def install(self, engine: Engine) -> None:
         self._engine = engine
