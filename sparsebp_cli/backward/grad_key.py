@@ -14,9 +14,14 @@ class Keys:
 
     Args:
         model: Whose parameters they are; None: any leaf that requires grad, and any name.
+
+    Raises:
+        UsageError: The model is none.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
         self.model = model
         self._parameters: dict[str, Tensor] = {}
         if model is not None:
@@ -78,5 +83,7 @@ class Keys:
         if grad.shape != like.shape:
             allowed = f"allowed: {tuple(like.shape)}"
             raise UsageError(f"{self.describe(key)}: the gradient has shape {tuple(grad.shape)}, {allowed}")
+        if grad.is_complex() and not like.is_complex():
+            raise UsageError(f"{self.describe(key)}: the gradient is complex, and what it belongs to is {like.dtype}")
         if on_device and grad.device != like.device:
             raise UsageError(f"{self.describe(key)}: the gradient is on {grad.device}, allowed: {like.device}")

@@ -7,12 +7,13 @@ segments of a network that share weights, two losses, or micro-batches. That pla
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Self, overload
+from typing import Any, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from sparsebp_cli.backward.grad_check import check_dtype, check_gradient, check_max_norm, pair_up
 from sparsebp_cli.backward.grad_entry import Entry
 from sparsebp_cli.backward.grad_key import Key, Keys
 from sparsebp_cli.backward.leaf import accumulate, find_leaves
@@ -52,11 +53,10 @@ class GradStore:
                 one holds the sum.
 
         Raises:
-            UsageError: Something other than a tensor is added, the key is none, foreign to the model or not a leaf, or
-                shape or device do not fit.
+            UsageError: Something other than a gradient is added, the key is none, foreign to the model or not a leaf,
+                or shape, device or kind of number do not fit.
         """
-        if not isinstance(grad, Tensor):
-            raise UsageError(f"a gradient must be a tensor, got {type(grad).__name__}")
+        check_gradient(grad)
         key = self._keys.resolve(key)
         entry = self._entries.get(key)
         like = entry.grad if entry is not None else key if isinstance(key, Tensor) else grad
@@ -77,16 +77,10 @@ class GradStore:
             grads: Gradient of each output; None for a loss of one number.
 
         Raises:
-            UsageError: Nothing that is differentiated depends on a leaf that requires grad, a leaf is foreign, or there
-                are more or fewer gradients than outputs.
+            UsageError: Nothing that is differentiated depends on a leaf that requires grad, a leaf is foreign, or
+                outputs and gradients do not fit.
         """
-        roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else list(grads)
-        if len(roots) != len(given):
-            raise UsageError(f"{len(roots)} outputs and {len(given)} gradients: give one gradient for each output")
-        pairs = [(root, grad) for root, grad in zip(roots, given, strict=True) if root.requires_grad]
-        if not pairs:
-            raise UsageError("nothing to differentiate: no output depends on a leaf that requires grad")
+        pairs = pair_up(outputs, grads)
         leaves = find_leaves(root for root, _ in pairs)
         for leaf in leaves:
             self._keys.resolve(leaf)
@@ -105,8 +99,11 @@ class GradStore:
             This store.
 
         Raises:
-            UsageError: A key is foreign to this store's model, or two gradients of one key do not fit.
+            UsageError: It is no store or this one, a key is foreign to this store's model, or two gradients of one key
+                do not fit.
         """
+        if not isinstance(other, GradStore):
+            raise UsageError(f"only a GradStore can be merged, got {type(other).__name__}")
         if other is self:
             raise UsageError("a store cannot be merged with itself: every gradient would double")
         keys = [(self._keys.resolve(key), entry) for key, entry in other._entries.items()]
@@ -197,10 +194,9 @@ class GradStore:
             The norm before.
 
         Raises:
-            UsageError: ``max_norm`` is not above 0.
+            UsageError: ``max_norm`` is no number above 0.
         """
-        if not max_norm > 0:
-            raise UsageError(f"max_norm must be above 0, got {max_norm}")
+        check_max_norm(max_norm)
         norm = self.norm(norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # clip_grad_norm_'s own formula
         for entry in self._entries.values():
@@ -216,7 +212,12 @@ class GradStore:
 
         Returns:
             Another store; gradients that need no change are shared with this one, and changed by neither.
+
+        Raises:
+            UsageError: ``dtype`` is none of floating point.
         """
+        if dtype is not None:
+            check_dtype(dtype)
         store = GradStore(self._keys.model)
         for key, entry in self._entries.items():
             entry.is_own = False
@@ -257,6 +258,17 @@ class GradStore:
         """Return the number of gradients and their bytes."""
         size = sum(entry.grad.numel() * entry.grad.element_size() for entry in self._entries.values())
         return f"GradStore({len(self)} gradients, {size} bytes)"
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refuse copies: their keys would be copies of the parameters, which nobody trains.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "a GradStore cannot be copied or pickled, since its keys are parameters: GradStore().merge(store) is "
+            "another with the same gradients"
+        )
 
     def _add(self, key: Key, grad: Tensor) -> None:
         entry = self._entries.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -216,10 +217,30 @@ MISUSES: list[tuple[Callable[[sbp.GradStore, nn.Sequential], Any], str]] = [
     (lambda s, m: s.pop("2.bias"), "the store holds no gradient of '2.bias'"),
     (lambda s, m: s[m[2].bias], "the store holds no gradient of '2.bias'"),
     (lambda s, m: s.merge(s), "cannot be merged with itself"),
-    (lambda s, m: s.clip(0.0), "max_norm must be above 0, got 0.0"),
+    (lambda s, m: s.clip(0.0), "max_norm must be a number above 0, got 0.0"),
     (lambda s, m: s.backward(torch.zeros(())), "nothing to differentiate"),
     (lambda s, m: s.backward(FOREIGN.sum()), "is not a parameter of Sequential"),
     (lambda s, m: s.backward(m(torch.ones(1, 4)).sum(), [None, None]), "1 outputs and 2 gradients"),
+    (lambda s, m: s.add("2.bias", torch.ones(3).long()), "a gradient must be of floating point, got torch.int64"),
+    (lambda s, m: s.add("2.bias", torch.ones(3) > 0), "a gradient must be of floating point, got torch.bool"),
+    (lambda s, m: s.add("2.bias", torch.ones(3) * 1j), "'2.bias': the gradient is complex, .* is torch.float32"),
+    (
+        lambda s, m: s.add("2.weight", torch.ones(3, 8).to_mkldnn()),
+        "dense or torch.sparse_coo, got torch._mkldnn",
+    ),
+    (lambda s, m: s.merge({}), "only a GradStore can be merged, got dict"),
+    (lambda s, m: s.to(dtype=torch.int32), "a gradient must be of floating point, got torch.int32"),
+    (lambda s, m: s.to(dtype="float64"), "dtype must be a torch.dtype, got 'float64'"),
+    (lambda s, m: s.clip("1.0"), "max_norm must be a number above 0, got '1.0'"),
+    (lambda s, m: s.clip(True), "max_norm must be a number above 0, got True"),
+    (lambda s, m: s.backward(None), "outputs must be a tensor or several, got NoneType"),
+    (lambda s, m: s.backward([_loss(m), 1.0]), "an output must be a tensor, got float"),
+    (lambda s, m: s.backward(_loss(m), 1.0), "gradients must be a tensor or several, got float"),
+    (lambda s, m: s.backward(m(torch.ones(1, 4))), r"an output of shape \(1, 3\) needs a gradient"),
+    (lambda s, m: s.backward(m(torch.ones(1, 4)), torch.ones(3)), r"shape \(1, 3\) has a gradient of shape \(3,\)"),
+    (lambda s, m: sbp.GradStore("model"), "model must be an nn.Module, got str"),
+    (lambda s, m: s.apply("model"), "model must be an nn.Module, got str"),
+    (lambda s, m: copy.deepcopy(s), "a GradStore cannot be copied or pickled"),
 ]
 
 

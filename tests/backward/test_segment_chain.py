@@ -246,6 +246,18 @@ MISUSES: list[tuple[Callable[[], Any], type[SparseBPError], str]] = [
         UnsupportedError,
         "segment 1 changes its input in place",
     ),
+    (lambda: sbp.segmented_backward(nn.Linear(8, 2), _batch(), _loss), UsageError, "several modules, got Linear"),
+    (lambda: sbp.segmented_backward(_network(), _batch(), None), UsageError, "loss_fn must be a function .* NoneType"),
+    (
+        lambda: sbp.segmented_backward(_network(), _batch(), _loss, num_segments=2.0),
+        UsageError,
+        "num_segments must be a whole number, got 2.0",
+    ),
+    (
+        lambda: sbp.segmented_backward(_network(), _batch(), _loss, store={}),
+        UsageError,
+        "store must be a GradStore, got dict",
+    ),
 ]
 
 

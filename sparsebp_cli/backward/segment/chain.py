@@ -50,11 +50,15 @@ def segmented_backward(
         The loss, without a graph, and the store. An ``x`` that requires grad has its gradient in the store.
 
     Raises:
-        UsageError: There are no segments, fewer than ``num_segments``, gradients are disabled, ``x`` was computed, or
-            the loss is not one number that depends on something trained.
+        UsageError: An argument is of another kind, there are no segments, fewer than ``num_segments``, gradients are
+            disabled, ``x`` was computed, or the loss is not one number that depends on something trained.
         UnsupportedError: A segment changes its input in place, or is given or gives a tensor inside of some object.
     """
     parts = _join(segments, num_segments)
+    if not callable(loss_fn):
+        raise UsageError(f"loss_fn must be a function of the last output, got {type(loss_fn).__name__}")
+    if not (store is None or isinstance(store, GradStore)):
+        raise UsageError(f"store must be a GradStore, got {type(store).__name__}")
     if not torch.is_grad_enabled():
         raise UsageError("segmented_backward needs gradients: call it outside of torch.no_grad()")
     if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in tree_flatten(x)[0]):
@@ -130,6 +134,10 @@ class _Pass:
 
 
 def _join(segments: Iterable[Module | Sequence[Module]], num_segments: int | None) -> list[list[Module]]:
+    if not isinstance(segments, Iterable) or isinstance(segments, str):
+        raise UsageError(f"segments must be an nn.Sequential or several modules, got {type(segments).__name__}")
+    if not (num_segments is None or type(num_segments) is int):
+        raise UsageError(f"num_segments must be a whole number, got {num_segments!r}")
     parts: list[list[Module]] = [list(e) if isinstance(e, Sequence) else [e] for e in segments]
     for part in parts:
         for module in part:

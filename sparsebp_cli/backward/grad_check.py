@@ -1,0 +1,98 @@
+"""What a :class:`~sparsebp_cli.backward.grad_store.GradStore` is given, looked at before anything of it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.errors import UsageError
+
+
+def check_gradient(grad: object) -> None:
+    """Refuse what can be nobody's gradient.
+
+    Args:
+        grad: What the user gave.
+
+    Raises:
+        UsageError: It is no tensor, has whole numbers, or lies in memory in a way that sums are not built for.
+    """
+    if not isinstance(grad, Tensor):
+        raise UsageError(f"a gradient must be a tensor, got {type(grad).__name__}")
+    check_dtype(grad.dtype)
+    if grad.layout not in (torch.strided, torch.sparse_coo):
+        raise UsageError(f"a gradient must be dense or torch.sparse_coo, got {grad.layout}")
+
+
+def check_dtype(dtype: object) -> None:
+    """Refuse a dtype that gradients cannot have.
+
+    Args:
+        dtype: Any.
+
+    Raises:
+        UsageError: It is none, or one of whole numbers.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise UsageError(f"dtype must be a torch.dtype, got {dtype!r}")
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"a gradient must be of floating point, got {dtype}")
+
+
+def check_max_norm(max_norm: object) -> None:
+    """Refuse a bound that is none.
+
+    Args:
+        max_norm: Any.
+
+    Raises:
+        UsageError: It is no number above 0.
+    """
+    is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
+    if not (is_number and max_norm > 0):  # type: ignore[operator]
+        raise UsageError(f"max_norm must be a number above 0, got {max_norm!r}")
+
+
+def pair_up(outputs: Any, grads: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Put outputs and their gradients together.
+
+    Args:
+        outputs: One tensor or several.
+        grads: As many; one for all of them; None for losses of one number.
+
+    Returns:
+        Every output that something can be differentiated of, with its gradient.
+
+    Raises:
+        UsageError: They do not fit, or there is nothing to differentiate.
+    """
+    roots = _as_list(outputs, "outputs")
+    given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else _as_list(grads, "gradients")
+    if len(roots) != len(given):
+        raise UsageError(f"{len(roots)} outputs and {len(given)} gradients: give one gradient for each output")
+    for root, grad in zip(roots, given, strict=True):
+        if not isinstance(root, Tensor):
+            raise UsageError(f"an output must be a tensor, got {type(root).__name__}")
+        if grad is None and root.numel() != 1:
+            raise UsageError(
+                f"an output of shape {tuple(root.shape)} needs a gradient: only a loss of one number does not"
+            )
+        if grad is not None:
+            check_gradient(grad)
+            if grad.shape != root.shape:
+                raise UsageError(f"an output of shape {tuple(root.shape)} has a gradient of shape {tuple(grad.shape)}")
+    pairs = [(root, grad) for root, grad in zip(roots, given, strict=True) if root.requires_grad]
+    if not pairs:
+        raise UsageError("nothing to differentiate: no output depends on a leaf that requires grad")
+    return pairs
+
+
+def _as_list(value: Any, what: str) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [value]
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes):
+        raise UsageError(f"{what} must be a tensor or several, got {type(value).__name__}")
+    return list(value)
