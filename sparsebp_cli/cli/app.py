@@ -5,6 +5,7 @@ Nothing heavy is imported here or at the top of a verb's file: `sparsebp --help`
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.metadata import version as installed_version
 from typing import Annotated
@@ -78,6 +79,9 @@ def _main(
 
 def main() -> None:
     """Run the command line of this process, and end the process."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without ± shows a question mark, and the rest
     try:
         app(prog_name="sparsebp")
     except SparseBPError as error:

@@ -41,7 +41,7 @@ def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[in
     codes: list[int] = []
     for number, job in enumerate(jobs):
         _follow(job, interrupts, seen[number] if seen else 0)
-        codes.append(_conclude(job, show_next=number == len(jobs) - 1))
+        codes.append(_conclude(job, together=len(jobs) if number == len(jobs) - 1 else 0))
         if interrupts.received:
             _tell_rest(jobs[number + 1 :])
             return interrupts.exit_code
@@ -129,7 +129,7 @@ def _tell_connection(job: Job, display: Display, lost: bool) -> bool:
     return is_lost
 
 
-def _conclude(job: Job, *, show_next: bool) -> int:
+def _conclude(job: Job, *, together: int) -> int:
     """Print how a run ended; return its exit code."""
     from sparsebp_cli.cli.summary import summarise
 
@@ -137,7 +137,7 @@ def _conclude(job: Job, *, show_next: bool) -> int:
     if job.warning():
         print_line(f"warning: {job.warning()}", stderr=True)
     if state is State.FINISHED:
-        console().print(summarise(job.run, show_next=show_next))
+        console().print(summarise(job.run, together=together))
         return 0
     print_line(f"error: run {job.run.run_id} {describe_end(job)}", stderr=True)
     if state is State.INTERRUPTED:

@@ -107,7 +107,7 @@ def _draw_layers(folder: RunFolder, path: Path) -> Path:
 
 
 def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
-    console().print(summarise(folder, show_next=False))
+    console().print(summarise(folder))
     for end in history.ends[-1:]:
         if end["text"]:
             print_line(f"{end['status']}: {end['text']}")

@@ -35,12 +35,12 @@ STEP_MEMORY = (
 )
 
 
-def summarise(run: RunFolder, *, show_next: bool = True) -> RenderableType:
+def summarise(run: RunFolder, *, together: int = 0) -> RenderableType:
     """Return a table of what a run has shown.
 
     Args:
         run: The run.
-        show_next: Whether to name the command that compares it.
+        together: It is the last of so many that one command ran: what to type next is named; 0: nothing is.
 
     Returns:
         Something that rich prints.
@@ -58,9 +58,10 @@ def summarise(run: RunFolder, *, show_next: bool = True) -> RenderableType:
     if (run.path / "model").is_dir():
         grid.add_row("model", Text(str(run.path / "model")))
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")
-    if not show_next:
+    if not together:
         return Group(head, grid)
-    command = "sparsebp compare @2" if len(list_runs()) > 1 else f"sparsebp show {run.run_id}"
+    alone = len(list_runs()) < 2
+    command = f"sparsebp show {run.run_id}" if alone else f"sparsebp compare @{max(2, together)}"
     return Group(head, grid, Text.assemble("next: ", (command, "bold")))
 
 

@@ -25,6 +25,7 @@ from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import metric
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
+SHORT = "dense-short"
 SCHEDULE = ("training.max_steps", "training.warmup_steps")
 FASTER = 0.95  # under this share of dense's step time, dense deserves more steps
 SAME_TIME = 0.1  # two groups that differ by less than this share took the same time
@@ -67,7 +68,7 @@ def _find(
         return Control(kind, group, labels[group], command=command())
 
     dense = _first(others, lambda some: bool(some[-1].exact) and _same_but(some[-1], newest, ("policy.",)))
-    controls = [control("dense", dense, lambda: _run(runs, "policy=dense", "dense"))]
+    controls = [control("dense", dense, lambda: _run(runs, "policy=dense", "dense", _start_of_dense(members, newest)))]
     drawn = [_control_of(entry) for entry in newest.policies]
     if any(drawn):
         random = _first(others, lambda some: _is_random_at_budget(some[-1], newest, drawn))
@@ -75,8 +76,15 @@ def _find(
     if dense and (steps := _equal_steps(counted[group], counted[dense])):
         equal = _first(others, lambda some: _takes_the_time(some, members[dense], counted[group]))
         change = f"training.max_steps={steps}"
-        controls.append(control("equal_time", equal, lambda: _run(members[dense], change, "dense-short")))
+        taken = any(run.name == SHORT for some in members.values() for run in some)
+        word = f"dense-{steps}-steps" if taken else SHORT
+        controls.append(control("equal_time", equal, lambda: _run(members[dense], change, word)))
     return controls
+
+
+def _start_of_dense(members: Members, run: LoadedRun) -> LoadedRun:
+    """Of groups that share their dense run, one and the same: it is made once for all of them."""
+    return next(some[-1] for some in members.values() if some[-1].policies and _same_but(some[-1], run, ("policy.",)))
 
 
 def _first(groups: Members, fits: Callable[[Sequence[LoadedRun]], bool]) -> str:
@@ -146,9 +154,9 @@ def _takes_the_time(some: Sequence[LoadedRun], dense: Sequence[LoadedRun], count
     return bool(here and there) and abs(median(here) / median(there) - 1.0) <= SAME_TIME
 
 
-def _run(runs: Sequence[LoadedRun], change: str, word: str) -> str:
+def _run(runs: Sequence[LoadedRun], change: str, word: str, start: LoadedRun | None = None) -> str:
     """The stored recipe of the newest run is the starting point: its file may have changed since, or be elsewhere."""
-    newest = runs[-1]
+    newest = start or runs[-1]
     seeds = ",".join(str(seed) for seed in sorted({run.seed for run in runs if run.seed is not None}))
     name = f"{tidy(newest.name)}-{word}"[:64] if word == "random" else word
     file = shlex.quote(f"{name}.yaml")

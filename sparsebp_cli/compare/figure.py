@@ -142,12 +142,28 @@ def _ratio(
 
 
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
-    """The ceiling is (F + B) / (F + claimed): solved for what is claimed."""
+    """What the policy claims to leave of the whole backward.
+
+    A proof tells the shares, claimed and executed, of the same part of it; how large that part is follows from the work
+    that was saved. Where none was, or of a run without proof, the ceiling tells: (F + B) / (F + claimed), if the policy
+    leaves the forward alone.
+    """
+    if proven := [claim for run in runs for claim in _proven_claims(run)]:
+        return statistics.median(proven)
     forward, dense = _median(runs, metric.FORWARD_FLOPS), _median(runs, metric.BACKWARD_DENSE)
     ceiling = _median(runs, metric.CEILING)
     if forward is None or dense is None or not ceiling:
         return None
     return (forward + dense) / ceiling - forward
+
+
+def _proven_claims(run: LoadedRun) -> list[float]:
+    dense, executed, claimed, done = (
+        run.history.series(which.name)
+        for which in (metric.BACKWARD_DENSE, metric.BACKWARD_EXECUTED, metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
+    )
+    saving = [step for step in done if step in dense and step in executed and step in claimed and done[step] < 1.0]
+    return [dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving]
 
 
 def _all(runs: Iterable[LoadedRun], which: Metric, *, after_warmup: bool = False) -> list[float]:

@@ -81,8 +81,8 @@ def _at_equal_time(comparison: Comparison) -> Grid:
         rows.append((group.label, *cells))
     after = show.scaled(comparison.equal_time_seconds, SECONDS)
     note = (
-        f"The last evaluation inside {after} of training, which every group has had. For a group that trained longer, "
-        "the learning rate was then still under way: dense with its own schedule is the fair control."
+        f"The last evaluation inside {after} of training (or 5% later), which every group has had. For a group that "
+        "trained longer, the learning rate was then still under way: dense with its own schedule is the fair control."
     )
     return Grid(f"Quality after {after}", ("group", comparison.metric, "its whole training"), tuple(rows), note)
 

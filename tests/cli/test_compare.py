@@ -118,3 +118,23 @@ def test_csv_has_the_curve_that_was_asked_for(call: Cli, study: list[RunFolder])
     done = call("compare", "dense", "-o", "csv", "--curves", "train/loss")
     figures = {row["figure"] for row in csv.DictReader(io.StringIO(done.stdout))}
     assert {"curve.eval/loss.4", "curve.train/loss.3", "quality.final.mean"} <= figures
+
+
+def test_whoever_chooses_runs_by_how_they_ended_is_told_so(call: Cli, study: list[RunFolder]) -> None:
+    told = "runs were chosen by how they ended (eval/loss, state): those left out are in no number here"
+    where = "eval/loss<3.05 and not state=failed"
+    assert told in json.loads(call("compare", "--where", where, "-o", "json").stdout)["warnings"]
+    assert json.loads(call("compare", "--where", "seed<9", "-o", "json").stdout)["warnings"] == []
+
+
+def test_a_terminal_without_the_letters_is_shown_the_rest(cli: Cli, study: list[RunFolder]) -> None:
+    done = cli("compare", "dense", "sparse", real=True, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "3.0010 ? 0.0010 (3)" in done.stdout
+
+
+def test_reading_an_empty_file_leaves_it_empty(call: Cli, tmp_path: Path) -> None:
+    (tmp_path / "empty.db").touch()
+    done = call("compare", "--from", f"sqlite:///{tmp_path}/empty.db")
+    assert done.stderr == f"error: tracking store sqlite:///{tmp_path}/empty.db: the file is empty\n"
+    assert (tmp_path / "empty.db").stat().st_size == 0

@@ -26,17 +26,18 @@ PROBE = """<script>
 addEventListener("load", () => {
   const count = selector => document.querySelectorAll(selector).length;
   const choose = (box, value) => { box.value = value; box.dispatchEvent(new Event("change")); };
-  const found = { forest: count("#forest svg"), curves: count("#curves svg path[stroke]"),
+  const found = { forest: count("#forest svg"), curves: count("#curves figure svg path[stroke]"),
     names: count("#pareto text.name"), heat: count("#layers canvas"),
     overflow: document.documentElement.scrollWidth - innerWidth,
+    keys: [...document.querySelectorAll(".keys button")].flatMap(b => [...b.childNodes].map(n => n.tagName || n.data)),
     dark: getComputedStyle(document.body).backgroundColor };
   const [metric, axis, shown] = document.querySelectorAll("#curves select");
   choose(metric, "train/loss"); choose(axis, "2"); choose(shown, "mean");
-  found.mean = count("#curves svg path[stroke]");
-  found.bands = count("#curves svg path[opacity='0.18']");
-  found.label = document.querySelector("#curves svg").getAttribute("aria-label");
+  found.mean = count("#curves figure svg path[stroke]");
+  found.bands = count("#curves figure svg path[opacity='0.18']");
+  found.label = document.querySelector("#curves figure svg").getAttribute("aria-label");
   document.querySelector("#curves button").click();
-  found.hidden = count("#curves svg path[stroke]");
+  found.hidden = count("#curves figure svg path[stroke]");
   const svg = document.querySelector("#pareto svg"), box = svg.getBoundingClientRect();
   const mark = svg.querySelector("g circle").getBoundingClientRect();
   svg.dispatchEvent(new PointerEvent("pointermove", { clientX: mark.x + 4, clientY: mark.y + 4 }));
@@ -78,6 +79,7 @@ def test_every_drawing_is_made_and_answers(page: Path, width: int, dark: bool) -
     assert complaints == ""
     assert found["overflow"] <= 0
     assert (found["forest"], found["curves"], found["names"], found["heat"]) == (3, 10, 2, 2)
+    assert found["keys"] == ["svg", "dense", "svg", "topk-rows"]
     assert (found["mean"], found["bands"], found["hidden"]) == (2, 2, 1)
     assert found["label"] == "train/loss against seconds of training, evaluation left out"
     assert found["tip"].startswith("dense\neval/loss 3.004 ± 0.032")

@@ -262,3 +262,17 @@ def test_layers_are_averaged_over_seeds_where_they_were_measured(make_run: MakeR
         "cosine": ((None, None), (0.5, None)),
     }
     assert compare_runs([make_run()]).groups[0].layers.figures == {}
+
+
+def test_the_claim_of_a_policy_that_changes_the_forward_too_is_that_of_its_proof(make_run: MakeRun) -> None:
+    """A tenth of the backward is no policy's, a quarter of the rest is claimed; scoring doubles the forward."""
+    proof = {
+        "proof/claimed_share": 0.25,
+        "proof/executed_share": 0.3,
+        "flops/backward_executed": 0.1 * 2e9 + 0.3 * 1.8e9,
+    }
+    scored = {"flops/forward": 2e9, "speed/ceiling": 3e9 / (2e9 + 0.65e9), "proof/excess_share": 0.0}
+    policy = [{"name": "tokens", "keep": 0.25, "score": "loss"}]
+    found = compare_runs([make_run(), make_run("tokens", policy=policy, exact=False, metrics=proof | scored)])
+    assert found.groups[1].cost.claimed_flops == pytest.approx(0.1 * 2e9 + 0.25 * 1.8e9)
+    assert found.groups[0].cost.claimed_flops == pytest.approx(2e9)

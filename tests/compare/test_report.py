@@ -144,3 +144,19 @@ def test_a_report_that_cannot_be_written_is_refused_in_one_line(
     with pytest.raises(UsageError) as caught:
         write_report(comparison, tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+def test_no_two_of_28_groups_have_the_same_sample(make_run: MakeRun) -> None:
+    runs = [make_run(f"g{n}", policy=[{"name": "topk", "keep": 0.01 * (n + 1)}], exact=False) for n in range(28)]
+    samples = re.findall(r'<svg class="sample.*?</svg>', render_report(compare_runs(runs)))
+    assert len(set(samples)) == len(samples) == 28
+
+
+def test_what_is_drawn_is_in_tables_too_whose_rows_have_a_head(two_groups: list[RunFolder]) -> None:
+    with JournalWriter(two_groups[5].path) as journal:
+        journal.write("layers", step=10, values={"model.layers.0": {"kept_share": 0.5, "cosine": 0.9}})
+    page = render_report(compare_runs(two_groups, Question(curves=REPORT_CURVES)))
+    curves = page[page.index("The curves in numbers") : page.index("The layers in numbers")]
+    assert "<th scope=row>20</th><td class=n>3.004 ± 0.032 (5)</td>" in curves
+    assert "<h2>train/loss</h2>" in curves
+    assert "<th scope=row>model.layers.0</th>" in page[page.index("The layers in numbers") :]

@@ -97,7 +97,7 @@ function select(label, options, changed) {
 }
 function legend(bar, hidden, changed) {
   data.groups.forEach((name, g) => {
-    const button = make("button", { type: "button", "aria-pressed": "true" }, make("span", { class: `sample g${g % 7}` }), name);
+    const button = make("button", { type: "button", "aria-pressed": "true" }, document.querySelectorAll("article .sample")[g].cloneNode(true), name);
     button.addEventListener("click", () => {
       hidden.has(g) ? hidden.delete(g) : hidden.add(g);
       button.setAttribute("aria-pressed", String(!hidden.has(g)));

@@ -14,12 +14,20 @@ from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
-from sparsebp_cli.compare.view import find_trades
+from sparsebp_cli.compare.view import View, find_trades, view_grids
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import metric
 
 REPORT_CURVES = (metric.EVAL_LOSS.name, metric.TRAIN_LOSS.name, metric.KEPT_SHARE.name, metric.COSINE.name)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+NUM_COLOURS = 7
+DASHES = ("", "7 4", "9 3 2 3", "2 3")  # those of page.js, and so are the marks
+MARKS = (
+    "M16 2a4 4 0 1 0 .01 0z",
+    "M12.4 2.4h7.2v7.2h-7.2z",
+    "M16 1.2l4.4 8h-8.8z",
+    "M16 .8l5.2 5.2l-5.2 5.2l-5.2 -5.2z",
+)
 CONTROLS = {"random": "random at the same budget", "equal_time": "dense in the same time", "dense": "dense"}
 
 
@@ -61,6 +69,7 @@ def render_report(comparison: Comparison, command: str = "") -> str:
         _words(comparison),
         _notes(comparison),
         _drawings(comparison),
+        _numbers(comparison),
         *(_table(grid) for grid in grids(comparison, everything=True)),
         _table(runs_grid(comparison)),
         _table(environment_grid(comparison)),
@@ -101,11 +110,19 @@ def _words(comparison: Comparison) -> str:
         first, *rest = group.verdict.rstrip(".").split("; ")
         items = "".join(f"<li>{escape(part)}</li>" for part in rest)
         more = f"<ul>{items}</ul>" if items else ""
-        sample = f'<span class="sample g{number % 7}" aria-hidden="true"></span>'
         cards.append(
-            f"<article><h3>{sample}{escape(group.label)}</h3><p>{escape(_capital(first))}.</p>{more}</article>"
+            f"<article><h3>{_sample(number)}{escape(group.label)}</h3><p>{escape(_capital(first))}.</p>{more}</article>"
         )
     return f'<section><h2>In words</h2><div class="cards">{"".join(cards)}</div></section>'
+
+
+def _sample(number: int) -> str:
+    """How a group is drawn: colours repeat after seven groups, so its dashes and its mark are shown with it."""
+    line = (
+        f'<path d="M0 6H32" stroke="currentColor" stroke-width="2" stroke-dasharray="{DASHES[number % len(DASHES)]}"/>'
+    )
+    mark = f'<path d="{MARKS[number % len(MARKS)]}" fill="currentColor"/>'
+    return f'<svg class="sample g{number % NUM_COLOURS}" viewBox="0 0 32 12" aria-hidden="true">{line}{mark}</svg>'
 
 
 def _capital(text: str) -> str:
@@ -131,9 +148,10 @@ def _missing(kind: str, command: str, labels: list[str]) -> str:
 
 
 def _drawings(comparison: Comparison) -> str:
-    """Empty places that the script fills; every number in them is in a table below."""
+    """Empty places that the script fills; what they show is in tables, too."""
     has_layers = any(group.layers.figures for group in comparison.groups)
-    blocks = []
+    told = "The drawings need JavaScript; what they would show is in the tables below."
+    blocks = [f"<noscript><p class=note>{told}</p></noscript>"]
     if len(comparison.groups) > 1:
         blocks.append(
             "<section><h2>Differences to the baseline</h2><div id=forest class=charts></div>"
@@ -153,21 +171,33 @@ def _drawings(comparison: Comparison) -> str:
             "given out, moment by moment, in a step that was watched; on one scale. Its peaks are in a table below."
             "</p></section>"
         )
-    blocks.append(
-        "<noscript><p class=note>The drawings need JavaScript; all of their numbers are below.</p></noscript>"
-    )
     return "".join(blocks)
 
 
+def _numbers(comparison: Comparison) -> str:
+    """The curves and the layers as tables: for whoever cannot see them, or has no script."""
+    curves = [name for name in REPORT_CURVES if any(run.counts and run.curves.get(name) for run in comparison.runs)]
+    parts = {
+        "curves": [grid for name in curves for grid in view_grids(comparison, View("curves", name))],
+        "layers": view_grids(comparison, View("layers")),
+    }
+    return "".join(
+        f"<details><summary>The {word} in numbers</summary>{tables}</details>"
+        for word, some in parts.items()
+        if (tables := "".join(map(_table, some)))
+    )
+
+
 def _table(grid: Grid) -> str:
-    def cells(row: Iterable[str], tag: str) -> str:
+    def cells(row: Iterable[str], tag: str, start: int = 0) -> str:
         scope = " scope=col" if tag == "th" else ""
-        styled = ((f"{tag}{'' if place < grid.aside else ' class=n'}{scope}", cell) for place, cell in enumerate(row))
+        places = enumerate(row, start)
+        styled = ((f"{tag}{'' if place < grid.aside else ' class=n'}{scope}", cell) for place, cell in places)
         return "".join(f"<{opening}>{escape(cell)}</{tag}>" for opening, cell in styled)
 
     if not grid.rows:
         return ""
-    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in grid.rows)
+    body = "".join(f"<tr><th scope=row>{escape(row[0])}</th>{cells(row[1:], 'td', 1)}</tr>" for row in grid.rows)
     note = f"<p class=note>{escape(grid.note)}</p>" if grid.note else ""
     if grid.commands:
         note += f"<pre><code>{escape(chr(10).join(grid.commands))}</code></pre>"
