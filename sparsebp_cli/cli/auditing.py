@@ -66,7 +66,8 @@ def run_watched(
         try:
             process = subprocess.Popen(command, env=environment, stdout=sys.stderr.fileno() if quiet else None)
         except OSError as error:
-            hint = f"; did you mean: python {command[0]}?" if command[0].endswith(".py") else ""
+            program = {".py": "python", ".sh": "bash"}.get(Path(command[0]).suffix)
+            hint = f"; did you mean: {program} {command[0]}?" if program is not None else ""
             raise UsageError(f"{command[0]}: {error.strerror}{hint}") from None
         report, told = None, 0
         try:
@@ -82,7 +83,7 @@ def run_watched(
             raise
     if report is None and (report := _read(found, "report-*.json")) is not None:
         give(report)
-    return Watched(code, report, "" if report is not None else _why_nothing(found, command, code))
+    return Watched(code, report, "" if report is not None else _why_nothing(found, command, code, settings["steps"]))
 
 
 def _poll(process: subprocess.Popen[bytes]) -> int | None:
@@ -99,13 +100,19 @@ def _read(found: Path, pattern: str) -> AuditReport | None:
     return AuditReport.from_dict(json.loads(reports[0].read_text(encoding="utf-8"))) if reports else None
 
 
-def _why_nothing(found: Path, command: list[str], code: int) -> str:
+def _why_nothing(found: Path, command: list[str], code: int, steps: int) -> str:
     failed = next(iter(sorted(found.glob("failed-*"))), None)
     if failed is not None:
         lines = failed.read_text(encoding="utf-8").strip().splitlines()
         return f"the training could not be watched: {lines[-1] if lines else 'no reason was given'}"
     name = Path(command[0]).name
+    seen = max((int(file.read_text(encoding="utf-8")) for file in found.glob("steps-*")), default=0)
+    if seen:
+        return f"{name} ended with {code} after {seen} of {steps} steps, before it could write its report"
     if any(found.glob("idle-*")):
         return f"{name} ran no backward pass that could be seen: there is nothing to audit"
-    ended = f"ended with {code} before it could be watched" if code else "ran no Python that imports torch"
+    nothing = "ran no Python that could be watched (python -I, -E and -S leave out what watches)"
+    if any(found.glob("python-*")):
+        nothing = "ran no Python that imports torch"
+    ended = f"ended with {code} before it could be watched" if code else nothing
     return f"{name} {ended}: there is nothing to audit"

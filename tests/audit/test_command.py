@@ -66,6 +66,40 @@ def test_a_script_that_crashes_is_told_as_far_as_it_came_and_its_exit_code_is_pa
     assert "the training ended after 2 of the 3 steps that were asked for" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("os._exit(5)", 5, "watched 2 steps with 2 backward passes"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "watched 2 steps with 2 backward passes"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "ended with 137 after 2 of 3 steps"),
+        ("os.fork() or os._exit(0); os.wait()", 0, "watched 3 steps with 3 backward passes"),
+    ],
+)
+def test_a_script_that_ends_without_a_word_is_told_as_far_as_it_came(
+    script: Path, run_audit: Audit, ending: str, code: int, said: str
+) -> None:
+    text = script.read_text(encoding="utf-8").replace('raise ValueError("no luck")', ending)
+    script.write_text(f"import os, signal\n{text}", encoding="utf-8")
+    done = run_audit("--", sys.executable, script, "crash")
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+
+
+def test_an_environment_without_this_package_is_named(script: Path, run_audit: Audit) -> None:
+    gone = (
+        "import sys\n"
+        "class Gone:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'sparsebp_cli':\n"
+        "            raise ModuleNotFoundError(name=name)\n"
+        "sys.meta_path.insert(0, Gone())\n"
+    )
+    script.write_text(gone + script.read_text(encoding="utf-8"), encoding="utf-8")
+    done = run_audit("--", sys.executable, script)
+    assert done.returncode == 2
+    assert f"{sys.executable} has no sparsebp: install it into that environment as well" in done.stderr
+
+
 def test_commands_that_train_nothing_get_one_clear_line(run_audit: Audit) -> None:
     for code, said in (
         ("import torch; print(torch.ones(1).sum())", "ran no backward pass that could be seen"),
@@ -75,6 +109,8 @@ def test_commands_that_train_nothing_get_one_clear_line(run_audit: Audit) -> Non
         assert done.returncode == 2
         assert done.stderr.strip().splitlines()[-1].startswith("error: ")
         assert said in done.stderr
+    done = run_audit("--", sys.executable, "-I", "-c", "import torch; print(torch.ones(1).sum())")
+    assert (done.returncode, "-I, -E and -S leave out what watches" in done.stderr) == (2, True)
     done = run_audit("--", sys.executable, "-c", "raise SystemExit(3)")
     assert (done.returncode, "ended with 3 before it could be watched" in done.stderr) == (3, True)
 
@@ -132,5 +168,6 @@ def test_what_cannot_be_audited_is_refused_before_anything_starts(tmp_path: Path
     assert "there is no folder" in _refusal("--html", "nowhere/report.html", recipe)
     assert "--set changes a recipe" in _refusal("--set", "a=1", "--", sys.executable, "x.py")
     assert "did you mean: python train.py?" in _refusal("train.py")
+    assert "did you mean: bash train.sh?" in _refusal("--", "train.sh")
     with pytest.raises(AssertionError):
         _refusal("--help")

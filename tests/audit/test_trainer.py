@@ -121,6 +121,20 @@ def test_checkpointing_accumulation_and_clipping_are_no_waste(tmp_path: Path, re
     assert report.findings == ()
 
 
+def test_padding_is_the_same_waste_under_checkpointing(tmp_path: Path) -> None:
+    found = []
+    for is_checkpointed in (False, True):
+        model = _model(32)
+        if is_checkpointed:
+            model.config.use_cache = False
+            model.activation_checkpointing_enable()
+        found.append(_train(model, _examples(32, 0, 16), tmp_path).finding("padding"))
+    plain, again = found
+    assert plain is not None
+    assert again is not None
+    assert plain.flops == again.flops
+
+
 def test_the_flops_of_a_step_are_those_of_theory(tmp_path: Path) -> None:
     length = 64
     examples = [{"input_ids": (ids := torch.randint(1, V, (length,))), "labels": ids} for _ in range(3 * B)]
@@ -130,7 +144,8 @@ def test_the_flops_of_a_step_are_those_of_theory(tmp_path: Path) -> None:
         count = sum(getattr(row, kind) for row in report.modules)
         assert count == 2 * rows * (L * LAYER + D * V)
     attention = 2 * B * length * length * D
-    assert report.forward_flops == 2 * rows * (L * LAYER + D * V) + 2 * L * attention
+    rotary = {0, 2 * length * D // 2 // 2}  # older transformers compute the angles as a product of matrices
+    assert report.forward_flops - 2 * rows * (L * LAYER + D * V) - 2 * L * attention in rotary
     assert sum(row.other_flops for row in report.modules) == 5 * L * attention
 
 

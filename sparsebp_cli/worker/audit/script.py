@@ -2,7 +2,8 @@
 
 Told by environment variables, which the command's processes hand on to each other: ``SPARSEBP_AUDIT_FOLDER`` and
 ``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``). Written: ``report-RANK-PID.json``, whole or not at all,
-when all steps were seen or the process ends; ``idle-PID`` by a process that had torch and ran no backward pass.
+when all steps were seen or the process ends; ``steps-RANK-PID`` with the number of steps so far; ``idle-PID`` by a
+process that had torch and ran no backward pass.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 from sparsebp_cli.backward.audit import Audit
 
@@ -39,13 +43,20 @@ class ScriptAudit:
     def start(self) -> None:
         """Begin to watch; end with the process at the latest."""
         self._audit.start()
+        self._thread, self._leave = threading.get_ident(), os._exit
+        os._exit = self._exit  # type: ignore[assignment] # which tells nobody that it ends the process
+        # A handler waits for Python, and a launcher of several processes must not wait for one that hangs in a kernel.
+        is_alone = os.environ.get("WORLD_SIZE", "1") == "1" and threading.current_thread() is threading.main_thread()
+        self._has_handler = is_alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if self._has_handler:
+            signal.signal(signal.SIGTERM, self._terminate)
         atexit.register(self.write)
 
     def write(self) -> None:
         """Write what was found, once; a process that was forked from this one writes nothing."""
         if self._is_written or os.getpid() != self._pid:
             return
-        self._is_written = True
+        self._let_go()
         try:
             self._audit.stop()
             if self._audit.has_seen_backward:
@@ -55,13 +66,29 @@ class ScriptAudit:
         except Exception:  # the audit must not be what a training fails of
             self._save(f"failed-{self._pid}", traceback.format_exc())
 
+    def _let_go(self) -> None:
+        self._is_written, os._exit = True, self._leave
+        if self._has_handler and signal.getsignal(signal.SIGTERM) == self._terminate:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _exit(self, code: int) -> NoReturn:
+        if threading.get_ident() == self._thread:
+            self.write()
+        self._leave(code)
+
+    def _terminate(self, number: int, _frame: FrameType | None) -> None:
+        self.write()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
     def _tell(self, step: int, steps: int) -> None:
+        self._save(f"steps-{self.rank}-{self._pid}", str(step))
         if self.rank == 0:
             print(f"sparsebp audit: step {step} of {steps}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         # Not the optimizer's hooks: one of them is running.
-        self._is_written = True
+        self._let_go()
         try:
             self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._audit.report().to_dict()))
         except Exception:

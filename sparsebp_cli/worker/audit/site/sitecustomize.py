@@ -84,8 +84,11 @@ def begin() -> None:
         script.begin_watching()
     except Exception as error:
         note = Path(os.environ["SPARSEBP_AUDIT_FOLDER"]) / f"failed-{os.getpid()}"
+        text = f"{sys.executable}: {type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == "sparsebp_cli":
+            text = f"{sys.executable} has no sparsebp: install it into that environment as well"
         with contextlib.suppress(OSError):
-            note.write_text(f"{sys.executable}: {type(error).__name__}: {error}", encoding="utf-8")
+            note.write_text(text, encoding="utf-8")
 
 
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
@@ -95,4 +98,6 @@ try:
 except ImportError:
     sys.modules[__name__] = this
 if os.environ.get("SPARSEBP_AUDIT_FOLDER"):
+    with contextlib.suppress(OSError):
+        (Path(os.environ["SPARSEBP_AUDIT_FOLDER"]) / f"python-{os.getpid()}").touch()
     sys.meta_path.insert(0, TorchFinder())
