@@ -25,7 +25,6 @@ from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import metric
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
-SHORT = "dense-short"
 SCHEDULE = ("training.max_steps", "training.warmup_steps")
 FASTER = 0.95  # under this share of dense's step time, dense deserves more steps
 SAME_TIME = 0.1  # two groups that differ by less than this share took the same time
@@ -76,9 +75,7 @@ def _find(
     if dense and (steps := _equal_steps(counted[group], counted[dense])):
         equal = _first(others, lambda some: _takes_the_time(some, members[dense], counted[group]))
         change = f"training.max_steps={steps}"
-        taken = any(run.name == SHORT for some in members.values() for run in some)
-        word = f"dense-{steps}-steps" if taken else SHORT
-        controls.append(control("equal_time", equal, lambda: _run(members[dense], change, word)))
+        controls.append(control("equal_time", equal, lambda: _run(members[dense], change, f"dense-{steps}-steps")))
     return controls
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
+from sparsebp_cli.compare.statistics import SAME, Difference, Quartiles, Spread
 
 NONE = "-"
+MOST_PLACES = 8  # after the point; what is smaller is written with a power of ten
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
@@ -37,8 +38,10 @@ def of_spread(value: Spread | None, digits: int = 4) -> str:
         return NONE
     if value.sd is None:
         return f"{value.mean:.{digits}g} ({value.n})"
-    if value.sd <= 0.0:
+    if value.sd <= SAME * abs(value.mean):
         return f"{value.mean:.{digits}g} ± 0 ({value.n})"
+    if value.sd < 10.0**-MOST_PLACES:
+        return f"{value.mean:.6g} ± {value.sd:.1e} ({value.n})"
     places = _places(value.sd)
     return f"{value.mean:.{places}f} ± {value.sd:.{places}f} ({value.n})"
 
@@ -49,26 +52,28 @@ def of_difference(value: Difference | None) -> str:
         return NONE
     if value.low is None or value.high is None:
         return f"{value.mean:+.3g}"
-    digits = _digits(value.low, value.high)
-    return f"{value.mean:+.{digits}f} [{value.low:+.{digits}f}, {value.high:+.{digits}f}]"
+    mean, low, high = _alike(value.low, value.high, value.mean, value.low, value.high)
+    return f"{mean} [{low}, {high}]"
 
 
 def show_interval(value: Difference) -> str:
     """Return ``+0.031 to +0.069``."""
     if value.low is None or value.high is None:
         return NONE
-    digits = _digits(value.low, value.high)
-    return f"{value.low:+.{digits}f} to {value.high:+.{digits}f}"
+    return " to ".join(_alike(value.low, value.high, value.low, value.high))
 
 
-def _digits(low: float, high: float) -> int:
-    """Places after the point that leave two digits of half the interval: more would be noise."""
-    return _places((high - low) / 2 or max(abs(low), abs(high)))
+def _alike(low: float, high: float, *values: float) -> list[str]:
+    """Numbers with as many places as leave two digits of half the interval: more would be noise."""
+    half = (high - low) / 2 or max(abs(low), abs(high))
+    if 0.0 < half < 10.0**-MOST_PLACES:
+        return [f"{value:+.2e}" for value in values]
+    return [f"{value:+.{_places(half)}f}" for value in values]
 
 
 def _places(value: float) -> int:
     """Places after the point that leave two digits of a number, as it is rounded: 0.0999... is 0.10."""
-    return min(8, max(0, 1 - int(f"{value:.1e}".partition("e")[2]))) if value > 0.0 else 0
+    return min(MOST_PLACES, max(0, 1 - int(f"{value:.1e}".partition("e")[2]))) if value > 0.0 else 0
 
 
 def of_quartiles(value: Quartiles | None, units: Units) -> str:

@@ -260,3 +260,9 @@ def test_numbers_are_short_and_have_their_unit() -> None:
     assert of_difference(Difference(0.0, 0.0, 0.0, 3)) == "+0 [+0, +0]"
     assert of_phases([0.0361, 0.042, 0.0025], Quartiles(0.08, 0.08, 0.08, 9)) == "36 + 42 + 2.5 ms"
     assert of_phases([None, None], None) == "-"
+
+
+def test_what_is_smaller_than_any_place_is_written_with_a_power_of_ten() -> None:
+    assert of_difference(Difference(2e-10, 1e-10, 3e-10, 3)) == "+2.00e-10 [+1.00e-10, +3.00e-10]"
+    assert of_spread(Spread(0.5, 2e-10, 3)) == "0.5 ± 2.0e-10 (3)"
+    assert of_spread(Spread(1.0, 1e-16, 3)) == "1 ± 0 (3)"
