@@ -2,8 +2,9 @@
 
     python benchmarks/memory.py --hidden 512 --layers 6 --length 512 --batch 4 --picture memory.png
 
-Prints the median of each, their ratio, how long the record takes to be read afterwards, and the split at the peak; on
-CUDA also how far the parts lie from the allocator's own peak.
+Prints the median of each with its quartiles, the ratio of each watched step to the plain one before it, how long the
+record takes to be read afterwards, and the split at the peak; on CUDA also how far the parts lie from the allocator's
+own peak. Rounds are interleaved; run it on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import time
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from checkout import use_checkout
@@ -37,6 +38,14 @@ def build(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     model: Any = LlamaForCausalLM(config).to(options.device)
     ids = torch.randint(0, options.vocabulary, (options.batch, options.length), device=options.device)
     return model, torch.optim.AdamW(model.parameters()), ids
+
+
+def tell(values: list[float], factor: float = 1.0) -> str:
+    """Return median and quartiles in words."""
+    if len(values) < 2:
+        return f"{values[0] * factor:.2f}"
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return f"{median(values) * factor:.2f} [{low * factor:.2f}, {high * factor:.2f}]"
 
 
 def main() -> None:
@@ -75,9 +84,10 @@ def main() -> None:
         with sbp.memory_trace(model, optimizer) as trace:
             watched.append(step())
         whole.append(time.perf_counter() - start)
-    print(f"plain step   {median(plain) * 1e3:9.1f} ms")
-    print(f"watched step {median(watched) * 1e3:9.1f} ms, {median(watched) / median(plain):.2f} times as long")
-    print(f"with reading {median(whole) * 1e3:9.1f} ms, {len(trace.curve.points)} points")
+    ratios = [after / before for before, after in zip(plain, watched, strict=True)]
+    print(f"plain step   {tell(plain, 1e3)} ms")
+    print(f"watched step {tell(watched, 1e3)} ms, {tell(ratios)} times as long")
+    print(f"with reading {tell(whole, 1e3)} ms, {len(trace.curve.points)} points")
     peak = trace.peak.split
     for part, num_bytes in asdict(peak).items():
         print(f"{part:12} {num_bytes / 1e6:9.2f} MB")

@@ -25,7 +25,7 @@ from torch import nn
 from sparsebp_cli.backward.memory_record import MemoryRecord
 from sparsebp_cli.backward.memory_watch import MemoryWatch
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.run.memory import MemoryCurve, MemoryPoint, Phase
+from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint, Phase
 
 
 class MemoryTrace:
@@ -35,7 +35,7 @@ class MemoryTrace:
         self._record = MemoryRecord(device)
         self._watch = MemoryWatch(self._record, model, optimizer, also)
         self._device = device
-        self._stack = ExitStack()
+        self._stack, self._is_open = ExitStack(), False
         self._curve: MemoryCurve | None = None
         self._allocator_peak: int | None = None
 
@@ -55,12 +55,14 @@ class MemoryTrace:
             torch.cuda.reset_peak_memory_stats(self._device)
         self._stack.enter_context(self._record)
         self._stack.enter_context(self._watch)
+        self._is_open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End; a step that failed has its curve up to there."""
+        self._is_open = False
         self._stack.__exit__(kind, error, trace)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -72,7 +74,14 @@ class MemoryTrace:
 
         Args:
             phase: ``forward``, ``backward`` or ``update``.
+
+        Raises:
+            UsageError: There is no such phase, or this is not inside of the block.
         """
+        if phase not in PHASES:
+            raise UsageError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
+        if not self._is_open:
+            raise UsageError("a phase begins inside of the trace's block")
         self._record.begin(phase)
 
     @property
@@ -132,12 +141,20 @@ def memory_trace(
         A context manager for the step.
 
     Raises:
+        UsageError: ``model`` is no module, or there is no such device.
         UnsupportedError: The device is neither a CPU nor CUDA, or the optimizer is none of PyTorch's kind.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")
     first = next(model.parameters(), None)
-    where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
+    try:
+        where = torch.device(device) if device is not None else torch.device("cpu") if first is None else first.device
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device must be cpu, cuda or cuda:NUMBER, got {device!r}") from None
     if where.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"memory can be traced on cpu and cuda, got {where.type}")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device must be one of this machine's, got {str(where)!r}")
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
     return MemoryTrace(model, optimizer, also, torch.device("cpu") if where.type == "cpu" else where)

@@ -45,6 +45,7 @@ def test_a_weight_that_wraps_others_is_what_they_hold() -> None:
     assert last(curve) == MemorySplit(2 * FLOAT * 32, 2 * FLOAT * 32, activations=FLOAT * ROWS * 8)  # x is still there
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.11
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support:UserWarning")  # beta, says PyTorch once a process
 @pytest.mark.parametrize("make", [torch.sparse_csr_tensor, torch.sparse_csc_tensor, torch.sparse_coo_tensor])
 def test_sparse_tensors_are_their_indices_and_values(make: Callable[..., Tensor]) -> None:
@@ -145,6 +146,21 @@ def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
         trace_step(model, None, lambda: None)
     assert trace_step(model, None, lambda: None).allocator_peak_bytes is None
     assert trace_step(model, None, lambda: None).peak.split == MemorySplit(weights=tensor_bytes(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("misuse", "text"),
+    [
+        (lambda: sbp.memory_trace(None), "model must be an nn.Module, got NoneType"),
+        (lambda: sbp.memory_trace(stack(), device="nowhere"), "device must be cpu, cuda or cuda:NUMBER, got 'nowhere'"),
+        (lambda: sbp.memory_trace(stack(), device="cuda:99"), "device must be one of this machine's, got 'cuda:99'"),
+        (lambda: sbp.memory_trace(stack()).begin("update"), "a phase begins inside of the trace's block"),
+        (lambda: sbp.memory_trace(stack()).begin("rest"), "phase must be one of forward, backward, update, got 'rest'"),
+    ],
+)
+def test_bad_use_is_one_line(misuse: Callable[[], Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        misuse()
 
 
 def test_a_thinned_curve_keeps_peak_and_ends_and_survives_the_journal() -> None:
