@@ -31,7 +31,8 @@ KINDS: dict[str, Kind] = {
     ),
     "unread-leaf": Kind(
         "gradients of inputs that nobody reads",
-        "leave requires_grad_() of the inputs out; under checkpointing use use_reentrant=False, which needs none",
+        "leave requires_grad_() of the inputs out, or name what is wanted: backward(inputs=...); under checkpointing "
+        "use use_reentrant=False, which needs none",
     ),
     "ignored-logits": Kind(
         "logits whose gradient is zero: their labels are ignored",
@@ -73,7 +74,8 @@ KINDS: dict[str, Kind] = {
     ),
     "discarded": Kind(
         "gradients that were cleared before a step used them",
-        "clear gradients after optimizer.step(), not between the backward passes of one step",
+        "clear gradients after optimizer.step(), not between the backward passes of one step; those that are not wanted, "
+        "as of a discriminator in its generator's step, need requires_grad_(False) or backward(inputs=...)",
     ),
     "scanning-hooks": Kind(
         "hooks that go through many parameters at every call",

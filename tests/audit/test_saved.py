@@ -127,3 +127,19 @@ def test_a_compiled_model_is_watched_uncompiled_and_a_note_says_so(way: str) -> 
     torch._dynamo.utils.counters.clear()
     called(torch.randn(N, D))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0  # and compiles again afterwards
+
+
+@pytest.mark.compiles
+def test_a_compiled_function_is_watched_uncompiled_as_well_and_compiles_again_afterwards() -> None:
+    model = nn.Linear(D, D)
+
+    @torch.compile(backend="eager")
+    def loss_of(x_ND: Tensor) -> Tensor:
+        return nn.functional.linear(x_ND, model.weight).square().mean()
+
+    report = _run(model, loss_of)
+    assert report.forward_flops == 2 * N * D * D
+    assert any("torch.compile stood aside" in note for note in report.notes)
+    torch._dynamo.utils.counters.clear()
+    loss_of(torch.randn(N, D))
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0

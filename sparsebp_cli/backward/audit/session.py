@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -57,6 +58,7 @@ class Session:
     def start(self) -> None:
         """Begin to watch. Operators are seen from the first forward or backward on."""
         self.is_running = True
+        self._num_compiled = _count_compiled()
         self.modules.__enter__()
         self.hooks.start()
         self._arm()
@@ -82,6 +84,7 @@ class Session:
         self.modules.__exit__(None, None, None)
         self.watch.is_active = False
         self._withdraw()
+        self.modules.has_compiled |= _count_compiled() > self._num_compiled
         if self.modules.has_compiled:
             torch.compiler.reset()  # what dynamo met under a mode it would leave alone from then on
 
@@ -276,6 +279,12 @@ class Session:
 
 def _held(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _count_compiled() -> int:
+    """How many functions ``torch.compile`` was asked for so far; what it declined under a mode is among them."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")  # imported with the first
+    return len(convert.input_codes.seen) if convert is not None else 0
 
 
 def _modes() -> list[Any]:
