@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from statistics import median
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ def find_controls(
     Returns:
         One entry a group and control that it needs.
     """
+    _make_once.cache_clear()  # what is installed may have changed
     needing = [g for g, runs in members.items() if runs[-1].policies and all(run.exact is False for run in runs)]
     return tuple(control for group in needing for control in _find(group, members, counted, labels, compare))
 
@@ -105,8 +107,15 @@ def _control_of(entry: Mapping[str, Any]) -> Entry | None:
 
 
 def _make(entry: Mapping[str, Any]) -> Policy | None:
+    return _make_once(json.dumps(entry, sort_keys=True))
+
+
+@cache
+def _make_once(text: str) -> Policy | None:
+    """Every group is held against every other: the entry points are looked through once a policy, not once a pair."""
+    entry = json.loads(text)
     try:
-        return find_policy(entry["name"]).make({key: value for key, value in entry.items() if key != "name"})
+        return find_policy(entry.pop("name")).make(entry)
     except (PolicyError, ValidationError):  # a plugin that is not installed here, or another version of it
         return None
 
