@@ -74,7 +74,7 @@ KINDS: dict[str, Kind] = {
     ),
     "discarded": Kind(
         "gradients that were cleared before a step used them",
-        "clear gradients after optimizer.step(), not between the backward passes of one step; those that are not wanted, "
+        "clear gradients after optimizer.step(), not between the backward passes of one step; those that nobody wants, "
         "as of a discriminator in its generator's step, need requires_grad_(False) or backward(inputs=...)",
     ),
     "scanning-hooks": Kind(

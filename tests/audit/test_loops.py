@@ -144,6 +144,20 @@ def test_gradients_of_a_discriminator_in_its_generators_step_are_still_found() -
     assert finding.flops == pytest.approx(2 * N * 4 * 2 / 3)  # nobody knows yet what becomes of the last ones
 
 
+def test_the_first_call_of_a_model_may_be_inside_a_transform() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            slope_ND = grad(lambda x_ND: model(x_ND).square().sum())(torch.randn(N, 4))
+            model(slope_ND).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = _audit(loop)
+    assert report.findings == ()
+    assert {"0", "2"} <= {row.module for row in report.modules}
+
+
 def test_transforms_of_functions_are_trained_as_without_an_audit() -> None:
     def loop(model: nn.Module) -> None:
         def loss(values: dict[str, Tensor], x_ND: Tensor) -> Tensor:
@@ -159,12 +173,13 @@ def test_transforms_of_functions_are_trained_as_without_an_audit() -> None:
                     parameter.grad = found[name].reshape(-1, *parameter.shape).mean(0)
                 optimizer.step()
             optimizer.zero_grad()
+            assert grad(lambda x_ND: model(x_ND).sum())(torch.randn(N, 4)).shape == (N, 4)
             _loss(model).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     report = _audit(loop)
-    assert (report.findings, report.backwards) == ((), 9)
+    assert (report.findings, report.backwards) == ((), 12)
     assert report.saved_bytes > 0  # watched again after the transforms
     assert {"0", "2"} <= {row.module for row in report.modules}
 
@@ -191,3 +206,50 @@ def test_sparse_gradients_are_counted_by_their_entries() -> None:
     report = _audit(loop, Model)
     assert report.findings == ()
     assert report.gradient_bytes == 4 * (5 * N * 4 + 4 * 2 + 2)
+
+
+def test_layers_that_learn_their_width_from_the_first_batch_have_their_names() -> None:
+    def loop(model: nn.Module) -> None:
+        optimizer = None
+        for _ in range(3):
+            loss = _loss(model)
+            optimizer = optimizer or torch.optim.SGD(list(model.parameters())[2:], lr=0.1)
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+
+    report = _audit(loop, lambda: nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(2)))
+    (finding,) = report.findings
+    assert (finding.kind, finding.detail) == ("unheld", "2 parameters: 0.weight, 0.bias")
+
+
+@pytest.mark.parametrize("has_labels", [False, True])
+def test_a_masked_loss_is_found_however_it_masks_and_attention_is_not_blamed_where_there_is_none(
+    has_labels: bool,
+) -> None:
+    length, kept = 12, 3
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 50))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    is_kept_T = torch.arange(length) < kept
+
+    def train() -> None:
+        for _ in range(2):
+            ids_BT = torch.randint(0, 50, (N, length))
+            logits_NV = model(ids_BT).flatten(0, 1)
+            if has_labels:
+                labels_N = ids_BT.where(is_kept_T, -100).flatten()
+                nn.functional.cross_entropy(logits_NV, labels_N).backward()
+            else:
+                losses_N = nn.functional.cross_entropy(logits_NV, ids_BT.flatten(), reduction="none")
+                (losses_N * is_kept_T.repeat(N)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = sbp.audit(train, threshold=0.0)
+    lost = N * (length - kept)
+    logits, body = report.finding("ignored-logits"), report.finding("zero-rows")
+    assert logits is not None
+    assert body is not None
+    assert (logits.flops, body.flops) == (3 * 2 * lost * 4 * 50, 2 * 2 * lost * 4 * 4)
+    assert ("a masked loss" in logits.detail) is not has_labels
+    assert report.notes == ()

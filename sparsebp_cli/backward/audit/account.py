@@ -13,7 +13,7 @@ from sparsebp_cli.backward.audit.verdict import Verdict, judge_leaves
 from sparsebp_cli.finding import KINDS, AuditReport, Finding, ModuleWork
 
 FEWEST_VISITS = 4  # of one call: a hook that looks at fewer parameters scans nothing
-MANY_IGNORED = 0.05  # of the labels: below, nobody expects a saving
+MANY_IGNORED = 0.05  # of the labels, and of rows that are needed all the same: below, nobody expects a saving
 MOST_NAMES = 3  # in a sentence
 
 
@@ -117,7 +117,10 @@ def _detail(session: Session, kind: str, waste: Waste, names: list[str], num_mod
         return f"{len(names)} parameter{'s' * (len(names) != 1)}: {_list(names)}"
     if kind == "ignored-logits" and ledger.labels:
         rows = ", ".join(f"{share:.1%} of the rows of {name or 'the head'}" for name, share in waste.head_share.items())
-        return f"{ledger.ignored / ledger.labels:.1%} of the labels are ignored; {rows} have a gradient of zero"
+        ignored = (
+            f"{ledger.ignored / ledger.labels:.1%} of the labels are ignored" if ledger.ignored else "a masked loss"
+        )
+        return f"{ignored}; {rows} have a gradient of zero"
     if kind == "padding" and ledger.positions:
         return f"{ledger.padded / ledger.positions:.1%} of the positions are padding, and their gradient is zero"
     if kind == "zero-rows":
@@ -172,8 +175,8 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
     ledger, steps = session.ledger, session.num_steps
     if session.wanted is not None and steps < session.wanted:
         yield f"the training ended after {steps} of the {session.wanted} steps that were asked for"
-    if ledger.labels and ledger.ignored / ledger.labels > MANY_IGNORED:
-        ignored, body = ledger.ignored / ledger.labels, 1.0 - waste.body_share
+    ignored, body = ledger.ignored / max(1, ledger.labels), 1.0 - waste.body_share
+    if min(ignored, body - (1.0 - ignored)) > MANY_IGNORED:
         yield (
             f"{ignored:.1%} of the labels are ignored, but {body:.1%} of the rows below the head carry a gradient, "
             "through attention: that work is needed"

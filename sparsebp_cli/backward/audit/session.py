@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sparsebp_cli.backward.audit.hook import Hooks
@@ -117,13 +118,16 @@ class Session:
         """
         if not self.modules.adopt(model) and model not in self._swapped:
             return
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public name
+            self._swapped.add(model)  # inside a transform nothing can be looked at
+            return
         self._swapped.discard(model)
         for module in model.modules():
             if is_sharded(module):
                 self.watch.find_sharded = self._find_sharded
             for name, parameter in module.named_parameters(recurse=False):
-                if not (parameter.is_leaf and has_storage(parameter)):
-                    self._swapped.add(model)  # functional_call put something else in their place for a while
+                if is_lazy(parameter) or not (parameter.is_leaf and has_storage(parameter)):
+                    self._swapped.add(model)  # not made yet, or functional_call put another in its place
                     continue
                 full = ".".join(part for part in (self.modules.name_of(module), name) if part)
                 self.parameters.add(full, parameter)
@@ -179,6 +183,8 @@ class Session:
         self._arm()
         self._begin_clock()
         if self.runner.current is None:
+            for model in list(self._swapped):
+                self.add_model(model)
             self._find_sharded()
             self._last_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
             self.parameters.clear_missing(self.ledger.passes)
