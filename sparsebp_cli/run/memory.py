@@ -36,7 +36,7 @@ class MemorySplit:
     @property
     def total(self) -> int:
         """All parts together."""
-        return sum(astuple(self))
+        return self.weights + self.gradients + self.optimizer + self.activations + self.workspace
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ LLAMA = {
 
 # Workers are forked from one process that has imported everything: a run starts in a moment.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["sparsebp_cli.worker.training", "sparsebp_cli.worker.build", "transformers.models.llama"])
+FORKS.set_forkserver_preload(["tests.worker.warm"])
 
 
 @pytest.fixture(scope="session")
