@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sparsebp_cli.worker.separate import SeparateOptimizer
 
 _STATE = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
+_OPTIONS = ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2")
 
 
 class AdaLomo(SeparateOptimizer):
@@ -54,13 +55,30 @@ class AdaLomo(SeparateOptimizer):
         }
         AdaLOMO(nn.Linear(1, 1), lr=lr, **options)  # checks them
         super().__init__(params, {"lr": lr} | options)
-        self._options = tuple(options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take further parameters.
+
+        Args:
+            param_group: As for any optimizer.
+
+        Raises:
+            ValueError: A parameter is complex, or of more dimensions than a matrix.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dim() > 2:
+                raise ValueError(
+                    f"AdaLomo updates vectors and matrices, got a parameter of shape {tuple(parameter.shape)}"
+                )
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, alone = self.state[parameter], nn.Module()
-        alone.p = nn.Parameter(parameter.detach())  # the same memory, without the hooks that others put on it
-        alone.p.grad = parameter.grad
-        options = {name: group[name] for name in self._options}
+        shape = parameter.shape or (1,)  # one number is a vector of one
+        # The same memory, without the hooks that others put on it.
+        alone.p = nn.Parameter(parameter.detach().view(shape))
+        alone.p.grad = None if parameter.grad is None else parameter.grad.view(shape)
+        options = {name: group[name] for name in _OPTIONS}
         package = AdaLOMO(alone, lr=group["lr"], loss_scale=0.0, **options)
         for name in _STATE:
             if name in state:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sparsebp_cli.worker.contract import check_not_negative
 from sparsebp_cli.worker.separate import SeparateOptimizer
 
 _GROWTH = 1.01  # section 3.2: by how much the norm of a step may exceed that of the one before
@@ -59,8 +60,9 @@ class Apollo(SeparateOptimizer):
         for name, value in {"rank": rank, "update_proj_gap": update_proj_gap}.items():
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}")
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be in [0, 1), got {betas}")
+        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+        check_not_negative({"lr": lr, "eps": eps, "weight_decay": weight_decay, "scale": scale})
         self._number: dict[Tensor, int] = {}
         defaults = {
             "lr": lr,
@@ -85,11 +87,21 @@ class Apollo(SeparateOptimizer):
         for parameter in self.param_groups[-1]["params"]:
             self._number[parameter] = len(self._number)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Be the copy of such an optimizer.
+
+        Args:
+            state: Groups and state, which is all that PyTorch copies.
+        """
+        super().__setstate__(state)
+        parameters = (p for group in self.param_groups for p in group["params"])
+        self._number = {parameter: number for number, parameter in enumerate(parameters)}
+
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state, gradient = self.state[parameter], cast("Tensor", parameter.grad)
         state["step"] = state.get("step", 0) + 1
         if gradient.dim() != 2:
-            update = _adam(gradient.float(), state, group)
+            update = _adam(gradient.to(_wide(gradient)), state, group)
         else:
             update = self._scale(parameter, gradient, state, group)
         parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
@@ -100,7 +112,7 @@ class Apollo(SeparateOptimizer):
         small = 0 if gradient.shape[0] <= gradient.shape[1] else 1
         projection_RS = self._draw(parameter, gradient.shape[small], state["step"], group).to(gradient.dtype)
         projected = projection_RS @ (gradient if small == 0 else gradient.t())  # rank by channels
-        moved = _adam(projected.float(), state, group)
+        moved = _adam(projected.to(_wide(projected)), state, group)
         dim = 0 if group["scale_type"] == "channel" else None
         factor = _norm(moved, dim) / (_norm(projected, dim) + 1e-8)
         if dim == 0:
@@ -136,5 +148,9 @@ def _adam(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Ten
 
 
 def _norm(tensor: Tensor, dim: int | None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=_wide(tensor))
     return norm
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

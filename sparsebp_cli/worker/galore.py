@@ -7,13 +7,15 @@ optimizer's state, so that it is counted, saved and loaded like the moments.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytorch_optimizer
 import torch
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from torch import Tensor
+
+from sparsebp_cli.worker.contract import evaluate
 
 
 class GaLore(pytorch_optimizer.GaLore):  # type: ignore[misc]
@@ -48,13 +50,16 @@ class GaLore(pytorch_optimizer.GaLore):  # type: ignore[misc]
         self.register_state_dict_post_hook(_leave_out_objects)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Args:
-            closure: None.
+            closure: Computes the gradients first; None: they are there.
+
+        Returns:
+            What the closure gives.
         """
-        del closure
+        loss = evaluate(closure)
         for state, group in self._matrices():
             if "projection" in state and "projector" not in state:  # it was loaded
                 options = {key: group[key] for key in ("rank", "update_proj_gap", "scale", "projection_type")}
@@ -65,6 +70,7 @@ class GaLore(pytorch_optimizer.GaLore):  # type: ignore[misc]
         for state, _ in self._matrices():
             projector = state["projector"]
             state["projection"], state["projection_step"] = projector.ortho_matrix, projector.last_svd_step
+        return loss
 
     def _matrices(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         for group in self.param_groups:

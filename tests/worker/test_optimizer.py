@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from typing import Any, get_args
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.errors import DataError
+from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.recipe.schema import Optim, TrainingSection
 from sparsebp_cli.worker.apollo import Apollo
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, RankState, Snapshot
@@ -145,6 +146,8 @@ def test_state_of_low_rank_optimizers_is_smaller_than_the_weights(name: str) -> 
     [
         ("apollo", {"rnak": 3}, "training.optim_args.rnak: apollo has betas, .*did you mean rank"),
         ("apollo", {"rank": 0}, "training.optim_args: apollo: rank must be a whole number of 1 or more, got 0"),
+        ("apollo", {"weight_decay": -0.1}, "apollo: weight_decay must be a number of 0 or more, got -0.1"),
+        ("apollo", {"betas": [0.9]}, r"apollo: betas must be two numbers in \[0, 1\)"),
         ("apollo-mini", {"scale_type": "row"}, "scale_type must be channel or tensor, got 'row'"),
         ("adalomo", {"clip_threshold": -1.0}, "training.optim_args: adalomo: .*clip_threshold"),
         ("sgd", {"momentum": -1.0}, "training.optim_args: sgd: Invalid momentum"),
@@ -161,3 +164,79 @@ def test_a_missing_extra_is_one_line_with_the_command_that_brings_it(name: str, 
     monkeypatch.delitem(sys.modules, ENTRIES[name].place.partition(":")[0], raising=False)
     with pytest.raises(DataError, match=rf"{name} needs the package pytorch-optimizer .*pip install 'sparsebp\[opt"):
         find_optimizer(name)
+
+
+OURS = ("apollo", "apollo-mini", "galore", "adalomo")
+
+
+def _fit(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = 3, *, by_closure: bool = False) -> None:
+    def differentiate() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.linspace(-1.0, 1.0, 24, dtype=next(model.parameters()).dtype).view(4, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        if by_closure:
+            assert optimizer.step(differentiate).requires_grad
+        else:
+            differentiate()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_step_runs_its_closure(name: str) -> None:
+    models = []
+    for by_closure in (False, True):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)))
+        _fit(make(name, models[-1].parameters()), models[-1], by_closure=by_closure)
+    for plain, found in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(plain, found)
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo-mini", "adalomo"])
+def test_a_model_of_double_precision_and_of_single_numbers_is_trained(name: str) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 4, dtype=torch.float64)
+            self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    torch.manual_seed(0)
+    model = Scaled()
+    before = [p.detach().clone() for p in model.parameters()]
+    _fit(make(name, model.parameters()), model)
+    assert all(
+        not torch.equal(p, old) and p.isfinite().all() for p, old in zip(model.parameters(), before, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo-mini", "adalomo"])
+def test_a_copy_of_a_model_and_its_optimizer_goes_on_as_the_original(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    optimizer = make(name, model.parameters())
+    _fit(optimizer, model)
+    other, its = copy.deepcopy((model, optimizer))
+    _fit(optimizer, model)
+    _fit(its, other)
+    for plain, found in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(plain, found)
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo-mini", "adalomo"])
+def test_numbers_and_gradients_that_an_optimizer_would_get_wrong_are_refused(name: str) -> None:
+    with pytest.raises(DataError, match=r"updates real numbers, got a parameter of torch.complex64"):
+        make(name, [nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))])
+    words = nn.Embedding(5, 3, sparse=True)
+    words(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UnsupportedError, match="does not take sparse gradients"):
+        make(name, words.parameters()).step()
+
+
+def test_adalomo_refuses_what_is_larger_than_a_matrix() -> None:
+    with pytest.raises(DataError, match=r"vectors and matrices, got a parameter of shape \(2, 3, 4\)"):
+        make("adalomo", [nn.Parameter(torch.ones(2, 3, 4))])
