@@ -8,7 +8,10 @@ Of somebody else's run the parameters are its recipe, all but a seed decide its 
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,18 +58,31 @@ def store_candidates(uri: str) -> list[Candidate]:
     uri = resolve_uri(uri)
     if is_sqlite(uri) and not sqlite_file(uri).is_file():
         raise TrackingError(f"tracking store {mask(uri)}: there is no such file")
-    if (
-        is_sqlite(uri) and not sqlite_file(uri).stat().st_size
-    ):  # MLflow would fill it with tables: reading changes nothing
+    if is_sqlite(uri) and not sqlite_file(uri).stat().st_size:  # MLflow would fill it, and reading changes nothing
         raise TrackingError(f"tracking store {mask(uri)}: the file is empty")
     try:
-        client = open_client(uri)
+        client = open_client(_writable(uri))
         experiments = {e.experiment_id: e.name for e in _all_experiments(client)}
         runs = list(_all_runs(client, list(experiments)))
     except Exception as error:  # MLflow's own errors, those of requests, of sqlalchemy and of the system
         raise TrackingError(f"tracking store {mask(uri)}: {one_line(error)}") from error
     found = [_describe(client, uri, run, str(experiments[run.info.experiment_id])) for run in runs]
     return sorted(found, key=lambda candidate: (candidate.created, candidate.run_id), reverse=True)
+
+
+def _writable(uri: str) -> str:
+    """Return the address of what MLflow can open, for it locks and may write: of a read-only file, a copy's."""
+    if not is_sqlite(uri):
+        return uri
+    file = sqlite_file(uri)
+    if all(os.access(path, os.W_OK) for path in (file, file.parent)):
+        return uri
+    folder = Path(tempfile.mkdtemp(prefix="sparsebp-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for path in (file, file.with_name(f"{file.name}-wal")):
+        if path.exists():
+            shutil.copyfile(path, folder / path.name)
+    return f"sqlite:///{folder / file.name}"
 
 
 def load_all(candidates: Sequence[Candidate]) -> list[LoadedRun]:

@@ -121,7 +121,8 @@ def _pareto(comparison: Comparison) -> Grid:
     rows = []
     for trade in find_trades(comparison):
         step, peak = trade.costs["step_seconds"], trade.costs["peak_bytes"]
-        place_of = ", ".join(trade.beaten_by) if trade.beaten_by else "on the front"
+        unknown = trade.quality is None or step is None or peak is None or not comparison.better
+        place_of = ", ".join(trade.beaten_by) or (show.NONE if unknown else "on the front")
         quality = show.of_plain(trade.quality, 4) if trade.sd is None else f"{trade.quality:.4g} ± {trade.sd:.2g}"
         rows.append((trade.label, quality, show.scaled(step, SECONDS), show.scaled(peak, BYTES), place_of))
     note = "Beaten by: nowhere worse and somewhere better in these three numbers, whether by chance or not."

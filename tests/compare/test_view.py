@@ -135,3 +135,9 @@ def test_curves_are_thinned_evenly_and_keep_both_ends() -> None:
 def test_a_curve_that_no_run_logged_is_refused(make_run: MakeRun) -> None:
     with pytest.raises(UsageError, match=r"^--curves must be one that these runs logged .*did you mean train/loss\?$"):
         compare_runs([make_run()], Question(curves=("train/los",)))
+
+
+def test_a_group_without_a_number_is_neither_beaten_nor_on_the_front(make_run: MakeRun) -> None:
+    lost = make_run("lost", policy=[{"name": "topk", "keep": 0.1}], exact=False, end="failed", steps=5)
+    rows = cells(compare_runs([make_run(), lost]), View("pareto"))
+    assert [row[-1] for row in rows] == ["on the front", "-"]
