@@ -50,7 +50,7 @@ class MemoryRecord:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public question
             raise UsageError("memory cannot be traced while a profiler of PyTorch runs: take one of them at a time")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells of its own start and end on stderr
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         self._profile.__enter__()  # type: ignore[no-untyped-call]
         _mark("start")
         return self

@@ -77,6 +77,8 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
     # Else a second start in one store finds what the first left there: pytorch #135712.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     count = process_options(plan.recipe).processes
+    # PyTorch 2.11 has no such word, and gives ranks half a minute.
+    patience: Any = {"shutdown_timeout": STOP_SECONDS} if "shutdown_timeout" in LaunchConfig.__annotations__ else {}
     with TemporaryDirectory(prefix="sparsebp-") as folder:
         config = LaunchConfig(
             min_nodes=1,
@@ -89,7 +91,7 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
             max_restarts=0,
             signals_to_handle="SIGTERM,SIGINT",
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            shutdown_timeout=STOP_SECONDS,
+            **patience,
         )
         asked, failures = None, dict[int, Any]()
         try:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
 from tests.docs.block import ROOT
+from tests.graph import count_nodes
 
 PAGE = (ROOT / "docs" / "guide" / "max-child.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (.+) \| (\d+) \| (\d+) \| (\d+) of (\d+) \| (yes|no) \|$", PAGE, re.MULTILINE)
@@ -34,10 +35,13 @@ def _ids() -> Tensor:
 def test_how_far_each_variant_comes_is_what_the_table_says(model: LlamaForCausalLM, row: tuple[str, ...]) -> None:
     options = {} if row[0].startswith("(none") else yaml.safe_load(f"{{{row[0]}}}")
     with sbp.attach(model, [sbp.make_policy("max-child", lookahead=True, **options)], sites="nodes") as engine:
-        engine.backward(model(input_ids=_ids(), labels=_ids()).loss)
+        loss = model(input_ids=_ids(), labels=_ids()).loss
+        num_nodes = count_nodes(loss)
+        engine.backward(loss)
         route = engine.report().route
     assert route is not None
-    assert (route.num_nodes, len(list(model.parameters()))) == (176, 21)
+    assert (route.num_nodes, len(list(model.parameters()))) == (num_nodes, 21)
+    assert num_nodes in (176, 174)  # the page has the first; PyTorch 2.11 needs two fewer
     counts = (route.num_nodes_reached, len(route.parameters), route.num_misses, route.num_judged)
     assert counts == tuple(map(int, row[1:5]))
     assert route.num_largest_reached == (row[5] == "yes")

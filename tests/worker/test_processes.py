@@ -197,7 +197,7 @@ def test_a_checkpoint_of_two_processes_is_refused_by_one(trained, make_recipe, t
 def test_the_work_of_a_probe_is_that_of_one_of_two_processes(trained) -> None:
     one, two = (History.load(trained["rows", way].path) for way in ("one", "none"))
     for metric in ("flops/forward", "flops/backward_executed", "flops/backward_dense"):
-        assert two.last(metric) == pytest.approx(one.last(metric) / 2)
+        assert two.last(metric) == pytest.approx(one.last(metric) / 2, rel=1e-4)  # rotary frequencies know no batch
     for metric in ("proof/executed_share", "proof/claimed_share", "speed/ceiling", "memory/weight_bytes"):
         assert two.last(metric) == pytest.approx(one.last(metric), rel=1e-6)
     assert two.proofs[4]["modules"].keys() == one.proofs[4]["modules"].keys()
