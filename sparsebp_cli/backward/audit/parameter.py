@@ -30,7 +30,7 @@ class Fate:
         steps_with_gradient: Of them, those that found a gradient.
         steps_with_rate: Of those, those with a learning rate other than zero.
         chances: Of those, those whose gradient was not all zero.
-        grad_bytes: What its gradient occupied at most, when an optimizer began a step.
+        grad_bytes: What its gradient occupied at most, after a backward pass or when an optimizer began a step.
     """
 
     name: str
@@ -48,6 +48,12 @@ class Fate:
         """Whether any of its numbers is another one than at first."""
         return fingerprint(self.tensor) != self.print_before
 
+    def weigh(self) -> None:
+        """Note what its gradient occupies now."""
+        if self.tensor.grad is not None:
+            grad = _numbers(self.tensor.grad)
+            self.grad_bytes = max(self.grad_bytes, grad.numel() * grad.element_size())
+
 
 @dataclass
 class Parameters:
@@ -58,6 +64,8 @@ class Parameters:
         by_name: The same by name.
         captured: Bits of those whose gradient ``torch.autograd.grad`` returned to somebody.
         optimizers: That made a step, with the number of their steps.
+        num_steps: Steps of the optimizer that made most.
+        is_ahead: Whether the last step that began was the first of its number: not that of another optimizer beside.
         stand_ins: Whole parameters that were gathered of sharded ones, with what is known of those.
     """
 
@@ -66,12 +74,9 @@ class Parameters:
     captured: int = 0
     optimizers: dict[Any, int] = field(default_factory=dict)
     stand_ins: dict[Tensor, Fate] = field(default_factory=dict)
+    num_steps: int = 0
+    is_ahead: bool = False
     _bits: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of the optimizer that made most."""
-        return max(self.optimizers.values(), default=0)
 
     def add(self, name: str, parameter: Tensor) -> None:
         """Take in a parameter; one that is known keeps its name.
@@ -113,10 +118,6 @@ class Parameters:
             is_again: Whether the closure has been called in this step before.
         """
         found = lost = 0
-        for fate in self.fates.values():
-            if fate.tensor.grad is not None:
-                grad = _numbers(fate.tensor.grad)
-                fate.grad_bytes = max(fate.grad_bytes, grad.numel() * grad.element_size())
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter not in self.fates:
@@ -127,6 +128,7 @@ class Parameters:
                     lost |= fate.bit
                     continue
                 found |= fate.bit
+                fate.weigh()
                 if is_again:
                     continue
                 fate.steps_with_gradient += 1
@@ -138,7 +140,8 @@ class Parameters:
             one.used |= one.pending & found
         if is_again:
             return
-        self.optimizers[optimizer] = self.optimizers.get(optimizer, 0) + 1
+        made = self.optimizers[optimizer] = self.optimizers.get(optimizer, 0) + 1
+        self.is_ahead, self.num_steps = made > self.num_steps, max(made, self.num_steps)
 
     def clear(self, tensors: Iterable[Tensor], passes: Iterable[Pass]) -> None:
         """Note that gradients are about to be cleared.
@@ -158,10 +161,13 @@ class Parameters:
             self.clear([p for p, fate in self.fates.items() if p.grad is None and id(fate) not in waiting], passes)
 
     def gradients(self) -> dict[int, int]:
-        """Return the bits of those that have a gradient, by its storage."""
-        return {
-            key_of(p.grad): fate.bit for p, fate in self.fates.items() if p.grad is not None and has_storage(p.grad)
-        }
+        """Weigh all gradients, and return the bits of those that have one, by its storage."""
+        found = {}
+        for parameter, fate in self.fates.items():
+            fate.weigh()
+            if parameter.grad is not None and has_storage(parameter.grad):
+                found[key_of(parameter.grad)] = fate.bit
+        return found
 
     def bytes(self) -> tuple[int, int]:
         """Return what parameters and their gradients occupy."""

@@ -262,8 +262,8 @@ class Session:
         self.watch.is_updating = False
         if self._has_closure:  # it was never called
             self.parameters.start_step(optimizer, self.passes)
-        made = self.parameters.optimizers.get(optimizer, 0)
-        if made < self.parameters.num_steps or list(self.parameters.optimizers.values()).count(made) > 1:
+        made = self.parameters.num_steps
+        if not self.parameters.is_ahead:
             return  # one of several optimizers has made this step before
         if self._on_step is not None and not self._is_due:
             self._on_step(made, self.wanted or 0)
