@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from math import inf
 from typing import Annotated, Any
@@ -35,6 +36,8 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = make_table("name", "kind", "options", "exact", "unbiased", "source")
+    for column in table.columns[:2]:
+        column.no_wrap = True  # words to copy
     for line in described:
         own = [option["name"] for option in line["options"] if not option["common"]]
         cells = [line["name"], line["kind"], ", ".join(own) or "none", *_word_claims(line), line["source"]]
@@ -56,7 +59,8 @@ def _print_one(line: dict[str, Any]) -> None:
     print_line(f"exact: {exact}; unbiased: {unbiased}")
     table = make_table("option", "allowed", "default", "meaning")
     for option in sorted(line["options"], key=lambda option: bool(option["common"])):
-        default = "required" if option["required"] else str(option["default"])
+        default = option["default"] if isinstance(option["default"], str) else json.dumps(option["default"])
+        default = "required" if option["required"] else default
         table.add_row(*(Text(cell) for cell in (option["name"], option["range"], default, option["description"])))
     console().print(table)
 

@@ -16,6 +16,7 @@ from sparsebp_cli.run.metric import METRICS
 COUNTS = {1: "one seed", 2: "two seeds"}
 LEVEL = 0.05
 LOWER = ("loss", "perplexity", "error")
+TURNED = {"neg", "negative", "minus", "inverse"}  # scikit-learn's neg_log_loss is better when higher
 HIGHER = ("accuracy", "f1", "bleu", "rouge")
 
 Way = Literal["lower", "higher", ""]
@@ -85,7 +86,9 @@ def better(metric: str) -> Way:
     """
     if metric in METRICS:
         return METRICS[metric].better
-    word = metric.replace("/", "_").rsplit("_", 1)[-1].lower()
+    *before, word = metric.replace("/", "_").lower().split("_")
+    if TURNED.intersection(before):
+        return ""
     return "lower" if word in LOWER else "higher" if word in HIGHER else ""
 
 

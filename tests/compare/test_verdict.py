@@ -99,6 +99,7 @@ def test_a_difference_is_claimed_only_where_its_corrected_p_value_allows_it(
         ("test/f1", "higher"),
         ("train/grad_norm", ""),
         ("lossy", ""),
+        ("neg_log_loss", ""),
         ("theirs", ""),
     ],
 )
