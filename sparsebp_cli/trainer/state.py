@@ -66,7 +66,8 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     if not file.exists():
         raise CheckpointError(
             f"{file.parent} cannot be resumed from: it has no {file.name}, the state of the policies; it was written "
-            "without policies, or by another number of processes"
+            "without policies, with save_only_model, or by another number of processes; to train on from its weights, "
+            "load them into the model and train() anew"
         )
     try:
         with safe_open(file, "pt") as opened:

@@ -46,7 +46,9 @@ class Scorer:
                 f"{what} needs a transformers model with a language-modelling head and logits_to_keep, "
                 f"got {type(model).__name__}"
             )
-        self.model, self._base = model, base
+        self.model, self._what, self._base = model, what, base
+        decoder = getattr(model, "get_decoder", lambda: None)()  # some forwards reach through the base for its decoder
+        self._bases = [base, *(module for module in base.modules() if module is decoder and module is not base)]
         self.num_tokens: int = head.weight.shape[0]
         self._most_rows = max(1, MOST_LOGITS // self.num_tokens)
 
@@ -80,22 +82,38 @@ class Scorer:
     def _hidden(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Tensor:
         """Return what the head would be given, (N, D)."""
         given = {name: value for name, value in arguments.items() if name not in _LABELS}
-        kept: list[Tensor] = []
-        handle = self._base.register_forward_hook(lambda _, __, output: kept.append(output[0]))
+        kept: list[tuple[nn.Module, Tensor]] = []
+        handles = [
+            base.register_forward_hook(lambda base, _, output: kept.append((base, output[0]))) for base in self._bases
+        ]
         try:
             forward(**(given | {"use_cache": False, "logits_to_keep": 1}))
         finally:
-            handle.remove()
-        return kept[-1].flatten(0, -2)
+            for handle in handles:
+                handle.remove()
+        if not kept:
+            raise UnsupportedError(
+                f"{self._what} needs a model whose forward calls its base, {type(self.model).__name__} does not"
+            )
+        self._base, hidden = kept[-1]  # the outermost ends last
+        return hidden.flatten(0, -2)
 
     def _logits(self, hidden_KD: Tensor, forward: Callable[..., Any]) -> Tensor:
         """Return the logits of some rows, float32, (K, V)."""
-        output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden_KD[None])
+        output = _Hidden(last_hidden_state=hidden_KD[None])
         with _instead(self._base, lambda *_, **__: output):
             logits: Tensor = forward(
                 input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
             ).logits[0]
         return logits.float()
+
+
+class _Hidden(BaseModelOutputWithPastAndCrossAttentions):
+    """What the layers below the head return; whatever else some of them do, such as routers' logits, is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sparsebp_cli.backward import ModuleTrace, count_flops
 from sparsebp_cli.backward.score import scorer as room
@@ -16,6 +19,7 @@ from sparsebp_cli.backward.score.scorer import Scorer
 from sparsebp_cli.errors import UnsupportedError
 from tests.backward.conftest import VOCABULARY
 from tests.backward.families import DECODERS, tiny_decoder
+from tests.backward.token.test_every_decoder import tiny
 
 WANTED = ("loss", "entropy")
 
@@ -54,6 +58,19 @@ def test_scores_are_those_of_the_plain_logits(family, rows, monkeypatch) -> None
     torch.testing.assert_close(found["loss"], loss_BT, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found["entropy"], entropy_BT, rtol=1e-5, atol=1e-5)
     assert found["loss"][next_BT != -100].std() > 0.01
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "opt", "bart", "mamba", "modernbert-decoder"])
+def test_routers_and_other_outputs_beside_the_hidden_states_do_not_matter(family) -> None:
+    config = CONFIG_MAPPING[family]
+    model, arguments = tiny(config, MODEL_FOR_CAUSAL_LM_MAPPING[config]), batch()
+    found = score(model, arguments)["loss"]
+    with torch.no_grad():
+        inputs = {name: value for name, value in arguments.items() if name != "labels"}
+        logits_BTV = model.eval()(**inputs, use_cache=False).logits.float()
+    next_BT = next_tokens(arguments["labels"])
+    loss_BT = nn.functional.cross_entropy(logits_BTV.transpose(1, 2), next_BT, reduction="none", ignore_index=-100)
+    torch.testing.assert_close(found, loss_BT, rtol=1e-5, atol=1e-5)
 
 
 def test_scoring_leaves_no_trace() -> None:
@@ -115,3 +132,12 @@ def test_a_model_without_a_head_is_refused() -> None:
         Scorer(nn.Linear(2, 2), "the test")
     with pytest.raises(UnsupportedError, match="got LlamaModel"):
         Scorer(tiny_decoder("llama").model, "the test")
+
+
+def test_a_forward_that_goes_past_its_base_is_refused() -> None:
+    class Past(LlamaForCausalLM):
+        def forward(self, input_ids, logits_to_keep=0, **_):
+            return self.lm_head(self.model.embed_tokens(input_ids))
+
+    with pytest.raises(UnsupportedError, match="the test needs a model whose forward calls its base, Past does not"):
+        score(Past(tiny_decoder("llama").config), batch())
