@@ -87,6 +87,49 @@ class Boxing(nn.Linear):
         return Box(torch.tanh(super().forward(x.x if isinstance(x, Box) else x)))
 
 
+class Counting(nn.Linear):
+    """Keeps a number, and tensors that are no buffers or were none at first."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.count, self.mean, self.total = 0, torch.zeros(4), torch.zeros(())
+        self.register_buffer("first", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        self.total += self.mean.sum()
+        self.first = x.detach()[0] if self.first is None else 0.5 * self.first
+        return torch.tanh(super().forward(x - self.mean - self.first)) * self.count + self.total
+
+
+class Drawing(nn.Linear):
+    """Has a generator of its own."""
+
+    def __init__(self, generator: Any, draw: Callable[[Any], float]) -> None:
+        super().__init__(4, 4)
+        self.generator, self.draw = generator, draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x)) * self.draw(self.generator)
+
+
+class Judged(nn.Linear):
+    """Keeps a loss of its own, as routers of experts do."""
+
+    def __init__(self, *, in_list: bool = False) -> None:
+        super().__init__(4, 4)
+        self.in_list, self.aside = in_list, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.in_list:
+            self.aside.append(x.square().mean())
+        else:
+            self.aside = [x.square().mean()]
+        return x
+
+
 def given() -> Tensor:
     return torch.linspace(-1.0, 1.0, 12).view(3, 4)
 
@@ -147,7 +190,7 @@ def test_weights_that_change_between_forward_and_backward_are_refused_as_plain_a
         first, second = model(given()), model(2.0 * given())
         engine.backward(first)
         optimizer.step()
-        with pytest.raises(UsageError, match=r"a weight of shape \(4, 4\) .* 'layers.0' was changed between"):
+        with pytest.raises(UsageError, match=r"a weight of shape \(4, 4\) .* 'layers.0' was changed since"):
             engine.backward(second)
 
 
@@ -221,3 +264,57 @@ def test_layers_that_are_skipped_at_random_are_refused_before_anything_starts() 
         sbp.attach(model, [], segments=2)
     model.layerdrop = 0.0
     sbp.attach(model, [], segments=2).detach()
+
+
+@pytest.mark.parametrize("segments", [2, 4])
+def test_what_modules_count_and_keep_moves_once_a_step(segments: int) -> None:
+    kept = []
+    for options in ({}, {"segments": segments}):
+        model = Stack(Counting)
+        for _ in range(3):
+            found, _ = differentiate(model, **options)
+        keeps = [(layer.count, layer.mean, layer.total, layer.first) for layer in model.layers]
+        kept.append((found, keeps))
+    assert_same(kept[1][0], kept[0][0])
+    for plain, other in zip(kept[0][1], kept[1][1], strict=True):
+        assert plain[0] == other[0] == 3
+        for one, two in zip(plain[1:], other[1:], strict=True):
+            assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda: torch.Generator().manual_seed(1), lambda g: float(torch.rand((), generator=g))),
+        (lambda: random.Random(1), lambda g: g.random()),
+        (lambda: np.random.default_rng(1), lambda g: g.random()),
+        (lambda: np.random.RandomState(1), lambda g: g.rand()),
+    ],
+    ids=["torch", "python", "numpy", "numpy-old"],
+)
+def test_generators_of_modules_are_drawn_from_once(make: Callable[[], Any], draw: Callable[[Any], float]) -> None:
+    results = []
+    for options in ({}, {"segments": 2}):
+        model = Stack(lambda: Drawing(make(), draw))
+        differentiate(model, **options)
+        found, _ = differentiate(model, **options)
+        results.append((found, [draw(layer.generator) for layer in model.layers]))
+    assert_same(results[1][0], results[0][0])
+    assert results[1][1] == results[0][1]
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_a_loss_that_a_layer_keeps_inside_of_a_segment_is_refused_and_in_the_last_one_counts(in_list: bool) -> None:
+    model = Stack(lambda: Judged(in_list=in_list))
+    (model(given()) + model.layers[3].aside[-1]).backward()
+    plain = gradients_of(model)
+    model.zero_grad()
+    with sbp.attach(model, [], segments=2) as engine:
+        loss = model(given())
+        engine.backward(loss + model.layers[3].aside[-1])
+        assert_same(gradients_of(model), plain)
+        loss = model(given())
+        with pytest.raises(UnsupportedError, match=r"the loss uses what 'layers.1' computes inside a segment"):
+            engine.backward(loss + sum(layer.aside[-1] for layer in model.layers))
+    with pytest.raises(UnsupportedError, match=r"the loss uses what 'segment 0' computes inside a segment"):
+        sbp.segmented_backward(model.layers, given(), lambda y: y.sum() + model.layers[0].aside[-1])

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sparsebp_cli.backward.grad_store import GradStore
 from sparsebp_cli.backward.segment.argument import refuse_hidden
 from sparsebp_cli.backward.segment.cut import split
+from sparsebp_cli.backward.segment.passage import Refusal
 from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
@@ -110,13 +111,20 @@ class _Pass:
         self._surrounding = Surrounding((m for m in self._part if isinstance(m, nn.Module)), tensors)
         with torch.no_grad(), self._surrounding.without_cache():
             output = _run(self._part, tree_unflatten(self._leaves, self._spec))
-        self._surrounding.settle()
+        self._surrounding.settle(self._as_mark)
         if versions.find_changed() is not None:
             raise UnsupportedError(f"{where} changes its input in place: begin it with another module")
         refuse_hidden(tree_flatten(output)[0], where, given=False)
         output = tree_map(lambda leaf: _as_leaf(leaf, wants_grad=wants_grad), output)
         self._outputs = tree_flatten(output)[0]
         return output
+
+    def _as_mark(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that a module has kept so that no gradient may arrive at it: it was made without a graph."""
+        mark = tensor.detach()
+        if mark.is_floating_point() or mark.is_complex():
+            mark.requires_grad_().register_hook(Refusal(f"segment {self._number}"))  # type: ignore[no-untyped-call]
+        return mark
 
     def run_backward(self, store: GradStore) -> None:
         """Run with a graph, take the output's gradients out of the store, and put in what follows from them."""

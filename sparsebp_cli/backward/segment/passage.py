@@ -119,7 +119,7 @@ class Passage:
             UnsupportedError: A layer changed a tensor in place that the segment begins with.
         """
         assert self._surrounding is not None
-        self._surrounding.settle()
+        self._surrounding.settle(self._as_mark)
         changed = self._versions.find_changed()
         if changed is not None:
             raise UnsupportedError(
@@ -151,7 +151,7 @@ class Passage:
         if changed is not None:
             raise UsageError(
                 f"segments: a weight of shape {tuple(changed.shape)} in the segment that begins with {self.names[0]!r} "
-                "was changed between forward and backward: the layers would give something else the second time"
+                "was changed since its forward began: the layers would give something else the second time"
             )
         assert self._surrounding is not None
         outputs: list[list[Any]] = []
@@ -196,7 +196,7 @@ class Passage:
             return leaf
         mark = leaf.detach()
         if _is_differentiable(mark) and any(t.requires_grad for t in (*self.parameters, *self.given)):
-            mark.requires_grad_().register_hook(_Refusal(self.names[len(self._calls) - 1]))  # type: ignore[no-untyped-call]
+            mark.requires_grad_().register_hook(Refusal(self.names[len(self._calls) - 1]))  # type: ignore[no-untyped-call]
         return mark
 
     def _refuse_between(self) -> NoReturn:
@@ -207,8 +207,12 @@ class Passage:
         )
 
 
-class _Refusal:
-    """Hook of a tensor inside a segment: a gradient that arrives there would be lost."""
+class Refusal:
+    """Hook of a tensor inside a segment: a gradient that arrives there would be lost.
+
+    Args:
+        name: Of the layer that computed it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,14 +1,14 @@
 """What a forward finds beside its arguments, noted for running it again.
 
-Random generators (of PyTorch, of Python and of numpy: layers may be dropped by either), autocast, buffers, and which
-modules are training.
+Random generators (of PyTorch, of Python and of numpy: layers may be dropped by either), autocast, buffers and whatever
+else modules keep, and which of them are training.
 """
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.dropout import capture_generators, generators_at
+from sparsebp_cli.backward.segment.state import ModuleState
 
 
 @dataclass
@@ -41,7 +42,7 @@ class _Buffer:
     @property
     def is_changed(self) -> bool:
         """Whether the module has changed it, in place or by another tensor, since it was noted."""
-        if getattr(self.module, self.name) is not self.tensor or _version(self.tensor) != self.version:
+        if getattr(self.module, self.name, None) is not self.tensor or _version(self.tensor) != self.version:
             return True
         return not torch.equal(self.tensor, self.value)  # batch norm changes its statistics without counting
 
@@ -61,16 +62,22 @@ class Surrounding:
         self._generators = {device: capture_generators(device) for device in devices or {torch.device("cpu")}}
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds - {"meta"}]
         self._buffers = [
-            _Buffer(module, name, tensor, _version(tensor), tensor.clone())
+            _Buffer(module, name, tensor, _version(tensor), tensor.detach().clone())
             for module in inner
-            for name, tensor in module.named_buffers(recurse=False)
+            for name, tensor in (*module.named_buffers(recurse=False), *_tensors(module))
         ]
+        self._state = ModuleState(inner)
         self._training = [(module, module.training) for module in inner]
         self._host: tuple[Any, bytes] | None = _get_host()
 
-    def settle(self) -> None:
-        """Forget what the forward, which has ended, did not change."""
+    def settle(self, mark: Callable[[Tensor], Tensor]) -> None:
+        """Forget what the forward, which has ended, did not change.
+
+        Args:
+            mark: Of tensors that a module has newly kept, as in :meth:`ModuleState.settle`.
+        """
         self._buffers = [buffer for buffer in self._buffers if buffer.is_changed]
+        self._state.settle(mark)
         if self._host == _get_host():
             self._host = None
 
@@ -93,11 +100,12 @@ class Surrounding:
         Yields:
             None: As long as everything is as it was.
         """
-        now = [(buffer, getattr(buffer.module, buffer.name)) for buffer in self._buffers]
+        now = [(buffer, getattr(buffer.module, buffer.name, None)) for buffer in self._buffers]
         switched = [(module, module.training) for module, was in self._training if module.training != was]
         host = None if self._host is None else _get_host()
         with ExitStack() as stack:
             stack.enter_context(self.without_cache())
+            stack.enter_context(self._state.again())
             for device, states in self._generators.items():
                 stack.enter_context(generators_at(states, device))
             try:
@@ -128,6 +136,11 @@ class Versions:
     def find_changed(self) -> Tensor | None:
         """Return one that was changed since, if there is one."""
         return next((tensor for tensor, version in self._noted.values() if _version(tensor) != version), None)
+
+
+def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors that are no buffers, and may be changed in place like these."""
+    return [(name, value) for name, value in module.__dict__.items() if isinstance(value, Tensor)]
 
 
 def _get_host() -> tuple[Any, bytes]:
