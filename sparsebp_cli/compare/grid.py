@@ -24,6 +24,7 @@ class Grid:
         rows: Cells, as many as headings.
         note: Under it; empty for none.
         aside: How many columns, from the left, hold words: the others hold numbers and are aligned right.
+        words_last: The last column holds words, too.
         commands: Under the note, each to be copied as it is: never wrapped.
     """
 
@@ -32,7 +33,12 @@ class Grid:
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     aside: int = 1
+    words_last: bool = False
     commands: tuple[str, ...] = ()
+
+    def has_words(self, place: int) -> bool:
+        """Whether a column holds words, which may be folded; numbers may not."""
+        return place < self.aside or (self.words_last and place == len(self.columns) - 1)
 
     def __post_init__(self) -> None:
         """Leave nothing in a cell that would steer a terminal."""

@@ -64,9 +64,9 @@ class _Fitting:
 def _needed(grid: Grid) -> int:
     """Columns of a screen: numbers need all of their width, words can be folded down to twelve letters."""
     widths = [max(map(cell_len, column)) for column in zip(grid.columns, *grid.rows, strict=True)]
-    return sum(min(width, NARROWEST) if place < grid.aside else width for place, width in enumerate(widths)) + GAP * (
-        len(widths) - 1
-    )
+    return sum(
+        min(width, NARROWEST) if grid.has_words(place) else width for place, width in enumerate(widths)
+    ) + GAP * (len(widths) - 1)
 
 
 def _stack(grid: Grid) -> Text:
@@ -81,7 +81,7 @@ def _stack(grid: Grid) -> Text:
 def _draw(grid: Grid) -> Table:
     drawn = Table(title=escape(grid.title), title_justify="left", title_style="bold", box=None, pad_edge=False)
     for number, heading in enumerate(grid.columns):
-        words = number < grid.aside
+        words = grid.has_words(number)
         drawn.add_column(
             escape(heading),
             justify="left" if words else "right",

@@ -127,7 +127,7 @@ def _pareto(comparison: Comparison) -> Grid:
         rows.append((trade.label, quality, show.scaled(step, SECONDS), show.scaled(peak, BYTES), place_of))
     note = "Beaten by: nowhere worse and somewhere better in these three numbers, whether by chance or not."
     columns = ("group", comparison.metric, "step", "peak memory", "beaten by")
-    return Grid("Quality, time and memory", columns, tuple(rows), note)
+    return Grid("Quality, time and memory", columns, tuple(rows), note, words_last=True)
 
 
 def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
