@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -253,3 +254,56 @@ def test_a_masked_loss_is_found_however_it_masks_and_attention_is_not_blamed_whe
     assert (logits.flops, body.flops) == (3 * 2 * lost * 4 * 50, 2 * 2 * lost * 4 * 4)
     assert ("a masked loss" in logits.detail) is not has_labels
     assert report.notes == ()
+
+
+def test_half_weights_whose_gradients_update_full_ones_are_needed_though_they_move_too_little_to_be_seen() -> None:
+    model = _model().bfloat16()
+    full = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(full, lr=1e-9)
+
+    def train() -> None:
+        for _ in range(3):
+            model(torch.randn(N, 4, dtype=torch.bfloat16)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for own, half in zip(full, model.parameters(), strict=True):
+                assert half.grad is not None
+                own.grad, half.grad = half.grad.float(), None
+            optimizer.step()
+            with torch.no_grad():
+                torch._foreach_copy_(list(model.parameters()), full)
+
+    assert "unheld" not in {finding.kind for finding in sbp.audit(train, threshold=0.0).findings}
+
+
+def test_what_no_optimizer_holds_is_found_although_clipping_measures_it() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(3):
+            _loss(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            model.zero_grad()
+
+    finding = sbp.audit(train, threshold=0.0).finding("unheld")
+    assert finding is not None
+    assert finding.detail == "2 parameters: 0.weight, 0.bias"
+
+
+def test_a_training_in_a_thread_of_its_own_is_not_called_clean_without_a_word() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(2):
+            _loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def run() -> None:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+
+    assert any("another thread" in note for note in sbp.audit(run).notes)

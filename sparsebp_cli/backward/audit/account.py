@@ -185,6 +185,8 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
         yield "fewer than two optimizer steps were seen: whether parameters move was not judged"
     if session.modules.has_compiled:
         yield "torch.compile stood aside while it was watched: compiled code may compute and keep less"
+    if ledger.passes and not ledger.visited:
+        yield "nothing of the passes was seen: they ran in another thread than the one that was watched"
     if not session.saved.has_seen:
         yield "saved tensors were not watched: somebody else's hooks were in their place all the time"
     if verdict.without_gradient:

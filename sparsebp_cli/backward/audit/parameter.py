@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sparsebp_cli.backward.audit.ledger import Pass
 from sparsebp_cli.backward.audit.reach import UNKNOWN
-from sparsebp_cli.backward.audit.storage import has_storage, key_of
+from sparsebp_cli.backward.audit.storage import has_storage, key_of, refer
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # numbers that are cast at once
@@ -160,13 +161,13 @@ class Parameters:
             waiting = {id(fate) for fate in self.stand_ins.values()}  # FSDP may keep gradients until it reduces them
             self.clear([p for p, fate in self.fates.items() if p.grad is None and id(fate) not in waiting], passes)
 
-    def gradients(self) -> dict[int, int]:
-        """Weigh all gradients, and return the bits of those that have one, by its storage."""
+    def gradients(self) -> dict[int, tuple[int, StorageWeakRef]]:
+        """Weigh all gradients, and return the bits of those that have one, by its storage, which keeps its number."""
         found = {}
         for parameter, fate in self.fates.items():
             fate.weigh()
             if parameter.grad is not None and has_storage(parameter.grad):
-                found[key_of(parameter.grad)] = fate.bit
+                found[key_of(parameter.grad)] = fate.bit, refer(parameter.grad)
         return found
 
     def bytes(self) -> tuple[int, int]:

@@ -67,7 +67,7 @@ def judge_leaves(session: Session) -> Verdict:
         collected |= one.collected
     if verdict.is_judged:
         for fate in parameters.fates.values():
-            kind = _kind_of(fate, collected & ~parameters.captured)
+            kind = _kind_of(fate, collected & ~parameters.captured, session.watch.looked_at)
             if kind == "":
                 verdict.without_gradient.append(fate.name)
             elif kind is not None:
@@ -79,14 +79,14 @@ def judge_leaves(session: Session) -> Verdict:
     return verdict
 
 
-def _kind_of(fate: Fate, collected: int) -> str | None:
+def _kind_of(fate: Fate, collected: int, looked_at: int) -> str | None:
     """None: it is as it should be. Empty: no gradient ever came."""
     if fate.steps and not fate.steps_with_gradient:
         return "" if fate.tensor.requires_grad and not fate.bit & collected else None
     if not fate.bit & collected or fate.has_moved:
         return None
     if not fate.steps:
-        return "unheld"
+        return None if fate.bit & looked_at else "unheld"  # such as the half copies of weights that are updated
     seen = (
         ("zero-rate", fate.steps_with_gradient, fate.steps_with_rate),
         ("zero-gradient", fate.steps_with_rate, fate.chances),

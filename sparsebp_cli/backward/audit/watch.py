@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebp_cli.backward.audit.ledger import Ledger, Pass
@@ -26,6 +27,14 @@ from sparsebp_cli.backward.trace import is_in_backward
 
 _ATEN = torch.ops.aten
 _CLEARING = (_ATEN.zero_, _ATEN._foreach_zero_, _ATEN.fill_)
+# Clipping measures and scales the gradients of all parameters, also of those that nobody will update.
+_MEASURING = (
+    _ATEN._foreach_norm,  # noqa: SLF001 - an operator's name
+    _ATEN._foreach_mul_,
+    _ATEN.linalg_vector_norm,
+    _ATEN.norm,
+    _ATEN.mul_,
+)
 _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
 
 
@@ -61,7 +70,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unread: set[int] = set()  # gradients of inputs: gone from here when something reads them
         self.read: set[int] = set()
         self.find_sharded: Callable[[], None] | None = None  # where a model is sharded
-        self.gradients: dict[int, int] = {}  # bits of parameters' gradients that nobody has looked at yet, by storage
+        # Of gradients that nobody has taken yet, by storage: their bit, and what keeps the number from others.
+        self.gradients: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.looked_at = 0  # bits of those that somebody outside of an optimizer took for more than their norm
         self._waiting: list[tuple[Reach, Tape]] = []
         self._running: dict[int, tuple[Reach, Tape]] = {}
 
@@ -231,8 +242,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.unread or self.gradients:
             known = {key_of(tensor) for tensor in inputs}
             self.read |= self.unread & known
-            if known & self.gradients.keys() and not _only_clears_or_views(func, known, outputs):
-                self.ledger.use(sum(self.gradients.pop(key) for key in known & self.gradients.keys()))
+            touched = known & self.gradients.keys()
+            if touched and not _only_clears_or_views(func, known, outputs):
+                bits = sum(self.gradients[key][0] for key in touched)
+                self.ledger.use(bits)
+                if not self.is_updating and func.overloadpacket not in _MEASURING:
+                    self.looked_at |= bits
+                    for key in touched:
+                        del self.gradients[key]
         if self.is_updating:
             return
         module = self.modules.current
