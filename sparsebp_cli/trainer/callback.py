@@ -185,7 +185,8 @@ class PolicyCallback(TrainerCallback):
         self, compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._is_attached and self.engine is not None and self.engine.enabled:
-            give_columns(self.engine, self._choice.policies, inputs, self._num_candidates)
+            removes = self._trainer.args.remove_unused_columns
+            give_columns(self.engine, self._choice.policies, inputs, self._num_candidates, removes=removes)
         return compute_loss(model, inputs, *args, **kwargs)
 
     def _count_items(self, count: Callable[..., Any], batches: Any, *args: Any, **kwargs: Any) -> Any:

@@ -12,13 +12,19 @@ from typing import Any
 from torch import Tensor
 
 from sparsebp_cli.backward import Engine
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
 
 IGNORED = -100  # a label that trains nothing, as in transformers
 
 
 def give_columns(
-    engine: Engine, policies: Sequence[Policy], inputs: Mapping[str, Any], num_candidates: Tensor | int | None = None
+    engine: Engine,
+    policies: Sequence[Policy],
+    inputs: Mapping[str, Any],
+    num_candidates: Tensor | int | None = None,
+    *,
+    removes: bool = False,
 ) -> None:
     """Hand the columns of a batch that policies read to the engine, which asks them.
 
@@ -27,10 +33,20 @@ def give_columns(
         policies: That it carries out.
         inputs: The batch, before anything is taken out of it.
         num_candidates: Of the whole step, counted as :func:`only_candidates` leaves them; None: all targets are.
+        removes: Whether the trainer keeps columns that the model does not know out of batches.
+
+    Raises:
+        UsageError: A column that a policy reads was removed.
     """
     policy = _selector(policies)
     if policy is None:
         return
+    missing = sorted(policy.reads - set(inputs))
+    if missing and removes:
+        raise UsageError(
+            f"{type(policy).__name__} reads the column {missing[0]!r}, and the batch has none: TrainingArguments("
+            "remove_unused_columns=False) keeps columns that the model does not know"
+        )
     names = policy.reads | ({"labels"} if chooses_by_data(policy) else set())
     given = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
     found = only_candidates(policies, [inputs])

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import Trainer
 
+from sparsebp_cli.errors import UsageError
+
 from .conftest import TRAINER, Make, differing, is_free, make_arguments, make_examples, make_model, through, weights
 
 
@@ -34,6 +36,27 @@ def test_a_column_of_the_data_trains_as_labels_without_the_others_would(
     found, wanted = weights(trainer.model), weights(plain.model)
     assert max((found[name] - wanted[name]).abs().max().item() for name in wanted) < 1e-6
     assert differing(wanted, weights(make_model()))
+
+
+@pytest.mark.parametrize("door", [TRAINER], indirect=True)
+def test_a_column_that_the_trainer_removes_is_missed_by_name(door: Make, tmp_path: Path) -> None:
+    examples = [{**example, "marked": example["labels"].ne(-100).long()} for example in make_examples(4)]
+    policy = {"name": "tokens", "score": "mask", "mask_column": "marked"}
+    trainer = door(Trainer, [policy], {}, model=make_model(), args=make_arguments(tmp_path), train_dataset=examples)
+    with pytest.raises(UsageError, match=r"column 'marked', and the batch has none: .*remove_unused_columns=False"):
+        trainer.train()
+    assert is_free(trainer)
+
+
+@pytest.mark.parametrize("mode", ["exact", "detach"])
+@pytest.mark.parametrize("door", [TRAINER], indirect=True)
+def test_a_step_without_a_target_leaves_the_weights_numbers(mode: str, door: Make, tmp_path: Path) -> None:
+    examples = [{**example, "labels": torch.full_like(example["labels"], -100)} for example in make_examples(8)]
+    args = make_arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2, optim="sgd")
+    policy = {"name": "tokens", "score": "loss", "keep": 0.5, "mode": mode}
+    trainer = door(Trainer, [policy], {}, model=make_model(), args=args, train_dataset=examples)
+    trainer.train()
+    assert differing(weights(make_model()), weights(trainer.model)) == []
 
 
 @pytest.mark.parametrize("door", [TRAINER], indirect=True)

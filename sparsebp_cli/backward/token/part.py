@@ -199,7 +199,9 @@ class BoundDecoder(Bound):
     def _finish(self, output: Any, plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
         logits, output.logits = output.logits, None
         if with_loss:
-            loss = row_loss(self._model, logits, plan.label_N, scale(num_items, marks))
+            # Of nothing, the targets of a whole step may be nothing, and a number over that is none.
+            items = scale(num_items, marks) if plan.num_trained else None
+            loss = row_loss(self._model, logits, plan.label_N, items)
             output.loss = loss if plan.num_trained else loss * 0.0
         elif plan.num_trained:
             output.logits = spread_logits(logits[0], marks)
