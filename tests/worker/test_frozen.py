@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import warnings
 from typing import Any
 
 import pytest
@@ -17,8 +15,9 @@ from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
 from sparsebp_cli.worker.process import refuse_processes
-from tests.worker.conftest import FORKS, LLAMA, start, work
-from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_recipe, make_run, train, train_as_rank, weights_of
+from tests.worker.conftest import LLAMA, start, work
+from tests.worker.ranks import make_run, train_alone, train_on_two
+from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_recipe, weights_of
 from tests.worker.test_resume import result, wait_for
 
 __all__ = ["make_recipe"]  # a fixture
@@ -162,9 +161,7 @@ def test_a_claim_that_is_not_kept_is_found(tiny_recipe, prepared, monkeypatch) -
     AcceleratorState._reset_state(reset_partial_state=True)
     run = prepared(tiny_recipe(policy=[TOP], model={"config": DROPPING}, training={"max_steps": 5}, measure=PROBED))
     monkeypatch.setattr(ParameterPart, "enable", lambda self, enabled: None)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
-        train([run])
+    train_alone([run])
     history = History.load(run.path)
     assert _last(history, "proof/excess_share") > 0.3
     assert "but 100.0% were executed" in str(history.notes)
@@ -181,20 +178,9 @@ def test_a_pattern_that_matches_nothing_ends_the_run_with_a_hint(tiny_recipe, pr
 def test_two_processes_with_frozen_parameters_train_as_one_does(make_recipe, tmp_path) -> None:
     case: dict[str, Any] = {"policy": [TOP], "training": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}}
     one = make_run(make_recipe(**case), tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
-        train([one])
+    train_alone([one])
     two = {way: make_run(make_recipe(2, way, **case), tmp_path) for way in ("none", "fsdp2")}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [FORKS.Process(target=train_as_rank, args=(list(two.values()), rank, port)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    logs = "\n".join(file.read_text() for file in sorted(tmp_path.glob("rank-*.log")))
-    assert [process.exitcode for process in processes] == [0, 0], logs
+    train_on_two(list(two.values()))
     expected, begin = (
         History.load(one.path),
         load_file(one.path / "checkpoints" / "step-00000004" / "weights.safetensors"),

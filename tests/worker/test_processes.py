@@ -6,10 +6,7 @@ import json
 import os
 import shutil
 import signal
-import socket
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +19,10 @@ from safetensors.torch import load_file
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import History, JournalWriter, RunFolder, State
-from sparsebp_cli.worker.process import Ranks, refuse_processes
-from sparsebp_cli.worker.rank import SilentJournal
-from sparsebp_cli.worker.stop import StopRequest
-from tests.worker.conftest import FORKS, LLAMA, start, work
+from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.worker.process import refuse_processes
+from tests.worker.conftest import LLAMA, start, work
+from tests.worker.ranks import make_run, train_alone, train_on_two
 
 # Sums over the batch are added up in another order, and AdamW divides small gradients by their own size. The largest
 # differences over the cases below, six steps at a learning rate of 3e-3: 3.6e-7 of losses and gradient norms, 4.5e-5 in
@@ -85,68 +81,18 @@ def make_recipe(tiny_folder: Path) -> Callable[..., Recipe]:
     return make
 
 
-def make_run(recipe: Recipe, folder: Path) -> RunFolder:
-    plan = Plan(recipe=recipe)
-    run = RunFolder(folder / plan.run_id)
-    run.path.mkdir(parents=True)
-    plan.save(run.path)
-    return run
-
-
-def train(runs: list[RunFolder], rank: int = 0, port: int | None = None) -> None:
-    """Carry plans out one after the other in this process: alone, or as one of two ranks."""
-    from accelerate.state import AcceleratorState
-
-    from sparsebp_cli.worker.training import Training
-
-    torch.set_num_threads(1)
-    if port is not None:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        torch.distributed.init_process_group("gloo")
-    for run in runs:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        plan = Plan.load(run.plan_file)
-        ranks = Ranks() if port is None else Ranks(rank, 2, plan.recipe.target.options["sharding"] == "fsdp2")
-        with JournalWriter(run.path) if rank == 0 else SilentJournal(run.path) as journal:
-            Training.build(plan, run, journal, StopRequest(), ranks).run_to_end()
-
-
-def train_as_rank(runs: list[RunFolder], rank: int, port: int) -> None:
-    """The body of a forked process."""
-    with (runs[0].path.parent / f"rank-{rank}.log").open("w") as log:
-        try:
-            train(runs, rank, port)
-        except BaseException:
-            traceback.print_exc(file=log)
-            log.flush()
-            os._exit(1)
-        os._exit(0)
-
-
 @pytest.fixture(scope="module")
 def trained(make_recipe, tmp_path_factory) -> dict[tuple[str, str], RunFolder]:
     """Every case on one process (``one``), and on two by DDP (``none``) and by FSDP2 (``fsdp2``); DRAWN on two."""
     folder = tmp_path_factory.mktemp("runs")
     made = {(name, "one"): make_run(make_recipe(**case), folder) for name, case in CASES.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
-        train(list(made.values()))
+    train_alone(list(made.values()))
     two = {(name, "none"): make_run(make_recipe(2, **case), folder) for name, case in CASES.items()}
     two |= {(name, "fsdp2"): make_run(make_recipe(2, "fsdp2", **CASES[name]), folder) for name in CASES}
     two |= {("drawn", way): make_run(make_recipe(2, way, **DRAWN), folder) for way in ("none", "fsdp2")}
     bf16 = {"policy": ROWS, "training": {"mixed_precision": "bf16"}}
     two |= {("bf16", way): make_run(make_recipe(2, way, **bf16), folder) for way in ("none", "fsdp2")}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [FORKS.Process(target=train_as_rank, args=(list(two.values()), rank, port)) for rank in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    logs = "\n".join(file.read_text() for file in sorted(folder.glob("rank-*.log")))
-    assert [process.exitcode for process in processes] == [0, 0], logs
+    train_on_two(list(two.values()))
     return made | two
 
 
@@ -191,7 +137,7 @@ def test_a_checkpoint_of_two_processes_is_refused_by_one(trained, make_recipe, t
     run = make_run(make_recipe(**CASES["rows"]), tmp_path)
     shutil.copytree(trained["rows", "none"].path / "checkpoints", run.path / "checkpoints")
     with pytest.raises(UnsupportedError, match=r"of 2 processes, got target.processes: 1"):
-        train([run])
+        train_alone([run])
 
 
 def test_the_work_of_a_probe_is_that_of_one_of_two_processes(trained) -> None:
@@ -199,7 +145,7 @@ def test_the_work_of_a_probe_is_that_of_one_of_two_processes(trained) -> None:
     for metric in ("flops/forward", "flops/backward_executed", "flops/backward_dense"):
         assert two.last(metric) == pytest.approx(one.last(metric) / 2, rel=1e-4)  # rotary frequencies know no batch
     for metric in ("proof/executed_share", "proof/claimed_share", "speed/ceiling", "memory/weight_bytes"):
-        assert two.last(metric) == pytest.approx(one.last(metric), rel=1e-6)
+        assert two.last(metric) == pytest.approx(one.last(metric), rel=1e-5)
     assert two.proofs[4]["modules"].keys() == one.proofs[4]["modules"].keys()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,9 @@ from safetensors.torch import load_file
 
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder
-from tests.worker.conftest import FORKS, LLAMA
-from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_run, train, train_as_rank
+from tests.worker.conftest import LLAMA
+from tests.worker.ranks import make_run, train_alone, train_on_two
+from tests.worker.test_processes import ABSOLUTE, RELATIVE
 
 ALWAYS = {"start": 0.0, "end": 1.0, "interrupt": 0}
 CASES = {
@@ -55,19 +54,8 @@ def runs(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tu
         return make_run(Recipe.model_validate(values), folder)
 
     made = {(name, processes): make(name, processes) for name in CASES for processes in (1, 2)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
-        train([run for (_, processes), run in made.items() if processes == 1])
-    two = [run for (_, processes), run in made.items() if processes == 2]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [FORKS.Process(target=train_as_rank, args=(two, rank, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for rank, process in enumerate(ranks):
-        process.join()
-        assert process.exitcode == 0, (folder / f"rank-{rank}.log").read_text()
+    train_alone([run for (_, processes), run in made.items() if processes == 1])
+    train_on_two([run for (_, processes), run in made.items() if processes == 2])
     return made
 
 

@@ -1,0 +1,79 @@
+"""Whole runs as one process carries them out, and as two that train together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.rank import SilentJournal
+from sparsebp_cli.worker.stop import StopRequest
+from tests.worker.conftest import FORKS
+
+
+def make_run(recipe: Recipe, folder: Path) -> RunFolder:
+    plan = Plan(recipe=recipe)
+    run = RunFolder(folder / plan.run_id)
+    run.path.mkdir(parents=True)
+    plan.save(run.path)
+    return run
+
+
+def _train(runs: list[RunFolder], rank: int = 0, port: int | None = None) -> None:
+    """Carry plans out one after the other in this process: alone, or as one of two ranks."""
+    from accelerate.state import AcceleratorState
+
+    from sparsebp_cli.worker.training import Training
+
+    torch.set_num_threads(1)
+    if port is not None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.distributed.init_process_group("gloo")
+    for run in runs:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plan = Plan.load(run.plan_file)
+        ranks = Ranks() if port is None else Ranks(rank, 2, plan.recipe.target.options["sharding"] == "fsdp2")
+        with JournalWriter(run.path) if rank == 0 else SilentJournal(run.path) as journal:
+            Training.build(plan, run, journal, StopRequest(), ranks).run_to_end()
+
+
+def _train_as_rank(runs: list[RunFolder], rank: int, port: int) -> None:
+    """The body of a forked process."""
+    with (runs[0].path.parent / f"rank-{rank}.log").open("w") as log:
+        try:
+            _train(runs, rank, port)
+        except BaseException:
+            traceback.print_exc(file=log)
+            log.flush()
+            os._exit(1)
+        os._exit(0)
+
+
+def train_alone(runs: list[RunFolder]) -> None:
+    """Carry plans out one after the other in this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # upstream's, which a worker does not stop at
+        _train(runs)
+
+
+def train_on_two(runs: list[RunFolder]) -> None:
+    """Carry plans out one after the other on two ranks, which are started once for all of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = [FORKS.Process(target=_train_as_rank, args=(runs, rank, port)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    logs = "\n".join(file.read_text() for file in sorted(runs[0].path.parent.glob("rank-*.log")))
+    assert [process.exitcode for process in processes] == [0, 0], logs
