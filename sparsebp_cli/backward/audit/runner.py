@@ -120,7 +120,7 @@ class PassRunner:
                 self.inputs.append(InputGradient(bit, 0, None))
                 continue
             self.inputs.append(InputGradient(bit, key_of(grad), refer(grad)))
-            self._watch.unread.add(key_of(grad))
+            self._watch.looks.unread.add(key_of(grad))
 
 
 class _Dropped:

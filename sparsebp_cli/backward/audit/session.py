@@ -22,6 +22,7 @@ from sparsebp_cli.backward.audit.replaced import Replaced, step_aside
 from sparsebp_cli.backward.audit.runner import PassRunner
 from sparsebp_cli.backward.audit.saved import Kept, SavedTensors
 from sparsebp_cli.backward.audit.sharded import find_gathered, is_sharded
+from sparsebp_cli.backward.audit.step import Steps
 from sparsebp_cli.backward.audit.storage import Weights, has_storage
 from sparsebp_cli.backward.audit.watch import Watch
 from sparsebp_cli.backward.trace import is_in_backward
@@ -53,7 +54,6 @@ class Session:
         self._since: float | None = None
         self._handles: list[Any] = []
         self._replaced = Replaced()
-        self._has_closure = False
         self._swapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def start(self) -> None:
@@ -63,9 +63,10 @@ class Session:
         self.modules.__enter__()
         self.hooks.start()
         self._arm()
+        steps = Steps(self)
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            register_optimizer_step_pre_hook(steps.before),
+            register_optimizer_step_post_hook(steps.after),
         ]
         replace = self._replaced.replace  # both backward and grad end in the first
         self._run = replace(torch.autograd, "_engine_run_backward", lambda _: self._run_backward)
@@ -193,7 +194,7 @@ class Session:
             return self.runner.run(self._run, outputs, *args, **kwargs)
         finally:
             if self.runner.current is None:
-                self.watch.gradients = self.parameters.gradients()
+                self.watch.looks.gradients = self.parameters.gradients()
                 if self._has_seen_enough():
                     self._end()
 
@@ -224,47 +225,9 @@ class Session:
             return self._is_due
         return len(self.ledger.passes) >= self.wanted * MOST_PASSES_A_STEP
 
-    def _before_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self.is_running:
-            return None
-        self.watch.is_updating = True
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
-        self._has_closure = callable(closure)
-        if not callable(closure):
-            self.parameters.start_step(optimizer, self.passes)
-            return None
-        watched = self._watch_closure(optimizer, closure)
-        if "closure" in kwargs:
-            return args, kwargs | {"closure": watched}
-        return (args[0], watched, *args[2:]), kwargs
-
-    def _watch_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """A closure trains inside the optimizer's step, which uses its gradients when it returns."""
-
-        @functools.wraps(closure)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            self.watch.is_updating = False
-            try:
-                return closure(*args, **kwargs)
-            finally:
-                self.watch.is_updating = True
-                if self.is_running:
-                    self.parameters.start_step(optimizer, self.passes, is_again=not self._has_closure)
-                    self._has_closure = False
-
-        return watched
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
-        if not self.is_running:
-            return
-        self.watch.is_updating = False
-        if self._has_closure:  # it was never called
-            self.parameters.start_step(optimizer, self.passes)
+    def end_step(self) -> None:
+        """Tell of a step that has ended, and stop after the last."""
         made = self.parameters.num_steps
-        if not self.parameters.is_ahead:
-            return  # one of several optimizers has made this step before
         if self._on_step is not None and not self._is_due:
             self._on_step(made, self.wanted or 0)
         if self.wanted is not None and made >= self.wanted:

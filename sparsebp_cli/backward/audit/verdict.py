@@ -67,7 +67,7 @@ def judge_leaves(session: Session) -> Verdict:
         collected |= one.collected
     if verdict.is_judged:
         for fate in parameters.fates.values():
-            kind = _kind_of(fate, collected & ~parameters.captured, session.watch.looked_at)
+            kind = _kind_of(fate, collected & ~parameters.captured, session.watch.looks.looked_at)
             if kind == "":
                 verdict.without_gradient.append(fate.name)
             elif kind is not None:
@@ -105,7 +105,7 @@ def _find_unread(session: Session) -> int:
     for bit, found in by_bit.items():
         *earlier, last = found
         for one in found:
-            if one.key in session.watch.read:
+            if one.key in session.watch.looks.read:
                 kept |= bit
             elif one.reference is not None and has_died(one.reference):
                 died |= bit

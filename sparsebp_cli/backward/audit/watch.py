@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsebp_cli.backward.audit.ledger import Ledger, Pass
+from sparsebp_cli.backward.audit.look import Looks
 from sparsebp_cli.backward.audit.module import AnyModules
 from sparsebp_cli.backward.audit.operation import AGAIN, DGRAD, WGRAD, Operation, Tape
 from sparsebp_cli.backward.audit.product import factors_of, find_zero, is_product
@@ -26,15 +26,6 @@ from sparsebp_cli.backward.flops import find_formula
 from sparsebp_cli.backward.trace import is_in_backward
 
 _ATEN = torch.ops.aten
-_CLEARING = (_ATEN.zero_, _ATEN._foreach_zero_, _ATEN.fill_)
-# Clipping measures and scales the gradients of all parameters, also of those that nobody will update.
-_MEASURING = (
-    _ATEN._foreach_norm,  # noqa: SLF001 - an operator's name
-    _ATEN._foreach_mul_,
-    _ATEN.linalg_vector_norm,
-    _ATEN.norm,
-    _ATEN.mul_,
-)
 _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
 
 
@@ -67,12 +58,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_updating = False  # inside an optimizer's step
         self.used_here: dict[str, set[str]] = {}  # parameters that a module's forward reads
         self.padding_N: Tensor | None = None
-        self.unread: set[int] = set()  # gradients of inputs: gone from here when something reads them
-        self.read: set[int] = set()
+        self.looks = Looks(ledger)
         self.find_sharded: Callable[[], None] | None = None  # where a model is sharded
-        # Of gradients that nobody has taken yet, by storage: their bit, and what keeps the number from others.
-        self.gradients: dict[int, tuple[int, StorageWeakRef]] = {}
-        self.looked_at = 0  # bits of those that somebody outside of an optimizer took for more than their norm
         self._waiting: list[tuple[Reach, Tape]] = []
         self._running: dict[int, tuple[Reach, Tape]] = {}
 
@@ -141,7 +128,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             writes = outputs or inputs
         elif outputs and not writes:
             return  # a view
-        self.read |= known & self.unread
+        self.looks.read |= known & self.looks.unread
         pair = self._find_pass()
         if pair is None:
             return
@@ -239,17 +226,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see_forward(
         self, func: Any, args: Any, flops: int, name: str | None, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
-        if self.unread or self.gradients:
-            known = {key_of(tensor) for tensor in inputs}
-            self.read |= self.unread & known
-            touched = known & self.gradients.keys()
-            if touched and not _only_clears_or_views(func, known, outputs):
-                bits = sum(self.gradients[key][0] for key in touched)
-                self.ledger.use(bits)
-                if not self.is_updating and func.overloadpacket not in _MEASURING:
-                    self.looked_at |= bits
-                    for key in touched:
-                        del self.gradients[key]
+        self.looks.see(func, inputs, outputs, is_updating=self.is_updating)
         if self.is_updating:
             return
         module = self.modules.current
@@ -275,9 +252,3 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         head = next((name for name in reversed(self.ledger.widths) if self.ledger.widths[name] == width), None)
         if head is not None:
             self.ledger.heads[head] = width
-
-
-def _only_clears_or_views(func: Any, known: set[int], outputs: list[Tensor]) -> bool:
-    if func._schema.is_mutable:  # noqa: SLF001 - the one place that tells
-        return func.overloadpacket in _CLEARING
-    return bool(outputs) and all(key_of(tensor) in known for tensor in outputs)
