@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: test-k8s quickstart picture results setup test chaos browser check style fix docs bench image clean help
+.PHONY: test-oldest test-k8s quickstart picture results setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -29,6 +29,11 @@ setup: .venv/develop  ## install for development
 
 test: .venv/develop  ## the tests
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+test-oldest:  ## the tests with the oldest PyTorch and transformers that are allowed (fetches gigabytes)
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
+	.venv-oldest/bin/pytest -n 2 --dist loadgroup
 
 chaos: .venv/develop  ## random faults in large numbers (about half an hour)
 	$(BIN)/pytest -m chaos -s
@@ -66,7 +71,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "%-12s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 clean:  ## remove what was installed and built
-	rm -rf .venv docs/_build dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-oldest docs/_build dist build .mypy_cache .ruff_cache .pytest_cache
 
 .venv/runtime: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -142,7 +142,10 @@ def test_what_cannot_be_traced_is_refused_in_one_line() -> None:
         sbp.memory_trace(model, "adamw")
     with pytest.raises(UsageError, match="when its block has ended"):
         _ = sbp.memory_trace(model).curve
-    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(UsageError, match="a profiler of PyTorch runs"):
+    with (
+        profile(activities=[ProfilerActivity.CPU], acc_events=True),
+        pytest.raises(UsageError, match="a profiler of PyTorch runs"),
+    ):
         trace_step(model, None, lambda: None)
     assert trace_step(model, None, lambda: None).allocator_peak_bytes is None
     assert trace_step(model, None, lambda: None).peak.split == MemorySplit(weights=tensor_bytes(model.parameters()))
