@@ -200,3 +200,35 @@ def test_a_norm_that_is_no_positive_number_is_refused(norm: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UsageError, match=f"max_grad_norm must be a number greater than 0, got {norm!r}"):
         sbp.attach(model, [], optimizer=optimizer, update="eager", max_grad_norm=norm, eager_clip="exact")
+
+
+KINDS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+]
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in (torch.optim.LBFGS, torch.optim.SparseAdam)])
+def test_every_optimizer_of_pytorch_updates_eagerly_as_it_does_otherwise(kind: Any) -> None:
+    results = []
+    for options in ({}, {"update": "eager"}):
+        model = Stack()
+        weights = [layer.weight for layer in model.layers]  # Muon takes matrices alone
+        groups = [{"params": weights[:1], "lr": 0.02}, {"params": weights[1:], "weight_decay": 0.1}]
+        groups = [{"params": weights}] if kind is torch.optim.Rprop else groups  # it has no decay
+        optimizer = kind(groups, lr=0.01)
+        with sbp.attach(model, [], optimizer=optimizer, **options) as engine:
+            for step in range(3):
+                engine.backward(model(given(step)))
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append(values(model))
+    for plain, found in zip(*results, strict=True):
+        assert torch.equal(found, plain)
+
+
+def test_an_optimizer_that_looks_at_the_whole_model_is_refused() -> None:
+    model = Stack()
+    with pytest.raises(UnsupportedError, match="cannot drive LBFGS: its step needs a closure"):
+        sbp.attach(model, [], optimizer=torch.optim.LBFGS(model.parameters()), update="eager")
