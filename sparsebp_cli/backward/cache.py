@@ -101,17 +101,19 @@ def silence(
         What :func:`~sparsebp_cli.backward.branch.replaced` takes.
     """
     silent: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+    clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo does so in place
     for name in names:
         module = getattr(core, name)
         width = getattr(module, "nf", getattr(module, "out_features", None))
         if width is not None and one_head:
             width = getattr(core, "head_dim", width)
-        silent.append((module, _same if width is None else partial(_zeros, width)))
+        silent.append((module, _same if width is None else partial(_zeros, width, is_written=clips)))
     return silent
 
 
-def _zeros(width: int, x: Tensor) -> Tensor:
-    return x.new_zeros(()).expand(*x.shape[:-1], width)
+def _zeros(width: int, x: Tensor, *, is_written: bool) -> Tensor:
+    shape = (*x.shape[:-1], width)
+    return x.new_zeros(shape) if is_written else x.new_zeros(()).expand(shape)
 
 
 def _same(x: Tensor) -> Tensor:

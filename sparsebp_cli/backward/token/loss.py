@@ -6,6 +6,7 @@ Shape letters: B examples, T positions, N trained positions of all examples, V v
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import Any, cast
 
 import torch
@@ -94,3 +95,17 @@ def spread_logits(logits_NV: Tensor, marks: Marks) -> Tensor:
     index = marks.trained.flatten().nonzero().flatten().to(logits_NV.device)
     all_rows = logits_NV.new_zeros(marks.trained.numel(), size).index_copy(0, index, logits_NV)
     return all_rows.view(*marks.trained.shape, size)
+
+
+def with_changes(output: Any, **changes: Tensor | None) -> Any:
+    """Return a model's output with other values; what is set as an attribute would not reach ``output[0]``.
+
+    Args:
+        output: Of transformers.
+        **changes: By field; those that this kind of output does not have are left out.
+
+    Returns:
+        Another one.
+    """
+    values = {field.name: getattr(output, field.name) for field in fields(output)}
+    return type(output)(**(values | {name: value for name, value in changes.items() if name in values}))

@@ -21,7 +21,7 @@ from sparsebp_cli.backward.site import Bound, check_free
 from sparsebp_cli.backward.token.chooser import Chooser
 from sparsebp_cli.backward.token.claim import Sizes, claim
 from sparsebp_cli.backward.token.decoder import Decoder, argument_names, find_decoder, refuse_prompt
-from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits
+from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits, with_changes
 from sparsebp_cli.backward.token.plan import Marks, Plan, make_plan, read_marks
 from sparsebp_cli.backward.token.reference import detached
 from sparsebp_cli.backward.token.run import draws, narrows, no_graph
@@ -159,7 +159,8 @@ class BoundDecoder(Bound):
             output = self._run_all(own, labels if given else None, num_items, marks)
         else:
             output = self._run_rows(own, plan, num_items, marks, with_loss=given)
-        output.past_key_values = None  # of rows, or of all positions: of no use to anybody after training on them
+        # The cache is of rows, or of all positions: of no use to anybody after training on them.
+        output = with_changes(output, past_key_values=None)
         return output.to_tuple() if return_dict is False else output
 
     def _check(self, own: Mapping[str, Any], labels: Tensor) -> None:
@@ -197,17 +198,17 @@ class BoundDecoder(Bound):
         return self._finish(output, plan, num_items, marks, with_loss=with_loss)
 
     def _finish(self, output: Any, plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
-        logits, output.logits = output.logits, None
+        logits = output.logits
         if with_loss:
             # Of nothing, the targets of a whole step may be nothing, and a number over that is none.
             items = scale(num_items, marks) if plan.num_trained else None
             loss = row_loss(self._model, logits, plan.label_N, items)
-            output.loss = loss if plan.num_trained else loss * 0.0
-        elif plan.num_trained:
-            output.logits = spread_logits(logits[0], marks)
-        else:
-            output.logits = logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()
-        return output
+            return with_changes(output, loss=loss if plan.num_trained else loss * 0.0, logits=None)
+        if plan.num_trained:
+            return with_changes(output, logits=spread_logits(logits[0], marks))
+        return with_changes(
+            output, logits=logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()
+        )
 
 
 def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> Tensor:

@@ -139,3 +139,17 @@ def test_a_choice_that_cannot_be_is_refused(trained: torch.Tensor, carries: torc
     batch = make_batch("scattered")
     with sbp.attach(decoder("llama"), [Wrong()]) as engine, pytest.raises(UsageError, match=complaint):
         engine.backward(engine.parts[0].decoder.model(**batch.arguments).loss)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("engine", ["fast", "reference"])
+def test_the_loss_comes_first_however_the_output_is_read(mode: Any, engine: Any) -> None:
+    model, batch = decoder("llama"), make_batch("scattered")
+    with sbp.attach(model, [Marked(mode=mode)], engine=engine):
+        output = model(**batch.arguments)
+        parts = model(**batch.arguments, return_dict=False)
+    assert output.loss.dim() == 0
+    for loss in (output[0], output["loss"], next(iter(output.values())), parts[0]):
+        assert torch.equal(loss, output.loss)
+    assert ("logits" in output) == (output.logits is not None) == (engine == "reference")
+    assert "past_key_values" not in output

@@ -64,6 +64,14 @@ def test_the_reference_detaches_what_the_projections_give(family: str) -> None:
         assert_near(step(model, batch, "detach"), by_hand)
 
 
+def test_an_attention_that_clips_in_place_is_right() -> None:
+    model = decoder("olmo", clip_qkv=0.01)
+    for name in ("scattered", "two"):
+        batch = make_batch(name)
+        assert_near(step(model, batch, "exact"), plain_step(model, batch))
+        assert_near(step(model, batch, "detach"), step(model, batch, "detach", engine="reference"))
+
+
 def test_detach_is_another_gradient_than_exact() -> None:
     model, batch = decoder("llama"), make_batch("scattered")
     exact, detach = step(model, batch, "exact"), step(model, batch, "detach")
