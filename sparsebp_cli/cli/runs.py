@@ -36,6 +36,8 @@ def runs(
     table = make_table(
         "run", "name", "policy", "state", "step", "eval loss", "age", numbers=("step", "eval loss", "age")
     )
+    for column in table.columns:  # an id is copied whole, a number is read whole
+        column.no_wrap = column.header in {"run", "step", "eval loss"}
     for line in lines:
         loss = "" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
         state = Text(line["state"], style=STYLES.get(line["state"], ""))
