@@ -127,7 +127,7 @@ def test_padding_is_the_same_waste_under_checkpointing(tmp_path: Path) -> None:
         model = _model(32)
         if is_checkpointed:
             model.config.use_cache = False
-            model.activation_checkpointing_enable()
+            checkpoint_activations(model)
         found.append(_train(model, _examples(32, 0, 16), tmp_path).finding("padding"))
     plain, again = found
     assert plain is not None

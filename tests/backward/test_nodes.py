@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -342,7 +343,8 @@ def _run_rank(rank: int, folder: str) -> None:
     walk = sbp.attach(model, [TOP], sites="nodes", engine="reference")
     with pytest.raises(UnsupportedError, match="engine='reference' at sites='nodes' works in one process"):
         walk.backward(model(input_ids=ids, labels=ids).loss)
-    torch.distributed.destroy_process_group()
+    torch.distributed.barrier()
+    os._exit(0)  # destroying a group of gloo may abort or hang (torch 2.13)
 
 
 def test_two_processes_reduce_what_each_has_cut(tmp_path: Path) -> None:
