@@ -160,6 +160,7 @@ def _csr(index_K: Tensor, value_K: Tensor, num_rows: int, num_columns: int) -> T
     starts = torch.searchsorted(row_K, torch.arange(num_rows + 1, device=index_K.device))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # PyTorch 2.11
         return torch.sparse_csr_tensor(
             starts, index_K % num_columns, value_K, (num_rows, num_columns), check_invariants=False
         )

@@ -106,7 +106,7 @@ def _peak(family: str, keep: float | None) -> int:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     ids = tokens(3, batch=2, length=256)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         engine.backward(model(input_ids=ids, labels=ids).loss)
     changes = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes.sort(key=lambda event: event.start_ns())
