@@ -13,13 +13,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.compare.choose import Candidate
 from sparsebp_cli.compare.loaded import SEED, LoadedRun
+from sparsebp_cli.compare.parameter import unflatten
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, State
@@ -219,42 +220,3 @@ def _artifact(client: MlflowClient, run: Run, name: str) -> dict[str, Any] | Non
         except Exception:  # it was never sent, or its folder is elsewhere
             return None
     return content if isinstance(content, dict) else None
-
-
-def unflatten(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return a recipe from its dotted parameters.
-
-    Args:
-        params: As ``tracking`` sent them: lists by number, values as JSON, text as it is.
-
-    Returns:
-        The recipe; a text that looks like a number has become one.
-    """
-    root: dict[str, Any] = {}
-    for path, text in params.items():
-        *parents, last = path.split(".")
-        place = root
-        for part in parents:
-            below = place.setdefault(part, {})
-            if not isinstance(below, dict):
-                break
-            place = below
-        place[last] = _value(text)
-    found = _lists(root)
-    return found if isinstance(found, dict) else {}
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text, parse_constant=str)
-    except ValueError:
-        return text
-
-
-def _lists(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    children = {key: _lists(child) for key, child in value.items()}
-    if children and all(key.isdecimal() for key in children):
-        return [children[key] for key in sorted(children, key=int)]
-    return children

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from sparsebp_cli.compare import Comparison, choose, compare_runs, load_all, local_candidates, store_candidates, table
-from sparsebp_cli.compare.store import unflatten
+from sparsebp_cli.compare.parameter import unflatten
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sparsebp_cli.backward.grad_store import GradStore
 from sparsebp_cli.backward.segment.argument import refuse_hidden
 from sparsebp_cli.backward.segment.cut import split
-from sparsebp_cli.backward.segment.passage import Refusal
+from sparsebp_cli.backward.segment.refusal import Refusal
 from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions
 from sparsebp_cli.errors import UnsupportedError, UsageError
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from sparsebp_cli.backward.leaf import find_leaves
 from sparsebp_cli.backward.segment.argument import Contents, refuse_hidden
+from sparsebp_cli.backward.segment.refusal import Refusal
 from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
@@ -204,23 +205,6 @@ class Passage:
         raise UnsupportedError(
             f"segments: between {before!r} and {after!r} something is computed that is in neither of them: "
             f"let a segment begin with {after!r}"
-        )
-
-
-class Refusal:
-    """Hook of a tensor inside a segment: a gradient that arrives there would be lost.
-
-    Args:
-        name: Of the layer that computed it.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, grad: Tensor) -> NoReturn:  # noqa: ARG002 - torch's signature
-        raise UnsupportedError(
-            f"segments: the loss uses what {self._name!r} computes inside a segment, where there is no graph: "
-            "only outputs of segments, and the last segment, have one"
         )
 
 
