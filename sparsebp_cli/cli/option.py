@@ -55,6 +55,19 @@ ManyRuns = Annotated[list[str], typer.Argument(metavar="RUN...", help=RUN_HELP, 
 Recipes = Annotated[
     list[Path], typer.Argument(metavar="RECIPE...", help="Recipe files (YAML).", autocompletion=complete_recipe)
 ]
+OptionalRecipes = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="RECIPE", help="Recipe files (YAML).", autocompletion=complete_recipe),
+]
+Like = Annotated[
+    str | None,
+    typer.Option(
+        "--like",
+        metavar="RUN",
+        help="In place of files: the recipe that this run keeps. No file is written.",
+        autocompletion=complete_run,
+    ),
+]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key: training.max_steps=50; ~KEY takes it out. Repeat."),

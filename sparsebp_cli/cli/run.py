@@ -12,8 +12,9 @@ import typer
 
 from sparsebp_cli.cli.follow import follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Changes, Detach, Recipes, Seeds
+from sparsebp_cli.cli.option import Changes, Detach, Like, OptionalRecipes, Seeds
 from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.stored import find_one, read_plan
 from sparsebp_cli.cli.submitted import check_plans, submit_all
 from sparsebp_cli.cli.sweep import add_baselines, check_sweep
 from sparsebp_cli.cli.targets import complete_target
@@ -23,11 +24,13 @@ from sparsebp_cli.run import RunFolder, create_run, home
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
 
+PLAN = "plan.json"
 UNTIL = "More seeds (of --seeds, else 0-9) until this margin is decided: eval/loss=0.01."
 
 
 def run(  # noqa: PLR0913, PLR0917 - one parameter an option
-    recipes: Recipes,
+    recipes: OptionalRecipes = None,
+    like: Like = None,
     changes: Changes = None,
     seeds: Seeds = None,
     name: Annotated[str | None, typer.Option(help="Another name for the runs.")] = None,
@@ -47,6 +50,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
 ) -> None:
     """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
+    files = _find_recipes(recipes or [], like)
     check_sweep(max_parallel, with_baseline=with_baseline)
     changes = [*([f"target={target}"] if target else []), *(changes or [])]
     changes += [f"name={name}"] if name else []
@@ -56,11 +60,11 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         from sparsebp_cli.cli.until import run_until
 
         execute = partial(_execute, max_parallel=max_parallel)
-        plans_of = partial(make_plans, recipes, changes)
+        plans_of = partial(make_plans, files, changes)
         raise typer.Exit(run_until(until_ci, seeds, max_minutes, plans_of, execute))
-    plans = make_plans(recipes, changes, seeds)
+    plans = make_plans(files, changes, seeds)
     if with_baseline:
-        plans = add_baselines(plans, make_plans, recipes, changes)
+        plans = add_baselines(plans, make_plans, files, changes)
     check_plans(plans)
     if dry_run:
         for plan in plans:
@@ -80,7 +84,7 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
     """Resolve recipes, every one before any is started.
 
     Args:
-        recipes: Files.
+        recipes: Files; of a ``plan.json``, the recipe that it keeps.
         changes: ``--set`` options, applied to each.
         seeds: One plan for each of these; None: the recipe's own seed.
 
@@ -88,15 +92,29 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
         The plans: all seeds of the first recipe, then those of the second.
     """
     from sparsebp_cli.plan import make_plan
-    from sparsebp_cli.recipe import load_recipe, parse_seeds, with_seed
+    from sparsebp_cli.recipe import load_recipe, load_stored, parse_seeds, with_seed
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     plans = []
     for file in recipes:
-        recipe = load_recipe(file, changes)
+        origin = file
+        if file.name == PLAN:
+            stored = read_plan(RunFolder(file.parent))
+            recipe = load_stored(stored["recipe"], str(file), changes)
+            # The code is that of this folder now; paths were made absolute when the first plan was made.
+            origin = Path.cwd() / str(stored.get("provenance", {}).get("recipe_file") or PLAN)
+        else:
+            recipe = load_recipe(file, changes)
         variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
-        plans += [make_plan(variant, file) for variant in variants]
+        plans += [make_plan(variant, origin) for variant in variants]
     return plans
+
+
+def _find_recipes(recipes: Sequence[Path], like: str | None) -> list[Path]:
+    if (like is None) == (not recipes):
+        told = "both" if recipes else "neither"
+        raise UsageError(f"run needs recipe files, or --like RUN for the recipe of a stored run; got {told}")
+    return [find_one(like).plan_file] if like is not None else list(recipes)
 
 
 def _execute(plans: Sequence[Plan], max_parallel: int) -> int:

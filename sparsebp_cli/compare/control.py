@@ -161,10 +161,12 @@ def _takes_the_time(some: Sequence[LoadedRun], dense: Sequence[LoadedRun], count
 
 
 def _run(runs: Sequence[LoadedRun], change: str, word: str, start: LoadedRun | None = None) -> str:
-    """The stored recipe of the newest run is the starting point: its file may have changed since, or be elsewhere."""
+    """The stored recipe of the newest run is the starting point: its file may have changed since, or be elsewhere.
+
+    No printed command writes a file: a name such as ``dense.yaml`` may well be one that the reader has.
+    """
     newest = start or runs[-1]
     seeds = ",".join(str(seed) for seed in sorted({run.seed for run in runs if run.seed is not None}))
     name = f"{tidy(newest.name)}-{word}"[:64] if word == "random" else word
-    file = shlex.quote(f"{name}.yaml")
-    show = f"sparsebp show {shlex.quote(tidy(newest.run_id))} -o yaml > {file}"
-    return f"{show} && sparsebp run {file} --name {shlex.quote(name)} --set {shlex.quote(change)} --seeds {seeds}"
+    like = shlex.quote(tidy(newest.run_id))
+    return f"sparsebp run --like {like} --name {shlex.quote(name)} --set {shlex.quote(change)} --seeds {seeds}"

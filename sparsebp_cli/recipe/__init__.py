@@ -2,8 +2,8 @@
 
 from sparsebp_cli.recipe.difference import describe_changes
 from sparsebp_cli.recipe.json_schema import recipe_schema
-from sparsebp_cli.recipe.loader import load_recipe
+from sparsebp_cli.recipe.loader import load_recipe, load_stored
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.recipe.seed import parse_seeds, with_seed
 
-__all__ = ["Recipe", "describe_changes", "load_recipe", "parse_seeds", "recipe_schema", "with_seed"]
+__all__ = ["Recipe", "describe_changes", "load_recipe", "load_stored", "parse_seeds", "recipe_schema", "with_seed"]

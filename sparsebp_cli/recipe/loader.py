@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sparsebp_cli.policy.phrase import shorten, show_with_type
 from sparsebp_cli.recipe.change import apply_change
@@ -43,6 +45,27 @@ def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         tree = write_out(apply_change(tree, change))
     return check_recipe(_name_by_file(tree, file))
+
+
+def load_stored(content: Mapping[str, Any], source: str, changes: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe that a run keeps, as strictly as a file.
+
+    Args:
+        content: The resolved recipe, as ``plan.json`` has it.
+        source: Where it is from, for errors.
+        changes: As of :func:`load_recipe`.
+
+    Returns:
+        The recipe, resolved.
+
+    Raises:
+        RecipeError: A change cannot be made, or what comes of it is no recipe.
+    """
+    tree = read_document(json.dumps(content), source)
+    assert tree is not None
+    for change in changes:
+        tree = write_out(apply_change(tree, change))
+    return check_recipe(tree)
 
 
 def _read_file(file: Path, named_by: Node | None = None) -> Node:

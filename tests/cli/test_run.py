@@ -175,3 +175,37 @@ def test_compare_shows_two_policies(call: Cli, two_runs: None, tmp_path: Path) -
     assert max(len(line.rstrip()) for line in done.stdout.splitlines() if not line.startswith("sparsebp ")) <= WIDTH
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(call("compare", "dense", "topk-rows", "-o", "json").stdout)["groups"]) == 2
+
+
+def test_a_stored_run_is_repeated_with_a_change_and_no_file_is_written(
+    call: Cli, write_recipe: Write, tmp_path: Path
+) -> None:
+    first = write_run(write_recipe(name="mine"), "training.learning_rate=2e-5")
+    (tmp_path / "mine.yaml").unlink()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    done = call(
+        "run", "--like", first.run_id, "--name", "dense", "--set", "policy=dense", "--seeds", "3,5", "--dry-run"
+    )
+    assert done.returncode == 0, done.stderr
+    recipes = [part["recipe"] for part in yaml.safe_load_all(done.stdout.replace("\nformat:", "\n---\nformat:"))]
+    assert [recipe["training"]["seed"] for recipe in recipes] == [3, 5]
+    assert {recipe["name"] for recipe in recipes} == {"dense"}
+    assert [recipe["policy"][0]["name"] for recipe in recipes] == ["dense", "dense"]
+    assert recipes[0]["training"] == Plan.load(first.plan_file).recipe.model_dump(mode="json")["training"] | {"seed": 3}
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_run_takes_recipe_files_or_a_stored_run_and_says_so(call: Cli, write_recipe: Write) -> None:
+    run = write_run(write_recipe())
+    for words, got in ((("fake.yaml", "--like", run.run_id), "both"), ((), "neither")):
+        done = call("run", *words)
+        assert done.returncode == 2
+        assert f"run needs recipe files, or --like RUN for the recipe of a stored run; got {got}" in done.stderr
+
+
+def test_a_change_that_a_stored_recipe_cannot_take_is_refused_by_name(call: Cli, write_recipe: Write) -> None:
+    run = write_run(write_recipe())
+    done = call("run", "--like", run.run_id, "--set", "training.max_stebs=3")
+    assert done.returncode == 2
+    assert "did you mean max_steps?" in done.stderr
+    assert list_runs() == [run]

@@ -11,7 +11,7 @@ import yaml
 
 from sparsebp_cli.compare import Comparison, Group, Question, Reducer, compare_runs
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.run import JournalWriter, RunFolder
 
 MakeRun = Callable[..., RunFolder]
@@ -31,7 +31,7 @@ def seeds_of(make_run: MakeRun, name: str, extra: tuple[float, ...], **options: 
 # Controls
 
 
-def test_missing_controls_are_named_with_the_commands_that_make_them(two_groups: list[RunFolder], tmp_path) -> None:
+def test_missing_controls_are_named_with_the_commands_that_make_them(two_groups: list[RunFolder]) -> None:
     found = compare_runs(two_groups)
     assert [(c.kind, c.label, c.found) for c in found.controls] == [
         ("dense", "topk-rows", "dense"),
@@ -41,12 +41,11 @@ def test_missing_controls_are_named_with_the_commands_that_make_them(two_groups:
     assert "not compared with random at the same budget; not compared with dense in the same time" in (
         found.groups[1].verdict
     )
-    show, run = (shlex.split(part) for part in found.controls[1].command.split(" && "))
-    assert show[:2] == ["sparsebp", "show"]
-    assert show[2] in {folder.run_id for folder in two_groups[5:]}
-    recipe = yaml.safe_load(two_groups[5].plan_file.read_text())["recipe"]
-    (tmp_path / run[2]).write_text(yaml.safe_dump(recipe))
-    made = load_recipe(tmp_path / run[2], [run[run.index("--set") + 1]])
+    run = shlex.split(found.controls[1].command)
+    assert run[:3] == ["sparsebp", "run", "--like"]
+    assert run[3] in {folder.run_id for folder in two_groups[5:]}
+    stored = yaml.safe_load(two_groups[5].plan_file.read_text())["recipe"]
+    made = load_stored(stored, "plan.json", [run[run.index("--set") + 1]])
     assert (
         made.policy[0].model_dump().items()
         >= {
