@@ -25,6 +25,7 @@ from sparsebp_cli.cli.resume import resume
 from sparsebp_cli.cli.run import run
 from sparsebp_cli.cli.runs import runs
 from sparsebp_cli.cli.schema import schema
+from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.show import show
 from sparsebp_cli.cli.sync import sync
 from sparsebp_cli.cli.targets import targets
@@ -85,8 +86,8 @@ def main() -> None:
     try:
         app(prog_name="sparsebp")
     except SparseBPError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_line(f"error: {' '.join(str(error).split())}", stderr=True)
         sys.exit(error.exit_code)
     except Exception as error:
-        print(f"error: {crash.describe(error)}", file=sys.stderr)
+        print_line(f"error: {crash.describe(error)}", stderr=True)
         sys.exit(SparseBPError.exit_code)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Self, final
 
 from sparsebp_cli.cli.progress import Progress
-from sparsebp_cli.cli.screen import console
+from sparsebp_cli.cli.screen import console, print_line
 from sparsebp_cli.run.metric import EVAL_LOSS
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -98,7 +98,7 @@ class PlainDisplay(Display):
             self._show()
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print_line(text)
 
     def refresh(self, waiting_for: str = "") -> None:
         if not waiting_for and time.monotonic() - self._shown >= SECONDS_BETWEEN_LINES:

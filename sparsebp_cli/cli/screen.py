@@ -1,4 +1,8 @@
-"""Where everything is printed: results on standard output, the rest on standard error."""
+"""Where everything is printed: results on standard output, the rest on standard error.
+
+Much of what is printed was written elsewhere: by a run's worker, by a store, by another machine. So whatever goes
+through here has its control characters and marks of writing direction written out.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from sparsebp_cli.run.visible import make_visible
+
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
     from rich.table import Table
 
 WIDTH_WITHOUT_TERMINAL = 100
@@ -33,21 +41,19 @@ def console(*, stderr: bool = False) -> Console:
     Returns:
         A console of rich.
     """
-    from rich.console import Console
-
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
-    return Console(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    return _console_class()(stderr=stderr, width=width, highlight=False, soft_wrap=False)
 
 
 def print_line(text: str, *, stderr: bool = False) -> None:
-    """Print plain text, unchanged and never wrapped: it may go into a pipe.
+    """Print plain text that is never wrapped: it may go into a pipe.
 
     Args:
         text: What to print.
         stderr: On standard error.
     """
-    print(text, file=sys.stderr if stderr else sys.stdout, flush=True)
+    print(make_visible(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
 def print_json(content: Any) -> None:
@@ -77,6 +83,19 @@ def make_table(*columns: str, numbers: Sequence[str] = (), title: str = "") -> T
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     return table
+
+
+@cache
+def _console_class() -> type[Console]:
+    """Return a console of rich that writes out control characters in what it prints; its own commands stay."""
+    from rich.console import Console
+
+    class VisibleConsole(Console):
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else segment._replace(text=make_visible(segment.text))
+
+    return VisibleConsole
 
 
 def _finite(value: Any) -> Any:
