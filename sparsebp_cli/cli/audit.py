@@ -103,7 +103,13 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
     if recipe.training.max_steps < steps:
         raise UsageError(f"--steps must be at most training.max_steps ({recipe.training.max_steps}), got {steps}")
     measure = recipe.measure.model_copy(
-        update={"probe_every": None, "fidelity_every": None, "eval_every": recipe.training.max_steps, "eval_batches": 1}
+        update={
+            "probe_every": None,
+            "fidelity_every": None,
+            "eval_every": recipe.training.max_steps,
+            "eval_examples": 1,
+            "eval_batches": None,
+        }
     )
     checkpoint = recipe.checkpoint.model_copy(update={"every": recipe.training.max_steps})
     run = place / "run"

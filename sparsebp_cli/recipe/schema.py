@@ -134,7 +134,17 @@ class MeasureSection(Section):
     """What is measured beside training, and how often. None of it changes the run."""
 
     eval_every: PositiveInt = Field(50, description="Steps between evaluations of the held-out split.")
-    eval_batches: PositiveInt | None = Field(None, description="Batches an evaluation has at most; null: all.")
+    eval_examples: PositiveInt | None = Field(
+        None, description="Examples an evaluation has at most, the first of the held-out split; null: all."
+    )
+    eval_batches: PositiveInt | None = Field(
+        None,
+        description="The same in training batches, so that it depends on their size: prefer eval_examples, which lets "
+        "runs with different batch sizes be compared. null: all.",
+    )
+    per_device_eval_batch_size: PositiveInt | None = Field(
+        None, description="Examples a forward pass of an evaluation; null: per_device_train_batch_size."
+    )
     probe_every: PositiveInt | None = Field(
         50, description="Steps between probes: dense and policy on one batch, timed in turn, work counted; null: none."
     )
@@ -145,6 +155,15 @@ class MeasureSection(Section):
         1, description="Gradients that a random policy draws each time; from 2 on, its bias and variance are told."
     )
     warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that no time statistic counts.")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        if self.eval_examples is not None and self.eval_batches is not None:
+            raise ValueError(
+                f"give eval_examples or eval_batches, got both ({self.eval_examples} and {self.eval_batches}); "
+                "eval_batches: null gives up one that a base has"
+            )
+        return self
 
 
 class CheckpointSection(Section):

@@ -34,6 +34,8 @@ BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
 SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # of the forward's: only to choose
 OPTIMIZER_SECONDS = Metric("time/optimizer_seconds", "s", "lower", timing=True)
 STEP_SECONDS = Metric("time/step_seconds", "s", "lower", timing=True)
+STEP_CPU_SECONDS = Metric("time/step_cpu_seconds", "s", "lower", timing=True)  # of all threads of the process
+LOAD = Metric("host/load", "", "lower", timing=True)  # 1-minute load average over the number of CPUs
 TOKENS_PER_SECOND = Metric("throughput/tokens_per_sec", "tokens/s", "higher", timing=True)
 PEAK_ALLOCATED_BYTES = Metric("memory/peak_allocated_bytes", "B", "lower", timing=True)  # CUDA's allocator
 PEAK_RESIDENT_BYTES = Metric("memory/peak_resident_bytes", "B", "lower", timing=True)  # the process, on CPU

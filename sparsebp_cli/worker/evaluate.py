@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import metric
-from sparsebp_cli.worker.batch import num_targets
-from sparsebp_cli.worker.data import IGNORED
+from sparsebp_cli.worker.batch import in_order, num_targets
+from sparsebp_cli.worker.data import IGNORED, Example
 from sparsebp_cli.worker.process import Ranks
 
 MOST_EXAMPLES = 10_000  # about 200 kB of journal
@@ -55,6 +56,28 @@ class ExampleLosses:
         room = MOST_EXAMPLES - len(self.loss)
         self.loss += other.loss[:room]
         self.targets += other.targets[:room]
+
+
+def evaluation_batches(
+    recipe: Recipe, examples: Sequence[Example], pad_token_id: int, num_ranks: int = 1
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the batches that one evaluation runs on: which examples they hold does not depend on the batch size,
+    unless ``eval_batches`` says so.
+
+    Args:
+        recipe: Says how many, in its section ``measure``.
+        examples: Of the held-out split.
+        pad_token_id: Fills short examples.
+        num_ranks: Processes that share each batch.
+
+    Yields:
+        dict[str, Tensor]: Batches in the order of the examples; the last one may be short.
+    """
+    measure, train_size = recipe.measure, recipe.training.per_device_train_batch_size
+    count = measure.eval_examples
+    if measure.eval_batches is not None:
+        count = measure.eval_batches * train_size * num_ranks
+    yield from in_order(examples[:count], (measure.per_device_eval_batch_size or train_size) * num_ranks, pad_token_id)
 
 
 @torch.no_grad()

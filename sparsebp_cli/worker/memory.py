@@ -28,6 +28,7 @@ TIMES = (
     metric.BACKWARD_SECONDS,
     metric.OPTIMIZER_SECONDS,
     metric.STEP_SECONDS,
+    metric.STEP_CPU_SECONDS,
     metric.TOKENS_PER_SECOND,
 )
 PARTS = (

@@ -1,7 +1,8 @@
-"""Time of the phases of a step, with the device synchronised at every border."""
+"""Time of the phases of a step, with the device synchronised at every border, and how busy the machine is."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,12 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
+    def cpu_now(self) -> float:
+        """Return the CPU seconds that all threads of this process have used once the device has done its work."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.process_time()
+
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time spent inside to a phase."""
@@ -36,3 +43,11 @@ class Stopwatch:
         start = self.now()
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - start
+
+
+def read_load() -> float | None:
+    """Return the 1-minute load average over the number of CPUs of the machine; None where the system has none."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except OSError:
+        return None

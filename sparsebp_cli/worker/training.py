@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
-from sparsebp_cli.worker.batch import BatchOrder, in_order
+from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.chosen import tell_chosen
 from sparsebp_cli.worker.data import Example
-from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate
+from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate, evaluation_batches
 from sparsebp_cli.worker.figure import held_bytes, kept_share, tell_route
 from sparsebp_cli.worker.finite import finite_loss, finite_norm
 from sparsebp_cli.worker.loss import part_of_mean
@@ -32,7 +32,7 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import apart, gather, unwrap, whole
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
 from sparsebp_cli.worker.stop import StopRequest
-from sparsebp_cli.worker.stopwatch import Stopwatch
+from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
 from sparsebp_cli.worker.trainable import measurable, trainable_parameters
 
 Batch = dict[str, Tensor]
@@ -152,7 +152,7 @@ class Training:
     def _train_step(self) -> dict[str, float | None]:
         training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device, self.memory.begin)
         accumulation = training.gradient_accumulation_steps
-        start = watch.now()
+        start, cpu_start = watch.now(), watch.cpu_now()
         first = self.step * accumulation
         shares = [self.order.share(number) for number in range(first, first + accumulation)]
         targets, loss_sum = sum(count for _, count in shares), 0.0
@@ -170,9 +170,8 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
-        most = self._most(
-            watch.seconds | {"step": watch.now() - start} | held_bytes(self.bare, self.optimizer, self.measurement.peak)
-        )
+        whole_step = {"step": watch.now() - start, "step_cpu": watch.cpu_now() - cpu_start}
+        most = self._most(watch.seconds | whole_step | held_bytes(self.bare, self.optimizer, self.measurement.peak))
         return {
             metric.TRAIN_LOSS.name: loss_sum,
             metric.GRAD_NORM.name: norm,
@@ -184,6 +183,8 @@ class Training:
             metric.OPTIMIZER_SECONDS.name: most.pop("optimizer"),
             metric.TOKENS_PER_SECOND.name: tokens / most["step"],
             metric.STEP_SECONDS.name: most.pop("step"),
+            metric.STEP_CPU_SECONDS.name: most.pop("step_cpu"),
+            metric.LOAD.name: read_load(),
             **most,
             **tell_route(self.engine.take_route()),
             **tell_chosen(self.engine.take_chosen(), self.ranks, self.plan.recipe),
@@ -211,10 +212,7 @@ class Training:
         return self._loss(batch, targets)
 
     def _evaluate(self) -> dict[str, float]:
-        recipe = self.plan.recipe
-        size = recipe.training.per_device_train_batch_size * self.ranks.count
-        count = len(self.held_out) if recipe.measure.eval_batches is None else size * recipe.measure.eval_batches
-        batches = in_order(self.held_out[:count], size, self.order.pad_token_id)
+        batches = evaluation_batches(self.plan.recipe, self.held_out, self.order.pad_token_id, self.ranks.count)
         examples = ExampleLosses() if self.is_done else None
         values = evaluate(self.model, batches, self.accelerator.device, examples, self.ranks)
         if examples is not None and examples.loss:

@@ -16,7 +16,7 @@ SHORT = [
     "training.max_steps=2",
     "training.warmup_steps=0",
     "training.per_device_train_batch_size=4",
-    "measure.eval_batches=1",
+    "measure.eval_examples=4",
     "measure.probe_every=null",
     "target.threads=1",
 ]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.run import History
-from sparsebp_cli.worker.evaluate import MOST_EXAMPLES, ExampleLosses
+from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.evaluate import MOST_EXAMPLES, ExampleLosses, _share, evaluation_batches
+from sparsebp_cli.worker.process import Ranks
 from tests.worker.conftest import work
 
 
@@ -46,3 +50,41 @@ def test_no_more_examples_are_kept_than_a_journal_should_hold() -> None:
     found = ExampleLosses([0.0] * (MOST_EXAMPLES - 1), [1] * (MOST_EXAMPLES - 1))
     found.add(torch.zeros(4, 2), torch.tensor([0, 1, 0, 1]))
     assert len(found.loss) == len(found.targets) == MOST_EXAMPLES
+
+
+def test_runs_of_two_batch_sizes_are_compared_on_the_same_examples(tiny_recipe: Any, prepared: Any) -> None:
+    runs = []
+    for batch_size in (4, 2):
+        training = {"max_steps": 2, "per_device_train_batch_size": batch_size}
+        measure = {"eval_examples": 6, "eval_batches": None, "fidelity_every": None}
+        runs.append(prepared(tiny_recipe(name=f"batch-{batch_size}", training=training, measure=measure)))
+        assert work(runs[-1]) == 0, runs[-1].log_file.read_text()
+    assert [len(History.load(run.path).examples[2]["loss"]) for run in runs] == [6, 6]
+    found = compare_runs(runs)
+    assert not [line for line in found.warnings if "not compared" in line]
+    other = found.groups[1]
+    assert other.quality.difference is not None
+    assert [one.difference.n for one in other.quality.examples] == [6]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 4, 5])
+def test_which_examples_are_evaluated_depends_on_no_batch_size_and_no_ranks(
+    tiny_recipe: Any, num_ranks: int, batch_size: int
+) -> None:
+    examples = [Example(np.full(8, number), np.full(8, number)) for number in range(20)]
+    for own_batch in (None, 3):
+        measure = {"eval_examples": 7, "eval_batches": None, "per_device_eval_batch_size": own_batch}
+        recipe = tiny_recipe(training={"per_device_train_batch_size": batch_size}, measure=measure)
+        seen = []
+        for batch in evaluation_batches(recipe, examples, 0, num_ranks):
+            assert len(batch["labels"]) <= (own_batch or batch_size) * num_ranks
+            for rank in range(num_ranks):
+                own, counts = _share(batch, Ranks(rank, num_ranks))
+                seen += own["input_ids"][:, 0].tolist() if counts else []
+        assert seen == list(range(7))
+
+
+def test_the_size_of_an_evaluation_is_given_once(tiny_recipe: Any) -> None:
+    with pytest.raises(ValueError, match=r"give eval_examples or eval_batches, got both \(6 and 2\)"):
+        tiny_recipe(measure={"eval_examples": 6})

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from typing import Any
 
 import pytest
+import torch
 
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.metric import METRICS
+from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
 from tests.worker.conftest import LLAMA, work
 
 GPT2 = {
@@ -249,3 +253,25 @@ def test_the_journal_of_a_large_model_stays_small(measured) -> None:
     assert len(size["proof"]) == 1
     assert size["proof"][0] < 150 * len(history.proofs[2]["modules"])
     assert max(size["layers"]) < 160 * len(history.layers[2])
+
+
+def test_a_run_says_what_a_step_cost_the_processor_and_how_busy_the_machine_was(measured) -> None:
+    _, history = measured({"name": "dense"}, training={"max_steps": 4}, measure={"probe_every": None})
+    for name in ("time/step_cpu_seconds", "host/load"):
+        assert METRICS[name].timing
+        assert set(history.series(name)) == {1, 2, 3, 4}
+    assert min(history.series("time/step_cpu_seconds").values()) > 0
+
+
+def test_seconds_of_the_processor_are_those_of_all_threads_and_not_those_that_pass(monkeypatch) -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("wall clock"))
+    monkeypatch.setattr(time, "thread_time", lambda: pytest.fail("one thread"))
+    monkeypatch.setattr(time, "process_time", lambda: 7.0)
+    assert watch.cpu_now() == 7.0
+
+
+def test_the_load_is_that_of_one_minute_over_the_number_of_cpus(monkeypatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (6.0, 1.0, 1.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert read_load() == 1.5
