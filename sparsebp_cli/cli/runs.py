@@ -45,6 +45,9 @@ def runs(
         age = show_age(time.time() - line["created"])
         table.add_row(line["run_id"], Text(line["name"]), Text(line["policy"]), state, steps, loss, age)
     console().print(table)
+    for line in lines:
+        if line["problem"]:
+            print_line(f"run {line['run_id']}: {line['problem']}")
     if len(found) > limit:
         print_line(f"{len(found) - limit} older runs are not shown; --limit {len(found)} shows all")
 
@@ -60,18 +63,25 @@ def describe_run(folder: RunFolder) -> dict[str, Any]:
     """
     line: dict[str, Any] = {"run_id": folder.run_id, "name": "?", "policy": "?", "state": "damaged"}
     line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}
+    line["problem"] = ""
     try:
         plan = read_plan(folder)
-    except RunNotFoundError:
-        return line
-    recipe, history = plan["recipe"], History.load(folder.path)
+        recipe = plan["recipe"]
+        line |= {
+            "name": str(recipe["name"]),
+            "policy": describe_policies(recipe),
+            "max_steps": recipe["training"]["max_steps"],
+            "seed": recipe["training"]["seed"],
+            "created": float(plan["created"]),
+        }
+    except RunNotFoundError as error:
+        return line | {"problem": str(error).removeprefix(f"run {folder.run_id}: ")}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return line | {"problem": f"{folder.plan_file} is not a plan: {error!r}"}
+    history = History.load(folder.path)
     return line | {
-        "name": recipe["name"],
-        "policy": describe_policies(recipe),
         "state": str(folder.state()),
         "step": max((max(points) for points in history.metrics.values()), default=0),
-        "max_steps": recipe["training"]["max_steps"],
-        "seed": recipe["training"]["seed"],
         "eval_loss": history.last(EVAL_LOSS.name),
-        "created": plan["created"],
+        "problem": history.tell_unreadable(),
     }

@@ -114,6 +114,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
         for run in runs
         if run.superseded_by
     ]
+    lines += [f"run {run.run_id}: {text}" for run in runs if (text := run.history.tell_unreadable())]
     counted = [run for run in runs if run.finished and not run.superseded_by]
     if pairs := ran_together(counted):
         first, second = pairs[0]

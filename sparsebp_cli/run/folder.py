@@ -22,36 +22,16 @@ import fcntl
 import json
 import os
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
 from sparsebp_cli.run.journal import read
+from sparsebp_cli.run.record import State
 
 SHORTEST_PREFIX = 3
 LOCK_PATIENCE_SECONDS = 0.5  # somebody who asks for the state holds a shared lock for a moment
-
-
-class State(StrEnum):
-    """What a run is doing. Only the last four are final until somebody resumes it.
-
-    Unreachable: the run was started on a target that does not answer, or that nobody asks; it may well be alive.
-    """
-
-    QUEUED = "queued"
-    RUNNING = "running"
-    UNREACHABLE = "unreachable"
-    FINISHED = "finished"
-    FAILED = "failed"
-    CANCELLED = "cancelled"
-    INTERRUPTED = "interrupted"
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing works on the run any more."""
-        return self not in {State.QUEUED, State.RUNNING, State.UNREACHABLE}
 
 
 _SIGHTS = {"waiting": State.QUEUED, "working": State.RUNNING}

@@ -21,13 +21,14 @@ tracking store use the same rule, so sending late, twice or in pieces gives one 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from sparsebp_cli.run.record import parse_record, to_json
 
 FILE = "journal.jsonl"
 
@@ -44,9 +45,11 @@ class JournalWriter:
         """
         self.path = run_folder / FILE
         self.durable = durable
-        self.attempt = 1 + max((record["attempt"] for record, _ in read(run_folder)), default=0)
+        attempt = good = 0
+        for record, end in scan(run_folder):
+            attempt, good = max(attempt, record["attempt"] if record else 0), end
+        self.attempt = 1 + attempt
         self._file = self.path.open("ab")
-        good = max((end for _, end in read(run_folder)), default=0)
         if self._file.tell() != good:
             self._file.truncate(good)
 
@@ -54,7 +57,7 @@ class JournalWriter:
         """Append one record; values that are not finite are kept as text, for JSON has none."""
         record: dict[str, Any] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
         if "values" in record:
-            record["values"] = _to_json(record["values"])
+            record["values"] = to_json(record["values"])
         self._file.write(json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
@@ -80,12 +83,29 @@ class JournalWriter:
 def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
     """Yield every whole record and the byte offset after it. A line without its end is left for later.
 
+    A line that holds no record loses itself only: it is left out.
+
     Args:
         run_folder: The run's folder.
         offset: Where to begin: 0, or an offset yielded before.
 
     Yields:
         Record and offset.
+    """
+    for record, end in scan(run_folder, offset):
+        if record is not None:
+            yield record, end
+
+
+def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """Yield every whole line and the byte offset after it, as :func:`read` does, with None for one without a record.
+
+    Args:
+        run_folder: The run's folder.
+        offset: Where to begin: 0, or an offset yielded before.
+
+    Yields:
+        Record or None, and offset.
     """
     try:
         file = (run_folder / FILE).open("rb")
@@ -97,13 +117,7 @@ def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], in
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue  # a damaged line in the middle loses itself only
-            if "values" in record:
-                record["values"] = _from_json(record["values"])
-            yield record, offset
+            yield parse_record(line), offset
 
 
 @dataclass
@@ -121,6 +135,7 @@ class History:
         examples: Step to ``loss`` and ``targets`` of every held-out example.
         memory: Step to the curve of its memory, as the journal has it.
         proofs: Step to the ``columns`` and the row of each of the ``modules``.
+        unreadable: Numbers, from 1, of the lines that hold no record.
     """
 
     metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
@@ -133,14 +148,26 @@ class History:
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     memory: dict[int, dict[str, Any]] = field(default_factory=dict)
     proofs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    unreadable: list[int] = field(default_factory=list)
 
     @classmethod
     def load(cls, run_folder: Path) -> History:
         """Read a run's whole journal; an absent one is an empty history."""
         history = cls()
-        for record, _ in read(run_folder):
-            history.add(record)
+        for number, (record, _) in enumerate(scan(run_folder), 1):
+            if record is None:
+                history.unreadable.append(number)
+            else:
+                history.add(record)
         return history
+
+    def tell_unreadable(self) -> str:
+        """Return in a few words which lines hold no record; empty when every line does."""
+        if not self.unreadable:
+            return ""
+        numbers = ", ".join(map(str, self.unreadable[:3])) + ", ..." * (len(self.unreadable) > 3)
+        plural = len(self.unreadable) > 1
+        return f"line{'s' * plural} {numbers} of its journal cannot be read and {'are' if plural else 'is'} left out"
 
     def add(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Take in one record.
@@ -185,28 +212,3 @@ class History:
     def last(self, name: str) -> float | None:
         """Return a metric's value at its highest step; None when it was never logged."""
         return next(reversed(self.series(name).values()), None)
-
-
-NOT_FINITE = {"nan", "inf", "-inf"}
-
-
-def _to_json(value: Any) -> Any:
-    """JSON has no numbers that are not finite: alone or by name they become text, inside a list null."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else str(value)
-        case dict():
-            return {key: _to_json(child) for key, child in value.items()}
-        case list() | tuple():
-            return [None if isinstance(x, float) and not math.isfinite(x) else _to_json(x) for x in value]
-    return value
-
-
-def _from_json(value: Any) -> Any:
-    """Words in a list stay words: a class may be called nan."""
-    match value:
-        case str():
-            return float(value) if value in NOT_FINITE else value
-        case dict():
-            return {key: _from_json(child) for key, child in value.items()}
-    return value

@@ -1,0 +1,193 @@
+"""What a record of the journal has to be: a line that is anything else is skipped by every reader and counted.
+
+A journal may hold what no worker of this version wrote: half a line before a power cut, another program's output,
+the record of a newer version. Readers index, compare and print the fields, so each is checked once, where a line is
+read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+from sparsebp_cli.run.memory import PARTS, PHASES
+
+LARGEST_INTEGER = 2**63  # of a number: larger ones overflow where they meet a float
+MOST_WARMUP_STEPS = 10**6
+
+
+class State(StrEnum):
+    """What a run is doing. Only the last four are final until somebody resumes it.
+
+    Unreachable: the run was started on a target that does not answer, or that nobody asks; it may well be alive.
+    """
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    UNREACHABLE = "unreachable"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing works on the run any more."""
+        return self not in {State.QUEUED, State.RUNNING, State.UNREACHABLE}
+
+
+ENDS = {str(state) for state in State if state.over}
+
+Check = Callable[[Any], bool]
+
+
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record that a line of the journal holds.
+
+    Args:
+        line: With or without its end.
+
+    Returns:
+        The record, with numbers that are not finite in the place of their words; None when the line is none.
+    """
+    try:
+        record = json.loads(line.decode())
+        if b"\\u" in line:  # half a surrogate pair can be read, and breaks whatever prints it
+            json.dumps(record, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    if "values" in record:
+        record["values"] = from_json(record["values"])
+    return record if is_record(record) else None
+
+
+def is_record(record: Mapping[str, Any]) -> bool:
+    """Whether the fields of a record are those that its kind has. A kind that is not known needs only the common ones.
+
+    Args:
+        record: A line of the journal, parsed.
+    """
+    kind = record.get("kind")
+    fields = FIELDS.get(kind, {}) if isinstance(kind, str) else {}
+    return all(name in record and check(record[name]) for some in (COMMON, fields) for name, check in some.items())
+
+
+NOT_FINITE = {"nan", "inf", "-inf"}
+
+
+def to_json(value: Any) -> Any:
+    """JSON has no numbers that are not finite: alone or by name they become text, inside a list null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case dict():
+            return {key: to_json(child) for key, child in value.items()}
+        case list() | tuple():
+            return [None if isinstance(x, float) and not math.isfinite(x) else to_json(x) for x in value]
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """Words in a list stay words: a class may be called nan."""
+    match value:
+        case str():
+            return float(value) if value in NOT_FINITE else value
+        case dict():
+            return {key: from_json(child) for key, child in value.items()}
+    return value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and -LARGEST_INTEGER < value < LARGEST_INTEGER)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_INTEGER
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and 0.0 <= value < LARGEST_INTEGER
+
+
+def _is_figure(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_list_of(check: Check) -> Check:
+    return lambda value: isinstance(value, list) and all(map(check, value))
+
+
+def _is_dict_of(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _is_dict_with(**fields: Check) -> Check:
+    """Each of these fields is there and is right; others may be there."""
+    return lambda value: (
+        isinstance(value, dict) and all(name in value and check(value[name]) for name, check in fields.items())
+    )
+
+
+def _is_dict_without_other(**fields: Check) -> Check:
+    """Each of these fields is right if it is there; others may be there."""
+    return lambda value: (
+        isinstance(value, dict) and all(check(value[name]) for name, check in fields.items() if name in value)
+    )
+
+
+def _is_counts(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length and all(map(_is_count, value))
+
+
+def _is_points(value: Any) -> bool:
+    length = 2 + len(PARTS)
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(_is_counts(point, length) and point[1] < len(PHASES) for point in value)
+    )
+
+
+COMMON: dict[str, Check] = {"kind": _is_text, "attempt": lambda value: _is_count(value) and value > 0, "time": _is_time}
+_POLICIES = _is_list_of(_is_dict_with(exact=lambda value: isinstance(value, bool)))
+FIELDS: dict[str, dict[str, Check]] = {
+    "attempt": {"from_step": _is_count, "environment": _is_dict_without_other(packages=lambda v: isinstance(v, dict))},
+    "metrics": {"step": _is_count, "values": _is_dict_of(_is_number)},
+    "facts": {
+        "values": _is_dict_without_other(
+            policies=_POLICIES,
+            warmup_steps=lambda value: _is_count(value) and value <= MOST_WARMUP_STEPS,
+            tokens_per_step=_is_figure,
+            eval_examples=_is_figure,
+            dataset_digest=lambda value: value is None or _is_text(value),
+        )
+    },
+    "layers": {"step": _is_count, "values": _is_dict_of(_is_dict_of(_is_figure))},
+    "proof": {
+        "step": _is_count,
+        "values": _is_dict_with(columns=_is_list_of(_is_text), modules=_is_dict_of(_is_list_of(_is_figure))),
+    },
+    "memory": {
+        "step": _is_count,
+        "values": _is_dict_with(points=_is_points, highest=lambda v: _is_counts(v, len(PARTS))),
+    },
+    "examples": {
+        "step": _is_count,
+        "values": _is_dict_with(loss=_is_list_of(_is_figure), targets=_is_list_of(_is_number)),
+    },
+    "note": {"level": _is_text, "text": _is_text},
+    "end": {
+        "status": lambda value: value in ENDS if isinstance(value, str) else False,
+        "step": _is_count,
+        "text": _is_text,
+    },
+}
