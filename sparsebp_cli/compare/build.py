@@ -11,7 +11,7 @@ from sparsebp_cli.compare.change import find_changes, thin
 from sparsebp_cli.compare.comparison import Comparison, Control, Group, RunLine
 from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_warnings
 from sparsebp_cli.compare.control import find_controls
-from sparsebp_cli.compare.example import compare_examples, have_other_examples
+from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
 from sparsebp_cli.compare.figure import at_time, by_seed, measure_cost, measure_reach, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import load
@@ -178,13 +178,14 @@ class _Builder:
         step = correct_all([group.speed.step_ratio for group in groups])
         backward = correct_all([group.speed.backward_ratio for group in groups])
         peak = correct_all([group.cost.peak_ratio for group in groups])
+        examples = correct_examples([group.quality.examples for group in groups])
         decisions: list[NotWorse | None] = [None] * len(groups)
         if self.question.margin is not None and self.way:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
         return [
             replace(
                 group,
-                quality=replace(group.quality, difference=quality[i], not_worse=decisions[i]),
+                quality=replace(group.quality, difference=quality[i], not_worse=decisions[i], examples=examples[i]),
                 speed=replace(group.speed, step_ratio=step[i], backward_ratio=backward[i]),
                 cost=replace(group.cost, peak_ratio=peak[i]),
             )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import ExampleDifference
-from sparsebp_cli.compare.statistics import summarise
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, correct_all, summarise_clusters
+
+FEWEST_DOCUMENTS = 10  # under this the t quantile grows fast and one long document decides
+NUM_BLOCKS = 10  # of consecutive examples, each longer than most documents
 
 
 def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> tuple[ExampleDifference, ...]:
@@ -23,11 +28,27 @@ def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -
     here, there = ({run.seed: run for run in some if run.seed is not None} for some in (runs, baseline))
     found = []
     for seed in sorted(here.keys() & there.keys()):
-        if pairs := _pair(here[seed], there[seed]):
-            differences = [after - before for after, before in pairs]
-            worse = sum(difference > 0.0 for difference in differences) / len(differences)
-            found.append(ExampleDifference(seed, summarise(differences), worse))
+        if differences := _subtract(here[seed], there[seed]):
+            values = list(differences.values())
+            worse = sum(difference > 0.0 for difference in values) / len(values)
+            clusters, kind = _cluster(list(differences), here[seed])
+            found.append(ExampleDifference(seed, summarise_clusters(values, clusters), worse, len(set(clusters)), kind))
     return tuple(found)
+
+
+def correct_examples(groups: Sequence[tuple[ExampleDifference, ...]]) -> list[tuple[ExampleDifference, ...]]:
+    """Correct the statements on examples for their number, over all seeds and groups.
+
+    Args:
+        groups: The statements of each group.
+
+    Returns:
+        Them, in the same order.
+    """
+    corrected = iter(correct_all([entry.difference for entries in groups for entry in entries]))
+    return [
+        tuple(replace(entry, difference=found) for entry in entries if (found := next(corrected))) for entries in groups
+    ]
 
 
 def have_other_examples(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> bool:
@@ -58,13 +79,25 @@ def _list_targets(run: LoadedRun) -> tuple[float, ...] | None:
     return tuple(sorted(targets)) if targets else None
 
 
-def _pair(run: LoadedRun, other: LoadedRun) -> list[tuple[float, float]]:
+def _subtract(run: LoadedRun, other: LoadedRun) -> dict[int, float]:
+    """Place of an example to the difference of its losses."""
     here, there = (some.history.examples.get(some.steps, {}) for some in (run, other))
     digests = {some.history.facts.get("dataset_digest") for some in (run, other)}
     if len(digests) > 1 or here.get("targets") != there.get("targets"):
-        return []
-    losses = zip(here.get("loss", []), there.get("loss", []), strict=False)
-    return [(a, b) for a, b in losses if _is_number(a) and _is_number(b)]
+        return {}
+    losses = enumerate(zip(here.get("loss", []), there.get("loss", []), strict=False))
+    return {place: a - b for place, (a, b) in losses if _is_number(a) and _is_number(b)}
+
+
+def _cluster(places: Sequence[int], run: LoadedRun) -> tuple[list[int], Literal["document", "block"]]:
+    """Return the cluster of each example: its document, or where too few are known its block of neighbours."""
+    documents = run.history.examples.get(run.steps, {}).get("documents", [])
+    if documents and places[-1] < len(documents):
+        named = [int(documents[place]) for place in places]
+        if len(set(named)) >= FEWEST_DOCUMENTS:
+            return named, "document"
+    blocks = max(FEWEST_PAIRS, min(NUM_BLOCKS, len(places) // FEWEST_PAIRS))
+    return [number * blocks // len(places) for number in range(len(places))], "block"
 
 
 def _is_number(value: object) -> bool:

@@ -14,17 +14,23 @@ from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 class ExampleDifference:
     """Two runs of one seed on the same held-out examples, paired example by example.
 
-    It says how sure the difference between these two trained models is, and nothing about other seeds.
+    It describes these two trained models and says nothing about other seeds.
 
     Args:
         seed: Of both runs.
-        difference: Mean loss of the group's model minus that of the baseline's, over examples that weigh alike.
+        difference: Mean loss of the group's model minus that of the baseline's, over examples that weigh alike. The
+            interval is over clusters; p is corrected for all such statements of the comparison.
         worse_share: Share of the examples on which the group's model has the larger loss.
+        clusters: Examples of one cluster resemble each other: how many clusters there are.
+        clustered_by: What a cluster is: a ``document``, or a ``block`` of consecutive examples where documents are not
+            known or too few.
     """
 
     seed: int
     difference: Difference
     worse_share: float
+    clusters: int = 0
+    clustered_by: Literal["document", "block"] = "document"
 
 
 @dataclass(frozen=True)

@@ -89,15 +89,24 @@ def _at_equal_time(comparison: Comparison) -> Grid:
 
 def _examples(comparison: Comparison, everything: bool) -> Grid:
     rows = tuple(
-        (group.label, str(e.seed), show.of_difference(e.difference), str(e.difference.n), show.of_share(e.worse_share))
+        (
+            group.label,
+            str(e.seed),
+            show.of_difference(e.difference),
+            f"{e.difference.n} in {e.clusters} {e.clustered_by}s",
+            show.of_p(e.difference),
+            show.of_share(e.worse_share),
+        )
         for group in comparison.groups
         for e in group.quality.examples
         if everything or not (group.quality.difference and group.quality.difference.low is not None)
     )
-    columns = ("group", "seed", "loss to baseline", "examples", "of them worse")
+    columns = ("group", "seed", "loss to baseline", "examples", "p", "of them worse")
     note = (
-        "The two trained models of one seed on the same held-out examples, which weigh alike here. The interval is "
-        "over examples: it says how sure the difference of these two models is, and nothing about other seeds."
+        "Descriptive: the two trained models of one seed on the same held-out examples, which weigh alike here. The "
+        "interval is over documents, or over blocks of consecutive examples where documents are not known or fewer "
+        "than 10, because neighbours resemble each other; it stands alone. p is corrected for all rows of all groups "
+        "(Holm). Neither says anything about other seeds."
     )
     return Grid("Example by example", columns, rows, note, aside=2)
 

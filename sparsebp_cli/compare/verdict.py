@@ -133,11 +133,12 @@ def _examples(quality: Quality) -> str:
 
 def _on_examples(entry: ExampleDifference) -> str:
     found = entry.difference
-    if found.low is None or found.high is None or found.p is None:
+    if found.low is None or found.high is None or found.decisive_p is None:
         return ""
-    where = f"on {found.n} held-out examples the model of seed {entry.seed}"
+    examples = f"{found.n} held-out examples in {entry.clusters} {entry.clustered_by}s"
+    where = f"descriptively, of two models and not of seeds: on {examples} the model of seed {entry.seed}"
     inside = show_interval(found)
-    if found.p >= LEVEL:
+    if found.decisive_p >= LEVEL:
         return f"{where} is not shown to differ in loss ({inside})"
     word = "a larger" if found.mean > 0 else "a smaller"
     return f"{where} has {word} loss by {abs(found.mean):.3g} ({inside})"

@@ -10,7 +10,8 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
               again as long as nothing changes
     memory    ``step``, ``values``: ``columns`` and ``points`` of live bytes over a watched step, the ``highest`` of
               each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
-    examples  ``step``, ``values``: ``loss`` of every held-out example and how many ``targets`` it has, in their order
+    examples  ``step``, ``values``: ``loss`` of every held-out example, how many ``targets`` it has, and of which of the
+              ``documents`` (rows of the split) it is, in their order
     note      ``level`` (info, warning, error), ``text``
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``
 
@@ -132,7 +133,7 @@ class History:
         ends: The ``end`` records, in order.
         warm: (attempt, from_step) pairs, to leave warm-up steps out of statistics.
         layers: Step to layer to its figures.
-        examples: Step to ``loss`` and ``targets`` of every held-out example.
+        examples: Step to ``loss``, ``targets`` and ``documents`` of every held-out example.
         memory: Step to the curve of its memory, as the journal has it.
         proofs: Step to the ``columns`` and the row of each of the ``modules``.
         unreadable: Numbers, from 1, of the lines that hold no record.

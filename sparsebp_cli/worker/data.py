@@ -31,11 +31,13 @@ class Example:
         input_ids: int64, at most max_seq_length.
         labels: int64 of the same length with -100 where nothing is trained; a single class for classification.
         columns: What policies read beside these, by name, each of the same length.
+        document: Row of the dataset's split that it is from; of a packed block, the row that gave most of its tokens.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     columns: dict[str, np.ndarray] = field(default_factory=dict)
+    document: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,20 +161,28 @@ def _pack(
 ) -> list[Example]:
     texts, length = _column(rows, section.text_column), section.max_seq_length
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    blocks = _blocks(([*ids, *end] for ids in _ids(tokenizer, texts)), length)
+    documents = [[*ids, *end] for ids in _ids(tokenizer, texts)]
+    blocks = _blocks(documents, length)
+    rows_of_tokens = np.repeat(np.arange(len(documents)), [len(ids) for ids in documents])
+    owners = rows_of_tokens[: blocks.size].reshape(blocks.shape)
     marked = {
         name: _blocks(mark_tokens(tokenizer, [texts], _column(rows, name), name, end=len(end)), length)
         for name in columns
     }
     return [
-        Example(block, block, {name: of_name[number] for name, of_name in marked.items()})
-        for number, block in enumerate(blocks)
+        Example(block, block, {name: of_name[number] for name, of_name in marked.items()}, _most_common(owner))
+        for number, (block, owner) in enumerate(zip(blocks, owners, strict=True))
     ]
 
 
 def _blocks(parts: Iterable[Iterable[int]], length: int) -> np.ndarray:
     stream = np.array([i for part in parts for i in part], dtype=np.int64)
     return stream[: len(stream) // length * length].reshape(-1, length)
+
+
+def _most_common(values: np.ndarray) -> int:
+    found, counts = np.unique(values, return_counts=True)
+    return int(found[counts.argmax()])
 
 
 def _complete(
@@ -192,7 +202,8 @@ def _complete(
         labels = ids.copy()
         labels[: len(start) + len(prompt)] = IGNORED
         if (labels[1:] != IGNORED).any():
-            examples.append(Example(ids, labels, {name: by_row[number][: len(ids)] for name, by_row in marked.items()}))
+            cut = {name: by_row[number][: len(ids)] for name, by_row in marked.items()}
+            examples.append(Example(ids, labels, cut, number))
     return examples
 
 
@@ -211,9 +222,10 @@ def _classify(
     number = {name: i for i, name in enumerate(names)}
     examples = []
     texts = _column(rows, section.text_column)
-    for ids, label in zip(_ids(tokenizer, texts), _column(rows, section.label_column), strict=True):
+    labelled = zip(_ids(tokenizer, texts), _column(rows, section.label_column), strict=True)
+    for row, (ids, label) in enumerate(labelled):
         if str(label) not in number:
             raise DataError(f"label {label!r} is not among those of the training split: {', '.join(names[:10])}")
         kept = np.array(ids[: section.max_seq_length] or [tokenizer.pad_token_id], dtype=np.int64)
-        examples.append(Example(kept, np.array(number[str(label)], dtype=np.int64)))
+        examples.append(Example(kept, np.array(number[str(label)], dtype=np.int64), document=row))
     return examples

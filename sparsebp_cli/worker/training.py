@@ -216,7 +216,8 @@ class Training:
         examples = ExampleLosses() if self.is_done else None
         values = evaluate(self.model, batches, self.accelerator.device, examples, self.ranks)
         if examples is not None and examples.loss:
-            self.journal.write("examples", step=self.step, values=vars(examples))
+            documents = [example.document for example in self.held_out[: len(examples.loss)]]
+            self.journal.write("examples", step=self.step, values=vars(examples) | {"documents": documents})
         return values
 
     def _log(self, values: Mapping[str, float | None], step: int | None = None) -> None:

@@ -224,7 +224,8 @@ def test_two_models_are_compared_example_by_example_and_seeds_are_not_claimed(ma
     assert [(e.seed, e.difference.n, e.worse_share) for e in group.quality.examples] == [(0, 4, 0.75)]
     assert group.quality.examples[0].difference.mean == pytest.approx(0.075)
     assert group.verdict.startswith(
-        "one seed: no statement about quality; on 4 held-out examples the model of seed 0 is not shown to differ"
+        "one seed: no statement about quality; descriptively, of two models and not of seeds: "
+        "on 4 held-out examples in 3 blocks the model of seed 0 is not shown to differ"
     )
 
 

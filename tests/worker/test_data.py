@@ -80,6 +80,26 @@ def test_packed_text_loses_no_token_but_the_last_block(tiny_folder, tokenizer) -
     assert len(stream) > len(tokenizer(text)["input_ids"]) - 17
 
 
+def test_a_packed_block_knows_the_document_that_gave_most_of_its_tokens(tmp_path, tokenizer) -> None:
+    file = tmp_path / "texts.jsonl"
+    rows = [{"text": "a" * 40}, {"text": "b" * 6}, {"text": "c" * 60}]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = build_data(DatasetSection(name=str(file), max_seq_length=8, text_column="text"), tokenizer)
+    found = [*data.train, *data.held_out]
+    ends = np.cumsum([len(tokenizer(row["text"], add_special_tokens=False)["input_ids"]) + 1 for row in rows])
+    owners = [np.searchsorted(ends, np.arange(8 * n, 8 * n + 8), side="right") for n in range(len(found))]
+    assert [example.document for example in found] == [int(np.bincount(owner).argmax()) for owner in owners]
+    assert {example.document for example in found} >= {0, 2}
+
+
+def test_an_example_of_its_own_row_knows_that_row(tmp_path, tokenizer) -> None:
+    file = tmp_path / "long.jsonl"
+    rows = [{"prompt": "x" * 200, "completion": "y"}, *PAIRS[:5]]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = build_data(DatasetSection(name=str(file), format="completion", max_seq_length=32), tokenizer)
+    assert [example.document for example in (*data.train, *data.held_out)] == [1, 2, 3, 4, 5]
+
+
 def test_classification_takes_numbers_and_names(tmp_path, tokenizer) -> None:
     named = [row | {"label": "abc"[row["label"]]} for row in PAIRS]
     file = tmp_path / "named.jsonl"

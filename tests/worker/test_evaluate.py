@@ -23,6 +23,7 @@ def test_the_losses_of_the_examples_average_to_the_evaluation(tiny_recipe: Any, 
     history = History.load(run.path)
     assert list(history.examples) == [10]  # at the end alone
     found = history.examples[10]
+    assert len(found["documents"]) == len(found["loss"])
     assert len(found["loss"]) == len(found["targets"]) == 8
     assert set(found["targets"]) == {15}
     assert sum(found["loss"]) / 8 == pytest.approx(history.last("eval/loss"), rel=1e-5)
