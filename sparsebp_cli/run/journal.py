@@ -50,8 +50,8 @@ class JournalWriter:
         for record, end in scan(run_folder):
             attempt, good = max(attempt, record["attempt"] if record else 0), end
         self.attempt = 1 + attempt
-        self._file = self.path.open("ab")
-        if self._file.tell() != good:
+        self._file = self.path.open("ab", buffering=0)
+        if self._file.seek(0, os.SEEK_END) != good:
             self._file.truncate(good)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -59,12 +59,17 @@ class JournalWriter:
         record: dict[str, Any] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
         if "values" in record:
             record["values"] = to_json(record["values"])
-        self._file.write(json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        line = json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n"
+        begin = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:  # such as a full disk: the next record must not continue half a line
+            self._file.truncate(begin)
+            raise
 
     def flush(self) -> None:
         """Make sure that all records are on the disk: called before a checkpoint becomes visible."""
-        self._file.flush()
         if self.durable:
             os.fsync(self._file.fileno())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ CHUNK = 1 << 20
 END_OF_ARCHIVE = bytes(1024)
 SENT = ("plan.json", JOURNAL, "checkpoints")  # all that a worker needs to start or to go on
 FOLLOWED = (JOURNAL, "worker.log")  # grow here line by line; never replaced as a whole
+CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 # Made here or there for the one side only: processes, locks, requests.
 PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request"}
 
@@ -156,7 +158,7 @@ def _settle_checkpoints(folder: Path, place: Path) -> None:
             (folder / name).rename(place / name)
     if there:
         for path in place.iterdir():
-            if path.name not in there:
+            if path.name not in there and CHECKPOINT.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 

@@ -10,6 +10,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder, State, read
 
 MAX_LINE_CHARACTERS = 300
 STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
+LOST = 255  # what docker notes for a container whose machine lost power
 
 
 def settle(
@@ -52,10 +53,10 @@ def settle(
             status, text = State.CANCELLED, "cancelled by the user"
         elif text and failed:
             status = State.FAILED
-        elif text or exit_code is None or exit_code < 0 or exit_code in STOPPED:
-            status, text = State.INTERRUPTED, text or _describe_signal(exit_code)
+        elif text or _is_interruption(exit_code):
+            status, text = State.INTERRUPTED, text or _describe_interruption(exit_code)
         else:
-            status, text = State.FAILED, _find_last_line(run, log_offset) or f"worker ended with status {exit_code}"
+            status, text = State.FAILED, _find_last_line(run, log_offset) or _describe_failure(exit_code)
         journal.write("end", status=str(status), step=step, text=text)
     return status
 
@@ -70,14 +71,36 @@ def _find_last(run: RunFolder, attempt: int) -> tuple[int, dict[str, Any] | None
     return step, end
 
 
-def _describe_signal(exit_code: int | None) -> str:
+def _is_interruption(exit_code: int | None) -> bool:
+    """Whether something else ended the worker: a signal, or a place that went down. A worker itself ends below 128."""
+    return exit_code is None or exit_code < 0 or exit_code == LOST or bool(_find_signal(exit_code))
+
+
+def _find_signal(exit_code: int | None) -> str:
+    """Return the name of the signal that an exit code stands for, negative or as a shell gives it; empty for none."""
+    if exit_code is None:
+        return ""
+    try:
+        return signal.Signals(-exit_code if exit_code < 0 else exit_code - 128).name
+    except ValueError:
+        return f"signal {-exit_code}" if exit_code < 0 else ""
+
+
+def _describe_interruption(exit_code: int | None) -> str:
     if exit_code is None:
         return "the worker ended without a word"
-    if exit_code > 0:
-        return f"the worker was stopped by {signal.Signals(exit_code - 128).name} before it could write a checkpoint"
-    name = signal.Signals(-exit_code).name
+    name = _find_signal(exit_code)
+    if exit_code in STOPPED:
+        return f"the worker was stopped by {name} before it could write a checkpoint"
+    if not name:
+        return f"the worker was lost: its place ended it with status {exit_code}, as when the machine goes down"
     hint = ": by somebody, or by the system for want of memory" if name == "SIGKILL" else ""
     return f"the worker was killed by {name}{hint}"
+
+
+def _describe_failure(exit_code: int | None) -> str:
+    reason = {126: ": its command cannot be executed", 127: ": its command was not found"}.get(exit_code or 0, "")
+    return f"worker ended with status {exit_code}{reason}"
 
 
 def _find_last_line(run: RunFolder, offset: int) -> str:

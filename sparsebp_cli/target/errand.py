@@ -149,7 +149,7 @@ class Errand:
             self._engine.release(self.run, handle)
         self._save(sight=OVER, exit_code=sight.exit_code, warning=refused or self._untracked)
         if self._follower is not None:
-            self._follower.stop()
+            self._save(warning=refused or self._follower.stop().advice(self.run.run_id))
         self._lock.release()
 
     def _answer_requests(self) -> None:

@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -105,7 +106,8 @@ class Watch:
             self._settle(exit_code)
         except (SparseBPError, OSError) as error:
             print(f"how run {self.run.run_id} ended could not be written: {error}", file=sys.stderr, flush=True)
-        follower.stop()
+        with suppress(OSError):  # a full disk takes no warning either
+            self._save(warning=follower.stop().advice(self.run.run_id))
         self._lock.release()
 
     def _settle(self, exit_code: int | None) -> None:

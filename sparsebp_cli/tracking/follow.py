@@ -90,7 +90,7 @@ class Follower:
         sent = self._flusher.points_sent if self._flusher else 0
         self.result = SyncResult(sent, False, problem, self.result.uri, self.result.mlflow_run_id)
         if not self.warnings:
-            self.warnings.append(f"{problem}; the journal keeps everything, `sparsebp sync` sends it later")
+            self.warnings.append(self.result.advice(self.run.run_id))
             if self.warn is not None:
                 self.warn(self.warnings[0])
 

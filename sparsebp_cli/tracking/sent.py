@@ -30,6 +30,19 @@ class SyncResult:
     uri: str = ""
     mlflow_run_id: str = ""
 
+    def advice(self, run_id: str) -> str:
+        """Return one line on what is missing in the store and what sends it; empty when nothing is.
+
+        Args:
+            run_id: Of the run.
+
+        Returns:
+            The line.
+        """
+        if self.complete:
+            return ""
+        return f"{self.problem}; the journal keeps everything, `sparsebp sync {run_id}` sends it later"
+
 
 class Point(NamedTuple):
     """One metric value, and the bytes of the journal that its record lies in."""

@@ -2,6 +2,8 @@
 
 Written beside its place, synced to the disk, listed with the sha256 of every file, then renamed. Reading goes from the
 newest step down to the first folder whose files are all as listed. The order is that of steps: clocks play no part.
+
+Whatever else lies in the folder is left alone. It counts neither as a checkpoint nor in the rotation.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from torch import Tensor
 from sparsebp_cli.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,12 @@ class CheckpointFolder:
             writes: Whether this process writes here; else the folder is left as it is.
         """
         self.folder, self.keep_last = folder, keep_last
+        self._passed_over: set[int] = set()
         if not writes:
             return
         folder.mkdir(exist_ok=True)
         for part in folder.glob(".part-*"):
-            shutil.rmtree(part)
+            _remove(part)
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint; when this returns it is on the disk, and older ones are rotated away.
@@ -91,8 +97,7 @@ class CheckpointFolder:
         try:
             part.mkdir()
             _write(part, snapshot)
-            if place.exists():  # a damaged one of the same step, passed over when reading
-                shutil.rmtree(place)
+            self._make_way(place)
             part.rename(place)
             _sync(self.folder)
         except (OSError, SafetensorError) as error:
@@ -102,7 +107,12 @@ class CheckpointFolder:
                 f"checkpoint of step {snapshot.step} cannot be written: {reason}; "
                 "the ones before it are untouched: make room, then resume"
             ) from None
-        for step in self.steps()[self.keep_last :]:
+        self._passed_over.discard(snapshot.step)
+        # A resume could not fall back to one of a later step, one that was damaged when this process looked, or a
+        # folder without a manifest: none of them takes the place of a good one.
+        older = [step for step in self.steps() if step <= snapshot.step and step not in self._passed_over]
+        whole = [step for step in older if (self._place(step) / MANIFEST).is_file()]
+        for step in whole[self.keep_last :]:
             shutil.rmtree(self._place(step))
         return place
 
@@ -120,6 +130,7 @@ class CheckpointFolder:
             place = self._place(step)
             if problem := _find_damage(place):
                 damaged.append(f"checkpoint {place.name} is damaged ({problem})")
+                self._passed_over.add(step)
                 continue
             return _read(place), damaged
         if damaged:
@@ -132,10 +143,27 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, newest first."""
-        return sorted((int(place.name.removeprefix("step-")) for place in self.folder.glob("step-*")), reverse=True)
+        found = [(NAME.fullmatch(place.name), place) for place in self.folder.glob("step-*")]
+        ours = [int(name[1]) for name, place in found if name and place.is_dir() and not place.is_symlink()]
+        return sorted(ours, reverse=True)
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
+
+    def _make_way(self, place: Path) -> None:
+        """Remove a damaged checkpoint of the same step, and put aside what else has its name."""
+        if place.is_dir() and not place.is_symlink():
+            shutil.rmtree(place)
+        elif place.exists() or place.is_symlink():
+            names = (place.with_name(f"{place.name}.aside-{number}") for number in count(1))
+            place.rename(next(name for name in names if not (name.exists() or name.is_symlink())))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def is_disk_full(error: BaseException) -> bool:
@@ -180,13 +208,13 @@ def _read(place: Path) -> Snapshot:
     for key, value in (load_file(place / "optimizer.safetensors") | state["optimizer_plain"]).items():
         number, _, name = key.partition(".")
         by_number.setdefault(int(number), {})[name] = value
-    count = sum(_of_rank("random", rank) in state for rank in range(len(state)))
+    num_ranks = sum(_of_rank("random", rank) in state for rank in range(len(state)))
     return Snapshot(
         step=state["step"],
         weights=load_file(place / "weights.safetensors"),
         optimizer={"state": by_number, "param_groups": state["optimizer_groups"]},
         rest=state["rest"],
-        ranks=[_read_rank(place, rank, state[_of_rank("random", rank)]) for rank in range(count)],
+        ranks=[_read_rank(place, rank, state[_of_rank("random", rank)]) for rank in range(num_ranks)],
     )
 
 

@@ -123,7 +123,10 @@ def _find_reason(folder: Path, failures: Mapping[int, Any], count: int) -> Reaso
 
 
 def _tell_code(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}, without a word"
+    if code >= 0:
+        return f"ended with exit code {code}, without a word"
+    known = -code in {int(number) for number in signal.Signals}  # real-time signals have no names
+    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def _read_end(run: RunFolder, attempt: int) -> tuple[dict[str, Any] | None, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import threading
 import time
 
@@ -62,6 +63,39 @@ def test_a_damaged_line_loses_itself_only(tmp_path) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0] + b"\0garbage\n" + lines[2])
     assert History.load(tmp_path).series("a") == {0: 0.0, 2: 2.0}
+
+
+@pytest.mark.parametrize("odd", [b"[]", b"{}", b"\xff\xfe\0"])
+def test_an_odd_line_stays_where_it_is_when_the_run_goes_on(odd: bytes) -> None:
+    run = create_run("abc123def456")
+    with JournalWriter(run.path) as journal:
+        journal.write("attempt", from_step=0, environment={})
+        journal.write("metrics", step=1, values={"a": 1.0})
+    with (run.path / "journal.jsonl").open("ab") as file:
+        file.write(odd + b"\n")
+    with JournalWriter(run.path) as journal:
+        assert journal.attempt == 2
+        journal.write("metrics", step=2, values={"a": 2.0})
+        journal.write("end", status="finished", step=2, text="")
+    assert History.load(run.path).series("a") == {1: 1.0, 2: 2.0}
+    assert run.state() is State.FINISHED
+    assert len(History.load(run.path).unreadable) == 1
+    assert odd in (run.path / "journal.jsonl").read_bytes()
+
+
+def test_a_full_disk_leaves_no_half_record_for_the_next_one_to_go_on_from(tmp_path) -> None:
+    with JournalWriter(tmp_path) as journal:
+        journal.write("metrics", step=1, values={"a": 1.0})
+        size, limits = journal.path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))  # room for a part of a record
+        try:
+            with pytest.raises(OSError, match="too large"):
+                journal.write("metrics", step=2, values={"a": 2.0})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert journal.path.stat().st_size == size
+        journal.write("metrics", step=3, values={"a": 3.0})
+    assert History.load(tmp_path).series("a") == {1: 1.0, 3: 3.0}
 
 
 def test_the_clock_going_back_changes_no_order(tmp_path, monkeypatch) -> None:

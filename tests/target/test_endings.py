@@ -2,15 +2,78 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from sparsebp_cli.errors import RunBusyError
-from sparsebp_cli.run import History, State
+from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.target.ending import settle
 from sparsebp_cli.target.local import LocalTarget
+from sparsebp_cli.target.watcher import Watch
+from sparsebp_cli.testing import FakeTarget
+from sparsebp_cli.tracking import SyncResult
 
-from .conftest import last_end, make_run, until, wait_for_step, watcher_of, worker_of
+from .conftest import last_end, launch_of, make_run, until, wait_for_step, watcher_of, worker_of
+
+
+def test_every_exit_code_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    found: dict[int | None, tuple[str, str]] = {}
+    for code in [None, *range(-70, 256)]:
+        run = make_run()
+        settle(run, code, after_attempt=0)
+        end = last_end(run)
+        assert end["text"], code
+        found[code] = (str(end["status"]), str(end["text"]))
+        assert run.state().over
+    assert found[255] == (
+        "interrupted",
+        "the worker was lost: its place ended it with status 255, as when the machine goes down",
+    )
+    assert found[137] == found[-9]
+    assert found[137][0] == "interrupted"
+    assert "SIGKILL" in found[137][1]
+    assert found[143] == ("interrupted", "the worker was stopped by SIGTERM before it could write a checkpoint")
+    assert found[-40] == ("interrupted", "the worker was killed by signal 40")
+    assert found[127] == ("failed", "worker ended with status 127: its command was not found")
+    assert found[126][0] == "failed"
+    assert found[1] == ("failed", "worker ended with status 1")
+
+
+class FollowerOfAHangingStore:
+    """Has sent nothing when the run is over."""
+
+    def __init__(self, run: RunFolder, **_: object) -> None:
+        pass
+
+    def start(self) -> FollowerOfAHangingStore:
+        return self
+
+    def stop(self) -> SyncResult:
+        return SyncResult(0, False, "the tracking store took longer than 30 s")
+
+
+@pytest.mark.parametrize("place", ["here", "elsewhere"])
+def test_what_the_last_sending_came_to_is_in_the_warning(
+    place: str, target: LocalTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run()
+    if place == "here":
+        monkeypatch.setattr("sparsebp_cli.target.watcher.Follower", FollowerOfAHangingStore)
+        watch = Watch(run, target)
+        watch.start([], {})
+        watch.finish()
+    else:
+        monkeypatch.setattr("sparsebp_cli.target.errand.Follower", FollowerOfAHangingStore)
+        FakeTarget(tmp_path / "there").submit(run).wait(60)
+    assert run.state() is State.FINISHED
+    assert launch_of(run).warning == (
+        "the tracking store took longer than 30 s; the journal keeps everything, "
+        f"`sparsebp sync {run.run_id}` sends it later"
+    )
 
 
 def test_stop_leaves_a_run_that_can_be_resumed(target: LocalTarget) -> None:
