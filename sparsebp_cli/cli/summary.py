@@ -77,6 +77,9 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
     for key, label in ((metric.EVAL_LOSS, "eval loss"), (metric.EVAL_ACCURACY, "eval accuracy")):
         if values := list(history.series(key.name).values()):
             yield label, f"{values[0]:.4f} -> {values[-1]:.4f}"
+    for key, label in ((metric.TEST_LOSS, "test loss"), (metric.TEST_ACCURACY, "test accuracy")):
+        if (value := history.last(key.name)) is not None:
+            yield label, f"{value:.4f} on the test split, after the last step"
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)

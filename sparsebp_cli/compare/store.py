@@ -187,6 +187,7 @@ def _history(client: MlflowClient, run: Run) -> History:
         history.warm = [(attempt, step) for attempt, step in kept["warm"]]
         history.layers = {int(step): values for step, values in kept["layers"].items()}
         history.examples = {int(step): values for step, values in kept["examples"].items()}
+        history.test_examples = {int(step): values for step, values in kept.get("test_examples", {}).items()}
     elif text := run.data.tags.get("sparsebp.text"):
         history.ends = [{"text": text}]
     return history

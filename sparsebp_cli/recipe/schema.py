@@ -67,6 +67,12 @@ class DatasetSection(Section):
     split: str = Field("train", description="Split that is trained on.")
     eval_split: str | None = Field(None, description="Held-out split; none: eval_fraction of the training split.")
     eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.1, description="Share held out, from the end.")
+    test_split: str | None = Field(None, description="Split that is read once, after the last step: test/loss.")
+    test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None,
+        description="Share of what is held out that is kept for test/loss instead of a test_split, by whole rows; what "
+        "is trained on does not depend on it. null: none.",
+    )
     text_column: str = Field("text", description="Column of text and classification.")
     prompt_column: str = Field("prompt", description="Column of completion: not trained on.")
     completion_column: str = Field("completion", description="Column of completion: trained on.")
@@ -75,6 +81,17 @@ class DatasetSection(Section):
     )
     label_column: str = Field("label", description="Column of classification: integers from 0, or names.")
     max_examples: PositiveInt | None = Field(None, description="Use the first so many rows of each split.")
+
+    @model_validator(mode="after")
+    def _test_is_apart(self) -> Self:
+        if self.test_split is not None and self.test_fraction is not None:
+            raise ValueError(
+                f"give test_split or test_fraction, got both ({self.test_split} and {self.test_fraction:g})"
+            )
+        if self.test_split is not None and self.test_split in (self.split, self.eval_split):
+            used = "split" if self.test_split == self.split else "eval_split"
+            raise ValueError(f"test_split must be another split than {used}, got {self.test_split} for both")
+        return self
 
 
 class PolicyEntry(BaseModel):

@@ -10,8 +10,8 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
               again as long as nothing changes
     memory    ``step``, ``values``: ``columns`` and ``points`` of live bytes over a watched step, the ``highest`` of
               each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
-    examples  ``step``, ``values``: ``loss`` of every held-out example, how many ``targets`` it has, and of which of the
-              ``documents`` (rows of the split) it is, in their order
+    examples  ``step``, ``split`` (validation, test; absent: validation), ``values``: ``loss`` of every held-out example,
+              how many ``targets`` it has, and of which of the ``documents`` (rows of the split) it is, in their order
     note      ``level`` (info, warning, error), ``text``
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``
 
@@ -138,7 +138,8 @@ class History:
         ends: The ``end`` records, in order.
         warm: (attempt, from_step) pairs, to leave warm-up steps out of statistics.
         layers: Step to layer to its figures.
-        examples: Step to ``loss``, ``targets`` and ``documents`` of every held-out example.
+        examples: Step to ``loss``, ``targets`` and ``documents`` of every held-out example, of the validation split.
+        test_examples: The same of the test split.
         memory: Step to the curve of its memory, as the journal has it.
         proofs: Step to the ``columns`` and the row of each of the ``modules``.
         unreadable: Numbers, from 1, of the lines that hold no record.
@@ -152,6 +153,7 @@ class History:
     warm: list[tuple[int, int]] = field(default_factory=list)
     layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     memory: dict[int, dict[str, Any]] = field(default_factory=dict)
     proofs: dict[int, dict[str, Any]] = field(default_factory=dict)
     unreadable: list[int] = field(default_factory=list)
@@ -197,7 +199,8 @@ class History:
             case "layers":
                 self.layers.setdefault(record["step"], record["values"])
             case "examples":
-                self.examples.setdefault(record["step"], record["values"])
+                examples = self.test_examples if record.get("split") == "test" else self.examples
+                examples.setdefault(record["step"], record["values"])
             case "memory":
                 self.memory.setdefault(record["step"], record["values"])
             case "proof":

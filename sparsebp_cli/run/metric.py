@@ -29,6 +29,8 @@ LEARNING_RATE = Metric("train/learning_rate")
 TRAIN_TOKENS = Metric("train/tokens", "tokens")
 EVAL_LOSS = Metric("eval/loss", "nats/token", "lower")
 EVAL_ACCURACY = Metric("eval/accuracy", "share", "higher")
+TEST_LOSS = Metric("test/loss", "nats/token", "lower")  # once, after the last step
+TEST_ACCURACY = Metric("test/accuracy", "share", "higher")
 FORWARD_SECONDS = Metric("time/forward_seconds", "s", "lower", timing=True)
 BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
 SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # of the forward's: only to choose

@@ -14,7 +14,7 @@ from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.tracking.uri import mask
 
 RUN_ID = "sparsebp.run_id"
-SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.CEILING, metric.REALISED_SHARE, metric.COSINE)
+SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.CEILING, metric.REALISED_SHARE, metric.COSINE)
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
 LONGEST_TAG = 5000
 LONGEST_KEY = 250
@@ -155,6 +155,7 @@ def _describe_history(history: History) -> str:
         "warm": history.warm,
         "layers": history.layers,
         "examples": history.examples,
+        "test_examples": history.test_examples,
     }
     return json.dumps(kept, allow_nan=True) + "\n"
 

@@ -131,6 +131,7 @@ def build_training(
             candidates=find_candidates(policies),
         ),
         "held_out": data.held_out,
+        "test": data.test,
         "checkpoints": checkpoints,
         "tokenizer": tokenizer,
         "ranks": ranks,
@@ -215,6 +216,7 @@ def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -
         "dataset_digest": data.digest(),
         "train_examples": len(data.train),
         "eval_examples": len(data.held_out),
+        **({"test_examples": len(data.test)} if data.test else {}),
         "label_names": data.label_names,
         "tokens_per_step": round(
             tokens

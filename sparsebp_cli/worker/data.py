@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,10 @@ DATASETS = "sparsebp.datasets"
 LOADERS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 LOADERS |= {".tsv": "csv", ".parquet": "parquet"}
 IGNORED = -100  # the label that transformers' losses leave out
+
+
+Rows = Sequence[dict[str, Any]]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -46,18 +51,20 @@ class Data:
 
     Args:
         train: Training examples, in the order of the data.
-        held_out: Evaluation examples.
+        held_out: Validation examples: what evaluations during training read.
         label_names: Classes of a classification, in the order of their numbers; empty otherwise.
+        test: Read once, after the last step; empty where the recipe asks for no test.
     """
 
     train: list[Example]
     held_out: list[Example]
     label_names: list[str]
+    test: list[Example] = field(default_factory=list)
 
     def digest(self) -> str:
-        """Return 16 hexadecimal digits that depend on every token, label and column of both splits."""
+        """Return 16 hexadecimal digits that depend on every token, label and column of all splits."""
         sha = hashlib.sha256()
-        for split in (self.train, self.held_out):
+        for split in (self.train, self.held_out, *([self.test] if self.test else [])):
             sha.update(len(split).to_bytes(8, "little"))
             for example in split:
                 sha.update(example.input_ids.tobytes() + b"|" + example.labels.tobytes())
@@ -75,39 +82,101 @@ def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase, colu
         columns: Names of those that mark characters of the text; the training examples bring them, by token.
 
     Returns:
-        Both splits.
+        All splits.
 
     Raises:
         DataError: The data cannot be found or read, a column is missing, or a split is empty.
     """
     splits = _load_splits(section)
     rows = _pick(splits, section.split, section.max_examples)
-    held_out = _pick(splits, section.eval_split, section.max_examples) if section.eval_split else None
-    label_names: list[str] = []
-    if section.format == "text":
-        train = _pack(rows, section, tokenizer, columns)
-        test = _pack(held_out, section, tokenizer) if held_out else None
-    elif section.format == "completion":
-        train = _complete(rows, section, tokenizer, columns)
-        test = _complete(held_out, section, tokenizer) if held_out else None
+    held_out_rows = _pick(splits, section.eval_split, section.max_examples) if section.eval_split else None
+    test_rows = _pick(splits, section.test_split, section.max_examples) if section.test_split else []
+    if held_out_rows and section.test_fraction is not None:
+        question = section.prompt_column if section.format == "completion" else section.text_column
+        texts = ["" if text is None else str(text) for text in _column(held_out_rows, question)]
+        held_out_rows, test_rows = draw_test(held_out_rows, texts, [len(t) for t in texts], section)
+    label_names = _label_names(rows, section.label_column) if section.format == "classification" else []
+
+    def build(some: Rows, columns: Collection[str] = ()) -> list[Example]:
+        if section.format == "text":
+            return _pack(some, section, tokenizer, columns)
+        if section.format == "completion":
+            return _complete(some, section, tokenizer, columns)
+        return _classify(some, section, tokenizer, label_names)
+
+    train, test = build(rows, columns), build(test_rows) if test_rows else []
+    if held_out_rows:
+        held_out = build(held_out_rows)
     else:
-        label_names = _label_names(rows, section.label_column)
-        train = _classify(rows, section, tokenizer, label_names)
-        test = _classify(held_out, section, tokenizer, label_names) if held_out else None
-    if test is None:
         num_held_out = max(1, round(section.eval_fraction * len(train)))
-        train, test = train[:-num_held_out], train[-num_held_out:]
+        train, held_out = train[:-num_held_out], train[-num_held_out:]
+        if section.test_fraction is not None:
+            held_out, test = _cut_test(held_out, section)
     if section.format == "completion" and not section.completion_only_loss:
         train = [replace(example, labels=example.input_ids) for example in train]
-    for name, split in (("training", train), ("held-out", test)):
+    has_test = section.test_split is not None or section.test_fraction is not None
+    for name, split in (("training", train), ("held-out", held_out), *([("test", test)] if has_test else [])):
         if not split:
             raise DataError(
                 f"dataset {section.name}: the {name} split has no example of {section.max_seq_length} tokens"
             )
-    return Data(train, test, label_names)
+    return Data(train, held_out, label_names, test)
 
 
-Rows = Sequence[dict[str, Any]]
+def draw_test(
+    items: Sequence[Item], texts: Sequence[str | bytes], lengths: Sequence[int], section: DatasetSection
+) -> tuple[list[Item], list[Item]]:
+    """Split what is held out into validation and test by whole documents: by a hash of the text, so that neither the
+    order of the data nor a seed decides, and items of one text stay together.
+
+    Args:
+        items: Rows or examples.
+        texts: Of each, what makes it one document: its text, or of a completion its prompt.
+        lengths: Of each, in any unit: the test gets ``test_fraction`` of their sum, as nearly as documents allow.
+        section: Says which share.
+
+    Returns:
+        Validation and test, each in the order of the items.
+
+    Raises:
+        DataError: There is only one document.
+    """
+    assert section.test_fraction is not None
+    documents: dict[str, int] = {}  # hash to length
+    keys = [hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest() for text in texts]
+    for key, length in zip(keys, lengths, strict=True):
+        documents[key] = documents.get(key, 0) + length
+    if len(documents) < 2:
+        raise DataError(
+            f"dataset {section.name}: test_fraction needs 2 or more held-out documents, got {len(documents)}; give a "
+            "test_split"
+        )
+    order, wanted = sorted(documents), section.test_fraction * sum(documents.values())
+    sums = list(itertools.accumulate(documents[key] for key in order))[:-1]  # one document is left for validation
+    test = set(order[: 1 + min(range(len(sums)), key=lambda number: abs(sums[number] - wanted))])
+    chosen = [key in test for key in keys]
+    kept = itertools.compress(items, (not one for one in chosen))
+    return list(kept), list(itertools.compress(items, chosen))
+
+
+def _cut_test(held_out: list[Example], section: DatasetSection) -> tuple[list[Example], list[Example]]:
+    """Packed text is cut once, so that at most one document is on both sides; other examples are drawn."""
+    if section.format != "text":
+        prompts = [_prompt(example) for example in held_out]
+        return draw_test(held_out, [ids.tobytes() for ids in prompts], [1] * len(held_out), section)
+    assert section.test_fraction is not None
+    if len(held_out) < 2:
+        raise DataError(
+            f"dataset {section.name}: test_fraction needs 2 or more held-out examples of {section.max_seq_length} "
+            f"tokens, got {len(held_out)}"
+        )
+    num_test = min(len(held_out) - 1, max(1, round(section.test_fraction * len(held_out))))
+    return held_out[:-num_test], held_out[-num_test:]
+
+
+def _prompt(example: Example) -> np.ndarray:
+    """What is not trained of a completion; of a classification all."""
+    return example.input_ids[example.labels == IGNORED] if example.labels.ndim else example.input_ids
 
 
 def _load_splits(section: DatasetSection) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Quality on the held-out split."""
+"""Quality on held-out splits: validation during training, and the test split once, after the last step."""
 
 from __future__ import annotations
 
@@ -10,11 +10,31 @@ from torch import Tensor, nn
 
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import metric
+from sparsebp_cli.run.metric import Metric
 from sparsebp_cli.worker.batch import in_order, num_targets
 from sparsebp_cli.worker.data import IGNORED, Example
 from sparsebp_cli.worker.process import Ranks
 
 MOST_EXAMPLES = 10_000  # about 200 kB of journal
+
+
+@dataclass(frozen=True)
+class Split:
+    """A held-out split.
+
+    Args:
+        name: In the journal's record of example losses.
+        loss: What its loss is logged as.
+        accuracy: What its accuracy is logged as.
+    """
+
+    name: str
+    loss: Metric
+    accuracy: Metric
+
+
+VALIDATION = Split("validation", metric.EVAL_LOSS, metric.EVAL_ACCURACY)
+TEST = Split("test", metric.TEST_LOSS, metric.TEST_ACCURACY)
 
 
 @dataclass
@@ -58,26 +78,39 @@ class ExampleLosses:
         self.targets += other.targets[:room]
 
 
-def evaluation_batches(
-    recipe: Recipe, examples: Sequence[Example], pad_token_id: int, num_ranks: int = 1
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the batches that one evaluation runs on: which examples they hold does not depend on the batch size,
-    unless ``eval_batches`` says so.
+def select_examples(recipe: Recipe, examples: Sequence[Example], num_ranks: int = 1) -> Sequence[Example]:
+    """Return what an evaluation during training reads; only ``eval_batches`` makes that depend on the batch size.
 
     Args:
         recipe: Says how many, in its section ``measure``.
-        examples: Of the held-out split.
+        examples: Of the validation split.
+        num_ranks: Processes that share each batch.
+
+    Returns:
+        The first of them.
+    """
+    measure = recipe.measure
+    if measure.eval_batches is None:
+        return examples[: measure.eval_examples]
+    return examples[: measure.eval_batches * recipe.training.per_device_train_batch_size * num_ranks]
+
+
+def evaluation_batches(
+    recipe: Recipe, examples: Sequence[Example], pad_token_id: int, num_ranks: int = 1
+) -> Iterator[dict[str, Tensor]]:
+    """Return the batches that one evaluation runs on, in the order of the examples; the last one may be short.
+
+    Args:
+        recipe: Says how large they are.
+        examples: All that are evaluated.
         pad_token_id: Fills short examples.
         num_ranks: Processes that share each batch.
 
-    Yields:
-        dict[str, Tensor]: Batches in the order of the examples; the last one may be short.
+    Returns:
+        The batches.
     """
-    measure, train_size = recipe.measure, recipe.training.per_device_train_batch_size
-    count = measure.eval_examples
-    if measure.eval_batches is not None:
-        count = measure.eval_batches * train_size * num_ranks
-    yield from in_order(examples[:count], (measure.per_device_eval_batch_size or train_size) * num_ranks, pad_token_id)
+    size = recipe.measure.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
+    return in_order(examples, size * num_ranks, pad_token_id)
 
 
 @torch.no_grad()
@@ -87,18 +120,20 @@ def evaluate(
     device: torch.device,
     examples: ExampleLosses | None = None,
     ranks: Ranks | None = None,
+    split: Split = VALIDATION,
 ) -> dict[str, float]:
     """Measure a model without changing it.
 
     Args:
         model: In any mode; it is left in training mode.
-        batches: The held-out split.
+        batches: What is evaluated.
         device: Where the model is.
         examples: Takes in the loss of every example, on the first rank; None saves that work.
         ranks: Who share each batch; None: this process is alone.
+        split: Which the batches are of.
 
     Returns:
-        ``eval/loss`` in nats a counted token (or example), and ``eval/accuracy`` for a classification.
+        The split's loss in nats a counted token (or example), and its accuracy for a classification.
     """
     model.eval()
     ranks = ranks or Ranks()
@@ -126,8 +161,8 @@ def evaluate(
             for part in together:
                 examples.extend(part)
     loss, correct, count = ranks.total([loss, correct, count])
-    values = {metric.EVAL_LOSS.name: loss / max(count, 1)}
-    return values | ({metric.EVAL_ACCURACY.name: correct / max(count, 1)} if is_classification else {})
+    values = {split.loss.name: loss / max(count, 1)}
+    return values | ({split.accuracy.name: correct / max(count, 1)} if is_classification else {})
 
 
 def _share(batch: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], bool]:

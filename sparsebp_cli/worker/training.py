@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -21,7 +21,15 @@ from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.chosen import tell_chosen
 from sparsebp_cli.worker.data import Example
-from sparsebp_cli.worker.evaluate import ExampleLosses, evaluate, evaluation_batches
+from sparsebp_cli.worker.evaluate import (
+    TEST,
+    VALIDATION,
+    ExampleLosses,
+    Split,
+    evaluate,
+    evaluation_batches,
+    select_examples,
+)
 from sparsebp_cli.worker.figure import held_bytes, kept_share, tell_route
 from sparsebp_cli.worker.finite import finite_loss, finite_norm
 from sparsebp_cli.worker.loss import part_of_mean
@@ -53,7 +61,8 @@ class Training:
         optimizer: Prepared.
         schedule: Of the learning rate.
         order: Training micro-batches.
-        held_out: Evaluation examples.
+        held_out: Evaluation examples, for validation during training.
+        test: Evaluation examples that are read once, after the last step; may be empty.
         checkpoints: Of this run.
         tokenizer: Saved beside the trained model.
         ranks: This process among those that train together. Losses, tokens and their rate are those of all together,
@@ -73,6 +82,7 @@ class Training:
     schedule: LRScheduler
     order: BatchOrder
     held_out: list[Example]
+    test: list[Example]
     checkpoints: CheckpointFolder
     tokenizer: Any
     ranks: Ranks = field(default_factory=Ranks)
@@ -212,12 +222,19 @@ class Training:
         return self._loss(batch, targets)
 
     def _evaluate(self) -> dict[str, float]:
-        batches = evaluation_batches(self.plan.recipe, self.held_out, self.order.pad_token_id, self.ranks.count)
-        examples = ExampleLosses() if self.is_done else None
-        values = evaluate(self.model, batches, self.accelerator.device, examples, self.ranks)
-        if examples is not None and examples.loss:
-            documents = [example.document for example in self.held_out[: len(examples.loss)]]
-            self.journal.write("examples", step=self.step, values=vars(examples) | {"documents": documents})
+        """On validation; after the last step also on the test split."""
+        recipe, ranks = self.plan.recipe, self.ranks.count
+        values = self._evaluate_on(select_examples(recipe, self.held_out, ranks), VALIDATION)
+        return values | (self._evaluate_on(self.test, TEST) if self.is_done and self.test else {})
+
+    def _evaluate_on(self, examples: Sequence[Example], split: Split) -> dict[str, float]:
+        batches = evaluation_batches(self.plan.recipe, examples, self.order.pad_token_id, self.ranks.count)
+        losses = ExampleLosses() if self.is_done else None
+        values = evaluate(self.model, batches, self.accelerator.device, losses, self.ranks, split)
+        if losses is not None and losses.loss:
+            documents = [example.document for example in examples[: len(losses.loss)]]
+            told = vars(losses) | {"documents": documents}
+            self.journal.write("examples", step=self.step, split=split.name, values=told)
         return values
 
     def _log(self, values: Mapping[str, float | None], step: int | None = None) -> None:

@@ -12,7 +12,7 @@ import torch
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection, ModelSection
 from sparsebp_cli.worker.batch import BatchOrder, collate, num_targets
-from sparsebp_cli.worker.data import IGNORED, build_data
+from sparsebp_cli.worker.data import IGNORED, Example, _load_splits, build_data, draw_test
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from tests.worker.conftest import LLAMA, work
 
@@ -194,3 +194,77 @@ def test_a_wrong_setting_of_a_random_model_is_named(tokenizer, tiny_folder) -> N
         build_model(ModelSection(config=LLAMA | {"hiden_size": 3}, tokenizer=path), tokenizer, None)
     with pytest.raises(DataError, match=r"unknown 'lama'.*did you mean"):
         build_model(ModelSection(config={"model_type": "lama"}, tokenizer=path), tokenizer, None)
+
+
+# The test split
+
+
+def split_file(folder: Path, rows: list[dict[str, object]]) -> str:
+    """A folder whose dataset has the splits train and test."""
+    place = folder / "data"
+    place.mkdir()
+    for name in ("train", "test"):
+        text = "".join(json.dumps(row | {"text": f"{name} {row['text']}"}) + "\n" for row in rows)
+        (place / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return str(place)
+
+
+def ids(examples: list[Example]) -> list[bytes]:
+    return [example.input_ids.tobytes() for example in examples]
+
+
+@pytest.mark.parametrize("form", ["text", "completion", "classification"])
+def test_a_test_fraction_takes_from_what_is_held_out_and_never_from_training(tmp_path, tokenizer, form) -> None:
+    place = split_file(tmp_path, PAIRS)
+    for given in ({"eval_split": "test"}, {"eval_fraction": 0.25}):
+        options = {"name": place, "format": form, "max_seq_length": 8 if form == "text" else 32} | given
+        plain = build_data(DatasetSection(**options), tokenizer)
+        cut = build_data(DatasetSection(**options, test_fraction=0.5), tokenizer)
+        assert ids(cut.train) == ids(plain.train)
+        assert plain.test == []
+        assert plain.digest() != cut.digest()
+        assert 0.3 < len(cut.test) / (len(cut.test) + len(cut.held_out)) < 0.7
+        if form != "text" or "eval_split" not in given:  # else packed anew, each part by itself
+            assert sorted(ids(cut.held_out) + ids(cut.test)) == sorted(ids(plain.held_out))
+
+
+def test_documents_of_one_text_are_on_one_side_and_the_order_of_the_data_does_not_decide() -> None:
+    section = DatasetSection(name="x", test_fraction=0.5)
+    texts = [f"question {number // 3}" for number in range(30)]
+    items = list(enumerate(texts))
+    kept, test = draw_test(items, texts, [1] * 30, section)
+    assert len(kept) == len(test) == 15
+    assert not {text for _, text in kept} & {text for _, text in test}
+    turned, turned_test = draw_test(items[::-1], texts[::-1], [1] * 30, section)
+    assert (sorted(turned), sorted(turned_test)) == (kept, test)
+
+
+def test_a_long_document_leaves_something_for_both_sides_and_a_single_one_is_refused() -> None:
+    section = DatasetSection(name="x", test_fraction=0.01)
+    for texts in (["a", "b"], ["b", "a"]):
+        kept, test = draw_test(texts, texts, [1, 1000], section)
+        assert len(kept) == len(test) == 1
+    with pytest.raises(DataError, match="test_fraction needs 2 or more held-out documents, got 1"):
+        draw_test(["a", "a"], ["a", "a"], [1, 1], section)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "column"),
+    [("austen", "text", "text"), ("python-docs", "text", "text"), ("cmudict", "completion", "prompt")],
+)
+def test_the_shipped_held_out_texts_are_halved_by_document(name, form, column) -> None:
+    rows = _load_splits(DatasetSection(name=name))["test"]
+    section = DatasetSection(name=name, format=form, eval_split="test", test_fraction=0.5)
+    texts = [row[column] for row in rows]
+    kept, test = draw_test(rows, texts, [len(text) for text in texts], section)
+    assert not {row[column] for row in kept} & {row[column] for row in test}
+    length = {which: sum(len(row[column]) for row in part) for which, part in (("kept", kept), ("test", test))}
+    assert 0.4 < length["test"] / sum(length.values()) < 0.6
+
+
+def test_a_test_split_is_another_one_and_given_in_one_way() -> None:
+    with pytest.raises(ValueError, match=r"give test_split or test_fraction, got both \(test and 0.5\)"):
+        DatasetSection(name="x", test_split="test", test_fraction=0.5)
+    for key in ("split", "eval_split"):
+        with pytest.raises(ValueError, match=f"test_split must be another split than {key}, got a for both"):
+            DatasetSection(name="x", test_split="a", **{key: "a"})

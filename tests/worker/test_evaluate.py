@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.data import Example
-from sparsebp_cli.worker.evaluate import MOST_EXAMPLES, ExampleLosses, _share, evaluation_batches
+from sparsebp_cli.worker.evaluate import MOST_EXAMPLES, ExampleLosses, _share, evaluation_batches, select_examples
 from sparsebp_cli.worker.process import Ranks
 from tests.worker.conftest import work
 
@@ -78,7 +79,8 @@ def test_which_examples_are_evaluated_depends_on_no_batch_size_and_no_ranks(
         measure = {"eval_examples": 7, "eval_batches": None, "per_device_eval_batch_size": own_batch}
         recipe = tiny_recipe(training={"per_device_train_batch_size": batch_size}, measure=measure)
         seen = []
-        for batch in evaluation_batches(recipe, examples, 0, num_ranks):
+        chosen = select_examples(recipe, examples, num_ranks)
+        for batch in evaluation_batches(recipe, chosen, 0, num_ranks):
             assert len(batch["labels"]) <= (own_batch or batch_size) * num_ranks
             for rank in range(num_ranks):
                 own, counts = _share(batch, Ranks(rank, num_ranks))
@@ -89,3 +91,30 @@ def test_which_examples_are_evaluated_depends_on_no_batch_size_and_no_ranks(
 def test_the_size_of_an_evaluation_is_given_once(tiny_recipe: Any) -> None:
     with pytest.raises(ValueError, match=r"give eval_examples or eval_batches, got both \(6 and 2\)"):
         tiny_recipe(measure={"eval_examples": 6})
+
+
+def test_the_test_split_is_read_once_after_the_last_step_and_changes_nothing_else(
+    tiny_recipe: Any, prepared: Any, tmp_path: Any
+) -> None:
+    for name, count in (("train", 60), ("validation", 12), ("test", 12)):
+        rows = "".join(json.dumps({"text": f"{name} {n} the quick brown fox {n * n}"}) + "\n" for n in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
+    measure = {"eval_every": 2, "eval_examples": 3, "eval_batches": None, "fidelity_every": None}
+    found = []
+    for more in ({}, {"test_split": "test"}):
+        dataset = {"name": str(tmp_path), "eval_split": "validation", "max_seq_length": 16} | more
+        run = prepared(tiny_recipe(dataset=dataset, training={"max_steps": 4}, measure=measure))
+        assert work(run) == 0, run.log_file.read_text()
+        found.append((run, History.load(run.path)))
+    (plain, without), (tested, history) = found
+    assert history.series("eval/loss") == without.series("eval/loss")
+    files = [run.path / "model" / "model.safetensors" for run in (plain, tested)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not without.series("test/loss")
+    assert not without.test_examples
+    assert list(history.series("test/loss")) == [4]
+    losses = history.test_examples[4]
+    assert len(losses["loss"]) == history.facts["test_examples"] > 3  # all of it, whatever eval_examples says
+    assert sum(losses["loss"]) / len(losses["loss"]) == pytest.approx(history.last("test/loss"), rel=1e-5)
+    assert len(history.examples[4]["loss"]) == 3
+    assert history.last("test/loss") != history.last("eval/loss")
