@@ -10,8 +10,8 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
               again as long as nothing changes
     memory    ``step``, ``values``: ``columns`` and ``points`` of live bytes over a watched step, the ``highest`` of
               each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
-    examples  ``step``, ``split`` (validation, test; absent: validation), ``values``: ``loss`` of every held-out example,
-              how many ``targets`` it has, and of which of the ``documents`` (rows of the split) it is, in their order
+    examples  ``step``, ``split`` (validation or test; absent: validation), ``values``: ``loss`` of every example, how
+              many ``targets`` it has, and of which of the ``documents`` (rows of the split) it is, in their order
     note      ``level`` (info, warning, error), ``text``
     end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``
 
