@@ -10,7 +10,7 @@
     ├── RunBusyError        101    the run is being written by another process
     ├── UnreachableError    101    a target cannot be reached, so nothing is known of its runs
     ├── RunFailedError      100    the run stopped by an error
-    │   ├── DivergedError   100    NaN or Inf in loss or gradient
+    │   ├── DivergedError   104    NaN or Inf in loss, gradient or weights
     │   └── CheckpointError 100    no checkpoint is good, or one cannot be written
     └── TrackingError       100    the tracking store cannot be used (a warning while a run lives)
 
@@ -91,7 +91,9 @@ class RunFailedError(SparseBPError):
 
 
 class DivergedError(RunFailedError):
-    """A loss or a gradient is not finite."""
+    """A loss, a gradient, a weight or the optimizer's state is not finite."""
+
+    exit_code = 104
 
 
 class CheckpointError(RunFailedError):

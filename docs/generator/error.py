@@ -20,6 +20,7 @@ CODES = (
     ("101", "not finished, or being written by another process"),
     ("102", "no run, or more than one, answers to the name"),
     ("103", "cancelled"),
+    ("104", "a run diverged: a loss, a gradient or a weight was not finite; the newest checkpoint is"),
     ("130", "interrupted by Ctrl-C; runs made a checkpoint"),
     ("143", "terminated by SIGTERM; runs made a checkpoint"),
 )

@@ -39,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 2 wrong recipe or usage, 100 failed, 101 not finished, 102 not found, 103 cancelled, "
-    "130 and 143 interrupted.",
+    "104 diverged, 130 and 143 interrupted.",
 )
 crash = Crash()
 

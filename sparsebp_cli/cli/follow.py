@@ -10,6 +10,7 @@ from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console, print_line
 from sparsebp_cli.cli.stored import read_recipe
+from sparsebp_cli.errors import DivergedError, UsageError
 from sparsebp_cli.run import History, RunFolder, State, read
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 EXIT_CODES = {State.FINISHED: 0, State.FAILED: 100, State.CANCELLED: 103}
+FAILED_WITH = {2: UsageError.exit_code, 3: DivergedError.exit_code}  # the worker's exit codes
 NOT_FINISHED = 101
 WAITING_FOR = {
     State.RUNNING: "",
@@ -144,7 +146,7 @@ def _conclude(job: Job, *, together: int) -> int:
         print_line(f"`sparsebp resume {job.run.run_id}` goes on from the last checkpoint", stderr=True)
     elif state is State.FAILED:
         print_line(f"its output is in {job.run.log_file}", stderr=True)
-        return 2 if job.exit_code() == 2 else EXIT_CODES[state]
+        return FAILED_WITH.get(job.exit_code() or 0, EXIT_CODES[state])
     return EXIT_CODES.get(state, NOT_FINISHED)
 
 

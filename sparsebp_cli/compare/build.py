@@ -120,6 +120,8 @@ class _Builder:
             return f"half sent: the store has {run.steps} of {run.steps_planned} steps; `sparsebp sync` sends the rest"
         if not run.finished:
             text = str(run.history.ends[-1].get("text", "")) if run.history.ends and run.state.over else ""
+            if text.startswith(f"{DIVERGED}: "):
+                return text.splitlines()[0]
             return f"{run.state}: {text.splitlines()[0]}" if text.strip() else str(run.state)
         value = self.values[run.run_id]
         if value is not None and not abs(value) < BROKEN:

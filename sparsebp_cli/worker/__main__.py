@@ -1,7 +1,7 @@
 """``python -m sparsebp_cli.worker RUN/plan.json``: execute one plan, or go on with it where it was left.
 
-Exit codes: 0 finished; 1 failed; 2 the recipe cannot be carried out here; 130 interrupted; 143 terminated. The
-reason goes into the journal and, with the traceback of anything unexpected, to standard error.
+Exit codes: 0 finished; 1 failed; 2 the recipe cannot be carried out here; 3 diverged; 130 interrupted; 143 terminated.
+The reason goes into the journal and, with the traceback of anything unexpected, to standard error.
 
 Where a plan has several processes, this one starts them, each with the same command, and waits.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.errors import DivergedError, SparseBPError, UsageError
 from sparsebp_cli.worker.checkpoint import is_disk_full
 
 
@@ -15,8 +15,10 @@ def explain(error: Exception) -> tuple[str, int]:
         error: What stopped the run.
 
     Returns:
-        One line, and the worker's exit code: 2 when the recipe must change, 1 otherwise.
+        One line, and the worker's exit code: 2 when the recipe must change, 3 when the run diverged, 1 otherwise.
     """
+    if isinstance(error, DivergedError):
+        return f"diverged: {error}", 3
     if isinstance(error, SparseBPError):
         return str(error).replace("\n", " "), 2 if isinstance(error, UsageError) else 1
     if isinstance(error, torch.OutOfMemoryError):

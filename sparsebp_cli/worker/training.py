@@ -31,7 +31,7 @@ from sparsebp_cli.worker.evaluate import (
     select_examples,
 )
 from sparsebp_cli.worker.figure import held_bytes, kept_share, tell_route
-from sparsebp_cli.worker.finite import finite_loss, finite_norm
+from sparsebp_cli.worker.finite import finite_loss, finite_norm, finite_result, finite_state
 from sparsebp_cli.worker.loss import part_of_mean
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.memory import StepMemory
@@ -145,10 +145,13 @@ class Training:
             self.step += 1
             self._log(values | self.measurement.after(self.step))
             if self.is_done or self.step % recipe.measure.eval_every == 0:
-                self._log(self._evaluate())
+                self._log(evaluation := self._evaluate())
             if self.step % recipe.checkpoint.every == 0:
                 self._save_checkpoint()
+            if self.is_done:
+                finite_result(evaluation[metric.EVAL_LOSS.name], self.step)
         if self.is_done:
+            self._require_finite()
             self._save_model()
         elif self.step > 0 and self.ranks.hear(self.step not in self.checkpoints.steps()):
             self._save_checkpoint()
@@ -243,7 +246,11 @@ class Training:
             return
         self.journal.write("metrics", step=self.step if step is None else step, values=known)
 
+    def _require_finite(self) -> None:
+        finite_state(trainable_parameters(self.bare, self.engine), self.optimizer, self.step, self.ranks)
+
     def _save_checkpoint(self) -> None:
+        self._require_finite()
         self.journal.flush()  # what was measured up to here is on the disk before a resume can begin after it
         snapshot = take_snapshot(self)
         if self.ranks.is_first:
