@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 
 from torch import Tensor
 
@@ -80,21 +81,52 @@ class Decision:
             The gradient with what was cut before added, and what is kept of it.
 
         Raises:
-            UnsupportedError: Error feedback, and the gradient has another shape than a step before.
+            UnsupportedError: Error feedback, and the gradient has other dimensions than a step before.
         """
         if not policy.error_feedback:
             return grad_NO, policy.select(grad_NO, site, step)
-        key = f"{site.name}/{step.micro_batch}/{step.call}"
+        key, shape = f"{site.name}/{step.micro_batch}/{step.call}", (*site.batch_shape, site.num_features)
         before = self.cut.get(key)
         if before is not None:
-            if before.shape != grad_NO.shape:
-                shapes = f"{tuple(before.shape)}, then {tuple(grad_NO.shape)}"
-                raise UnsupportedError(f"error_feedback needs gradients of one shape, got {shapes} at {site.name!r}")
-            grad_NO = grad_NO + before.to(grad_NO.dtype)
+            before = _fit(before, shape, site.name)
+            grad_NO = _add_where_both_are(grad_NO.view(shape), before.to(grad_NO.dtype)).view(grad_NO.shape)
         selection = policy.select(grad_NO, site, step)
         kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
-        self.cut[key] = grad_NO - kept_NO
+        left = (grad_NO - kept_NO).view(shape)
+        self.cut[key] = left if before is None else _keep_waiting(left, before)
         return grad_NO, selection
+
+
+# What was cut waits at its place, which is an example's number in the batch and a position, until a gradient comes to
+# that place again. So the last batch of an epoch may be smaller, and batches may differ in length.
+
+
+def _fit(before: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    if before.dim() == 2 and before.numel() == prod(shape):
+        return before.view(shape)  # from a checkpoint that was written with rows of all examples in one dimension
+    if before.dim() != len(shape) or before.shape[-1] != shape[-1]:
+        shapes = f"{tuple(before.shape)}, then {shape}"
+        raise UnsupportedError(f"error_feedback needs gradients of the same dimensions, got {shapes} at {name!r}")
+    return before
+
+
+def _add_where_both_are(grad: Tensor, before: Tensor) -> Tensor:
+    if grad.shape == before.shape:
+        return grad + before
+    both = tuple(slice(min(sizes)) for sizes in zip(grad.shape, before.shape, strict=True))
+    grad = grad.clone()
+    grad[both] += before[both]
+    return grad
+
+
+def _keep_waiting(left: Tensor, before: Tensor) -> Tensor:
+    sizes = [max(pair) for pair in zip(left.shape, before.shape, strict=True)]
+    if list(left.shape) == sizes:
+        return left
+    waiting = left.new_zeros(sizes)
+    waiting[tuple(slice(size) for size in before.shape)] = before.to(left.dtype)
+    waiting[tuple(slice(size) for size in left.shape)] = left
+    return waiting
 
 
 def _number(layers: list[int], num_layers: int) -> frozenset[int]:

@@ -92,8 +92,9 @@ class Engine(Deciding):
                 self.eager.run(loss, partial(self._differentiate, loss, backward), updates=updates)
         finally:
             self._step = None
-        self._counter.num_backwards += 1
-        self._clock.count_backward()
+        if self.enabled:
+            self._counter.num_backwards += 1
+            self._clock.count_backward()
 
     def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: Any) -> None:
         with self._binding.around(loss) as instead:

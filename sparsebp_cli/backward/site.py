@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, final
 
 import torch
@@ -184,10 +185,13 @@ class BoundLinear(Bound):
     def __init__(self, name: str, module: nn.Module, form: Form, engine: Engine, layer: int | None) -> None:
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if not self.engine.enabled and not self.form.replaces:
-            return cast("Tensor", type(self.module).forward(self.module, x))
-        return run_linear(self.module, x, self)
+            return cast("Tensor", type(self.module).forward(self.module, *args, **kwargs))
+        if kwargs or len(args) != 1:  # by the name that the class gives it: linear(input=x)
+            args = signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
+        _refuse_transforms(self.name)
+        return run_linear(self.module, args[0], self)
 
     @property
     def reference(self) -> bool:
@@ -211,6 +215,15 @@ class BoundLinear(Bound):
         site = Site(self.name, grad_NO.shape[1], tuple(batch_shape), self.layer)
         work = LinearWork(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
         return self.engine.decide(site, grad_NO, work)
+
+
+def _refuse_transforms(name: str) -> None:
+    active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - the only name
+    if not torch.compiler.is_compiling() and active() and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not built: "
+            "run it inside engine.disabled()"
+        )
 
 
 def run_linear(module: nn.Module, x: Tensor, decider: Decider) -> Tensor:

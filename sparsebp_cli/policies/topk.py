@@ -43,10 +43,12 @@ class TopK(StructuredSelector):
         if self.along in ("elements", "2:4"):
             return grad_NO.abs()
         dtype = torch.promote_types(grad_NO.dtype, torch.float32)  # norms of bfloat16 entries are summed in float32
+        if self.by == "l2":
+            grad_NO = choice.without_underflow(grad_NO.to(dtype))
         if self.along == "rows":
             norm_N: Tensor = torch.linalg.vector_norm(grad_NO, ord=int(self.by[1]), dim=1, dtype=dtype)
             return norm_N
-        size_NO = grad_NO.to(dtype).abs() if self.by == "l1" else grad_NO.to(dtype).square()
+        size_NO = grad_NO.to(dtype).abs() if self.by == "l1" else grad_NO.square_()  # of a copy
         if self.along == "blocks":
             return choice.sum_blocks(size_NO, choice.fit_block(self.block, grad_NO))
         # In the order of the norms; vector_norm over columns takes ten times as long (torch 2.13, CPU).

@@ -36,7 +36,7 @@ def _forget() -> None:
 
 
 def _backward(engine: sbp.Engine, linear: nn.Linear, gradient: Tensor) -> None:
-    engine.backward(linear(torch.ones(len(gradient), 2)), lambda output: output.backward(gradient))
+    engine.backward(linear(torch.ones(*gradient.shape[:-1], 2)), lambda output: output.backward(gradient))
 
 
 def test_what_was_cut_is_added_at_the_next_step() -> None:
@@ -75,12 +75,29 @@ def test_error_feedback_goes_through_a_state_and_a_probe_leaves_it() -> None:
     assert float(SHOWN[-1][1, 0]) == 2.0
 
 
-def test_error_feedback_refuses_gradients_of_another_shape() -> None:
+def test_error_feedback_takes_a_smaller_last_batch_and_what_was_cut_waits() -> None:
     linear = nn.Linear(2, 2)
     with sbp.attach(linear, [FirstRow(error_feedback=True)]) as engine:
-        _backward(engine, linear, torch.ones(3, 2))
-        with pytest.raises(UnsupportedError, match=r"needs gradients of one shape, got \(3, 2\), then \(4, 2\) at ''"):
-            _backward(engine, linear, torch.ones(4, 2))
+        _backward(engine, linear, torch.full((3, 2), 1.0))
+        _backward(engine, linear, torch.full((2, 2), 10.0))  # the last batch of an epoch
+        _backward(engine, linear, torch.full((4, 2), 100.0))
+    assert [shown[:, 0].tolist() for shown in SHOWN] == [[1, 1, 1], [10, 11], [100, 111, 101, 100]]
+
+
+def test_error_feedback_keeps_examples_and_positions_apart() -> None:
+    linear = nn.Linear(2, 1)
+    with sbp.attach(linear, [FirstRow(error_feedback=True)]) as engine:
+        for gradient in (torch.arange(6.0).view(2, 3, 1), torch.zeros(2, 2, 1)):
+            _backward(engine, linear, gradient)
+    assert SHOWN[-1][:, 0].tolist() == [0, 1, 3, 4]  # of two examples, positions 0 and 1; row 0 was kept
+
+
+def test_error_feedback_goes_on_from_a_checkpoint_that_is_flat() -> None:
+    linear = nn.Linear(2, 1)
+    with sbp.attach(linear, [FirstRow(error_feedback=True)]) as engine:
+        engine.load_state_dict({"index": 1, "micro_batch": 0, "cut": {"/0/0": torch.arange(6.0).view(6, 1)}})
+        _backward(engine, linear, torch.zeros(2, 3, 1))
+    assert SHOWN[-1][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("sites", ["linears", "branches"])

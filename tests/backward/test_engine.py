@@ -14,11 +14,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Rows, Selection, Site, Step
+from sparsebp_cli.policy import Rows, Selection, Site, Step, choice
 from tests.selector import Promises
 
 from .conftest import tiny_model, tokens
@@ -274,3 +275,68 @@ def test_an_attention_that_uses_its_weight_directly_shows_as_never_called() -> N
     with sbp.attach(model, [ROWS]) as engine:
         engine.backward(model["head"](attention(x, x, x)[0]).sum())
         assert engine.report().never_called == ("attention.out_proj",)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d"])
+def test_a_linear_may_be_called_by_the_name_of_its_argument(name: str) -> None:
+    layer, key = (nn.Linear(4, 3), "input") if name == "linear" else (Conv1D(3, 4), "x")
+    x = torch.linspace(-1, 1, 20).view(5, 4)
+    layer(x).square().sum().backward()
+    dense, layer.weight.grad = layer.weight.grad, None
+    with sbp.attach(layer, [sbp.make_policy("topk", keep=1.0)]) as engine:
+        engine.backward(layer(**{key: x}).square().sum())
+        with pytest.raises(TypeError):
+            layer(x, nonsense=1)
+        with engine.disabled():
+            layer(**{key: x})
+    assert torch.equal(layer.weight.grad, dense)
+
+
+def test_vmap_over_a_linear_is_refused_by_our_own_error() -> None:
+    model, x = _network(), torch.ones(2, 5, 4)
+    with sbp.attach(model, [ROWS]) as engine:
+        with pytest.raises(UnsupportedError, match=r"torch.func \(vmap, grad, jacrev\) over '0' of an attached model"):
+            torch.func.vmap(model)(x)
+        with torch.no_grad():
+            assert torch.func.vmap(model)(x).shape == (2, 5, 3)
+        with engine.disabled():
+            assert torch.func.vmap(model)(x).shape == (2, 5, 3)
+
+
+def test_a_backward_inside_disabled_counts_as_nothing() -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters())
+    with sbp.attach(model, [ROWS], optimizer=optimizer) as engine:
+        engine.backward(_loss(model))
+        before = engine.state_dict(), engine.report()
+        with engine.disabled():
+            engine.backward(_loss(model))
+        assert (engine.state_dict(), engine.report()) == before
+
+
+@pytest.mark.parametrize("along", ["rows", "columns", "blocks"])
+@pytest.mark.parametrize("size", [1e-25, 1e-42, 1e-5, 1e30])
+def test_gradients_so_small_that_squares_vanish_are_chosen_by_norm(along: str, size: float) -> None:
+    grad_NO = torch.full((4, 4), size * 1e-3)
+    grad_NO[2:, 2:] = size
+    policy = sbp.make_policy("topk", keep=0.25 if along == "blocks" else 0.5, along=along, block=(2, 2))
+    selection = policy.select(grad_NO, Site("x", 4, (4,)), Step(0))
+    assert selection is not None
+    kept = selection.apply(grad_NO)
+    assert torch.equal(kept[2:, 2:], grad_NO[2:, 2:])
+    assert int((kept != 0).sum()) == int((selection.apply(torch.ones(4, 4)) != 0).sum())
+
+
+@pytest.mark.parametrize("along", ["rows", "columns", "blocks"])
+def test_scaling_against_underflow_changes_no_choice_elsewhere(along: str) -> None:
+    policy = sbp.make_policy("topk", keep=0.25, along=along, block=(2, 2))
+    for seed in range(20):
+        grad_NO = torch.randn(16, 12, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed - 10)
+        chosen, site = policy.select(grad_NO, Site("x", 12, (16,)), Step(0)), Site("x", 12, (16,))
+        plain = grad_NO.square()
+        if along == "rows":
+            score = torch.linalg.vector_norm(grad_NO, dim=1)
+        else:
+            score = plain.sum(0) if along == "columns" else choice.sum_blocks(plain, (2, 2))
+        expected = policy.choose(score, grad_NO, site)
+        assert torch.equal(chosen.index_K, expected.index_K)
