@@ -1,6 +1,9 @@
 """Where a plan runs. One contract; the command line knows no more than that."""
 
+from pydantic import ValidationError
+
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy.finding import word_errors
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.recipe.target import find_target
 from sparsebp_cli.target.contract import Finding, Job, Target
@@ -18,10 +21,16 @@ def make_target(section: TargetSection) -> Target:
         The target.
 
     Raises:
-        UsageError: Its kind is not installed here, or broken.
+        UsageError: Its kind is not installed here, or broken; or an option is refused, as one of a plan that was
+            made elsewhere may be.
     """
     found = find_target(section.kind)
     if not issubclass(found.target_class, Target):
         raise UsageError(f"target {section.kind!r} of {found.source} is broken: it is not a Target")
-    target: Target = found.target_class(found.options_class.model_validate(section.options))
+    try:
+        options = found.options_class.model_validate(section.options)
+    except ValidationError as error:
+        finding = word_errors(error, found.options_class, section.options)[0]
+        raise UsageError(f"target.{finding.key}: {finding.text}") from None
+    target: Target = found.target_class(options)
     return target

@@ -13,8 +13,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe.section import PositiveInt
-from sparsebp_cli.target.container import ContainerOptions, Mount, Size
+from sparsebp_cli.target.confinement import read_mount
+from sparsebp_cli.target.container import ContainerOptions, MountText, Size
 
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[\w./@+-]*$")]
 Word = Annotated[str, Field(pattern=r"^[\w.,:@/*+-]+$")]
@@ -50,7 +52,7 @@ class SlurmOptions(ContainerOptions):
         120, description="How long before its end a job is told, so that it makes a checkpoint."
     )
     container: Literal["none", "apptainer", "pyxis"] = Field("none", description="What runs the image; none: no image.")
-    mounts: list[Mount] = Field(default_factory=list, description="With a container: SOURCE:TARGET[:ro|rw].")
+    mounts: list[MountText] = Field(default_factory=list, description="With a container: SOURCE:TARGET[:ro|rw].")
     arguments: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\s]*)?$")]] = Field(
         default_factory=list, description="Further options of sbatch, such as --constraint=a100."
     )
@@ -107,7 +109,7 @@ def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int 
         A script for bash.
     """
     top = str(PurePosixPath(runs[0]).parent)
-    head = "\n".join(f"#SBATCH {word}" for word in directives(options, top, len(runs), max_parallel))
+    head = "\n".join(f"#SBATCH {_quote_directive(word)}" for word in directives(options, top, len(runs), max_parallel))
     listed = "\n".join(f"  {shlex.quote(run)}" for run in runs)
     environment = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(options.env.items()))
     setup = "\n".join(part for part in (environment, *options.setup) if part)
@@ -170,9 +172,17 @@ def worker_line(options: SlurmOptions, run: str) -> str:
     worker = f'{shlex.quote(options.python)} -m {options.worker} "{run}/plan.json"'
     if options.container == "apptainer":
         gpus = " --nv" if options.gpus else ""
-        binds = "".join(f" --bind {shlex.quote(mount)}" for mount in options.mounts)
+        binds = "".join(f" --bind {shlex.quote(read_mount(mount).text)}" for mount in options.mounts)
         return f'apptainer exec{gpus} --bind "{run}"{binds} {shlex.quote(options.image)} {worker}'
     if options.container == "pyxis":
-        mounts = ",".join([f"{run}:{run}", *options.mounts])
-        return f'srun --container-image={shlex.quote(options.image)} --container-mounts="{mounts}" {worker}'
+        mounts = "".join(f",{shlex.quote(read_mount(mount).text)}" for mount in options.mounts)
+        image = shlex.quote(options.image)
+        return f'srun --container-image={image} --container-mounts="{run}:{run}"{mounts} {worker}'
     return worker
+
+
+def _quote_directive(word: str) -> str:
+    """Return an option as sbatch reads it from a script: one line, quoted as for a shell."""
+    if not word.isprintable():
+        raise UsageError(f"an option of sbatch is one line of printable characters, got {word!r}")
+    return shlex.quote(word)

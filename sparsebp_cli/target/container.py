@@ -6,22 +6,37 @@ import re
 from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.policy.phrase import shorten
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.recipe.section import PositiveInt
+from sparsebp_cli.target.confinement import NOBODY, check_user, read_mount
 
 DATA = "/data"
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_?KEY", re.IGNORECASE)
-# A socket of an engine inside a container is root on its host.
-SOCKET = re.compile(r"(docker|podman|containerd|crio)[^/]*\.sock$")
-FORBIDDEN = {"/", "/run", "/var/run", "/var", "/etc", "/proc", "/sys", "/dev", "/var/lib/docker"}
-MOUNT = re.compile(r"^(?P<source>/[^:,]*):(?P<target>/[^:,]*)(:(?P<mode>ro|rw))?$")
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _check_mount(text: str) -> str:
+    read_mount(text)
+    return text
+
+
+def _check_user(text: str) -> str:
+    check_user(text)
+    return text
+
 
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*[bkmgBKMG]?$")]
-Mount = Annotated[str, WithJsonSchema({"type": "string", "pattern": "^/[^:,]*:/[^:,]*(:(ro|rw))?$"})]
+MountText = Annotated[
+    str, AfterValidator(_check_mount), WithJsonSchema({"type": "string", "pattern": "^/[^:,]*:/[^:,]*(:(ro|rw))?$"})
+]
+UserText = Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$"), AfterValidator(_check_user)]
+Device = Annotated[str, Field(pattern=r"^[\w.:/-]+$")]
+USER = "Numbers of user and group inside: your own, or one number from 1000 on that nobody has; never root."
 GPUS = "Graphics processors: all, a number of them, or a list of their numbers or UUIDs; null: none."
 
 
@@ -38,8 +53,12 @@ class ContainerOptions(TargetOptions):
 
     @field_validator("env")
     @classmethod
-    def _no_secret(cls, env: dict[str, str]) -> dict[str, str]:
-        for name in env:
+    def _public_words(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if not VARIABLE_NAME.fullmatch(name):
+                raise ValueError(f"names are letters, digits and _, and begin with no digit; got {shorten(repr(name))}")
+            if "\0" in value:
+                raise ValueError(f"{name} holds a NUL character, which no environment can")
             if SECRET.search(name):
                 raise ValueError(f"{name} looks like a secret, and a container's environment is public: mount a file")
         return env
@@ -56,12 +75,12 @@ class DockerOptions(ContainerOptions):
     )
     command: Literal["docker", "podman"] = Field("docker", description="The command line that is used.")
     pull: Literal["missing", "always", "never"] = Field("missing", description="When the image is pulled there.")
-    gpus: Literal["all"] | PositiveInt | list[str] | None = Field(None, description=GPUS)
+    gpus: Literal["all"] | PositiveInt | list[Device] | None = Field(None, description=GPUS)
     gpu_request: Literal["auto", "gpus", "cdi"] = Field(
         "auto",
         description="--gpus, or devices of the Container Device Interface; auto: docker the one, podman the other.",
     )
-    mounts: list[Mount] = Field(
+    mounts: list[MountText] = Field(
         default_factory=list, description="Folders of the host: SOURCE:TARGET, read-only; SOURCE:TARGET:rw to write."
     )
     hub_cache: Annotated[str, Field(pattern=r"^/[^:,]*$")] | None = Field(
@@ -72,21 +91,14 @@ class DockerOptions(ContainerOptions):
     )
     memory: Size | None = Field(None, description="Most memory, such as 16g; null: no limit.")
     shm_size: Size | None = Field(None, description="Size of /dev/shm, such as 2g; null: the engine's default.")
-    user: Annotated[str, Field(pattern=r"^[1-9][0-9]*:[0-9]+$")] = Field(
-        "10001:10001", description="Numbers of user and group inside; never root."
-    )
+    user: UserText = Field(NOBODY, description=USER)
 
-    @field_validator("mounts")
+    @field_validator("hub_cache")
     @classmethod
-    def _safe_mounts(cls, mounts: list[str]) -> list[str]:
-        for mount in mounts:
-            parts = MOUNT.match(mount)
-            if parts is None:
-                raise ValueError(f"must be SOURCE:TARGET or SOURCE:TARGET:rw with absolute paths, got {mount!r}")
-            source = str(PurePosixPath(parts["source"]))
-            if SOCKET.search(source) or source in FORBIDDEN or ".." in PurePosixPath(source).parts:
-                raise ValueError(f"{parts['source']} is not mounted: it would give the container its host")
-        return mounts
+    def _safe_cache(cls, folder: str | None) -> str | None:
+        if folder is not None:
+            read_mount(f"{folder}:{DATA}/hub:rw")
+        return folder
 
     @model_validator(mode="after")
     def _consistent(self) -> DockerOptions:
@@ -139,11 +151,13 @@ def safe_words(options: DockerOptions) -> list[str]:
     ):
         words += [name, value] if value else []
     mounts = [*options.mounts, *([f"{options.hub_cache}:{DATA}/hub:rw"] if options.hub_cache else [])]
-    for mount in mounts:
-        parts = MOUNT.match(mount)
-        assert parts is not None
-        end = "" if parts["mode"] == "rw" else ",readonly"
-        words += ["--mount", f"type=bind,source={parts['source']},target={parts['target']}{end}"]
+    for text in mounts:
+        try:  # judged again: a run before this one may have put a link in the place of a folder
+            mount = read_mount(text)
+        except ValueError as error:
+            raise UsageError(f"target.mounts: {error}") from None
+        end = "" if mount.writable else ",readonly"
+        words += ["--mount", f"type=bind,source={mount.source},target={mount.target}{end}"]
     # Unbuffered, Python writes lines in pieces, and some engines put a stamp before each piece.
     fixed = {"HOME": f"{DATA}/home", "SPARSEBP_HOME": DATA, "PYTHONUNBUFFERED": "", "USER": "sparsebp"}
     fixed |= {"HF_HOME": f"{DATA}/hub"} if options.hub_cache else {}
@@ -203,5 +217,4 @@ def check_paths(plan: Plan, reached: list[str]) -> None:
 
 def mounted_folders(options: DockerOptions) -> list[str]:
     """Return the folders that a container sees beside its image."""
-    found = [MOUNT.match(mount) for mount in options.mounts]
-    return [parts["target"] for parts in found if parts]
+    return [read_mount(mount).target for mount in options.mounts]

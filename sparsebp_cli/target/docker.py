@@ -18,6 +18,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, pack, receive, size_of, take_in
+from sparsebp_cli.target.confinement import check_there, question
 from sparsebp_cli.target.container import (
     DockerOptions,
     check_paths,
@@ -32,6 +33,7 @@ from sparsebp_cli.target.contract import Finding
 from sparsebp_cli.target.engine import Engine, Phase, Sight
 from sparsebp_cli.target.probe import SOURCE, compare
 from sparsebp_cli.target.remote import RemoteTarget
+from sparsebp_cli.target.shell import make_tool, shell_words
 from sparsebp_cli.target.stamp import LogPosition
 from sparsebp_cli.target.tool import Answer, Tool
 
@@ -86,6 +88,7 @@ class DockerEngine(Engine):
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
         options, name = self._options, container_name(run.run_id)
+        self._check_mounts_there()
         image, digest = self._resolve_image()
         labels = {"sparsebp.start": self._token, "sparsebp.image": digest or options.image}
         answer = self._tool.run(create_words(options, run.run_id, image, labels))
@@ -166,6 +169,17 @@ class DockerEngine(Engine):
             yield Finding("fail", "container", found.problem)
             return
         yield from compare(found.text, wants_gpus=options.gpus is not None)
+
+    def _check_mounts_there(self) -> None:
+        """Judge the mounts by how they resolve on the engine's host, where that can be asked."""
+        host, mounts = self._options.host, [*self._options.mounts]
+        if not mounts or not host or not host.startswith("ssh://"):
+            return  # on this machine the options were judged already
+        answer = make_tool(host, "").run(shell_words(host, question(mounts)))
+        try:
+            check_there(mounts, answer.text)
+        except ValueError as error:
+            raise UsageError(f"target.mounts on {self._place}: {error}") from None
 
     def _run(self, *words: str) -> Answer:
         return self._tool.run([*self._words, *words])

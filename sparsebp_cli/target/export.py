@@ -19,7 +19,7 @@ from sparsebp_cli.recipe.schema import TargetSection
 from sparsebp_cli.run import home
 from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.container import ContainerOptions, container_name, run_folder
-from sparsebp_cli.target.manifest import KubernetesOptions, make_job
+from sparsebp_cli.target.manifest import KubernetesOptions, as_literal, make_job
 
 END = "END_OF_PLAN"
 
@@ -60,7 +60,7 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
         line = (
             f"mkdir -p {folder} && cp /plan/plan.json {folder}/ && exec {python} -m {options.worker} {folder}/plan.json"
         )
-        pod["containers"][0]["command"] = ["sh", "-c", line]
+        pod["containers"][0]["command"] = ["sh", "-c", as_literal(line)]
         pod["containers"][0]["volumeMounts"].append({"name": "plan", "mountPath": "/plan", "readOnly": True})
         pod["volumes"].append({"name": "plan", "configMap": {"name": name}})
         metadata = {"name": name, "labels": job["metadata"]["labels"]}

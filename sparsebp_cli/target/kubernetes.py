@@ -17,7 +17,8 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, pack, receive, size_of, take_in
-from sparsebp_cli.target.container import MOUNT, check_paths, container_name, run_folder
+from sparsebp_cli.target.confinement import read_mount
+from sparsebp_cli.target.container import check_paths, container_name, run_folder
 from sparsebp_cli.target.contract import Finding
 from sparsebp_cli.target.engine import Engine, Phase, Sight
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
@@ -59,7 +60,7 @@ class KubernetesEngine(Engine):
         return {"job.json": to_text(make_job(self._options, run.run_id))}
 
     def check_plan(self, plan: Plan) -> None:
-        check_paths(plan, [parts["target"] for mount in self._options.mounts if (parts := MOUNT.match(mount))])
+        check_paths(plan, [read_mount(mount).target for mount in self._options.mounts])
 
     def find(self, run: RunFolder) -> str | None:
         job = self._get("job", container_name(run.run_id))

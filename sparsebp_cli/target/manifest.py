@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from sparsebp_cli.recipe.section import CountFromZero, Name, PositiveInt
+from sparsebp_cli.target.confinement import NOBODY, read_mount
 from sparsebp_cli.target.container import (
     DATA,
-    MOUNT,
+    USER,
     ContainerOptions,
-    DockerOptions,
-    Mount,
+    MountText,
+    UserText,
     container_name,
     run_folder,
 )
@@ -49,17 +50,9 @@ class KubernetesOptions(ContainerOptions):
         2, description="Pods that may take the place of a lost one, with a growing pause."
     )
     hold_min: PositiveInt = Field(60, description="Minutes that a pod stays after its end, to be fetched.")
-    mounts: list[Mount] = Field(default_factory=list, description="Folders of the node: SOURCE:TARGET[:ro|rw].")
+    mounts: list[MountText] = Field(default_factory=list, description="Folders of the node: SOURCE:TARGET[:ro|rw].")
     host_network: bool = Field(False, description="Whether pods use the node's network.")
-    user: Annotated[str, Field(pattern=r"^[1-9][0-9]*:[1-9][0-9]*$")] = Field(
-        "10001:10001", description="Numbers of user and group inside; never root."
-    )
-
-    @field_validator("mounts")
-    @classmethod
-    def _safe_mounts(cls, mounts: list[str]) -> list[str]:
-        DockerOptions(mounts=mounts)
-        return mounts
+    user: UserText = Field(NOBODY, description=USER)
 
 
 def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
@@ -99,6 +92,11 @@ def to_text(manifest: dict[str, Any]) -> str:
     return json.dumps(manifest, indent=2) + "\n"
 
 
+def as_literal(text: str) -> str:
+    """Return a text that Kubernetes, which replaces ``$(NAME)`` in commands and environments, reads as it is."""
+    return text.replace("$", "$$")
+
+
 def _make_pod(options: KubernetesOptions, words: list[str], *, reader: bool = False) -> dict[str, Any]:
     user, group = (int(number) for number in options.user.split(":"))
     fixed = {"HOME": f"{DATA}/home", "SPARSEBP_HOME": DATA, "PYTHONUNBUFFERED": "", "USER": "sparsebp"}
@@ -112,8 +110,8 @@ def _make_pod(options: KubernetesOptions, words: list[str], *, reader: bool = Fa
                 "name": "worker",
                 "image": options.image,
                 "imagePullPolicy": {"missing": "IfNotPresent", "always": "Always", "never": "Never"}[options.pull],
-                "command": words,
-                "env": [{"name": name, "value": value} for name, value in {**fixed, **options.env}.items()],
+                "command": [as_literal(word) for word in words],
+                "env": [{"name": name, "value": as_literal(value)} for name, value in {**fixed, **options.env}.items()],
                 "resources": {} if reader else _make_resources(options),
                 "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
                 "volumeMounts": [{"name": "data", "mountPath": DATA}],
@@ -122,11 +120,10 @@ def _make_pod(options: KubernetesOptions, words: list[str], *, reader: bool = Fa
         "volumes": [_make_data(options)],
     }
     for number, mount in enumerate(options.mounts):
-        parts = MOUNT.match(mount)
-        assert parts is not None
+        source, target, writable = read_mount(mount)
         name = f"mount-{number}"
-        pod["volumes"].append({"name": name, "hostPath": {"path": parts["source"]}})
-        inside = {"name": name, "mountPath": parts["target"], "readOnly": parts["mode"] != "rw"}
+        pod["volumes"].append({"name": name, "hostPath": {"path": source}})
+        inside = {"name": name, "mountPath": target, "readOnly": not writable}
         pod["containers"][0]["volumeMounts"].append(inside)
     if options.node_selector:
         pod["nodeSelector"] = dict(options.node_selector)

@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import final
 
-from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
+from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, pack, receive, size_of, take_in
 from sparsebp_cli.target.batch import SlurmOptions, render_script
+from sparsebp_cli.target.confinement import check_there, question
 from sparsebp_cli.target.contract import Finding
 from sparsebp_cli.target.engine import Engine, Phase, Sight
 from sparsebp_cli.target.probe import SOURCE, compare
@@ -61,6 +62,7 @@ class SlurmEngine(Engine):
         return self._sh(f"cat {self._q(run)}/slurm-job 2>/dev/null || true").text or None
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
+        self._check_mounts_there()
         for run in runs:
             self._claim(run)
             if self._options.host:
@@ -120,7 +122,7 @@ class SlurmEngine(Engine):
         if self._options.host is None:
             return
         self.pull(run, handle)
-        lines = f"tar -C {self._q(run)}/.. -cf - {run.run_id}"
+        lines = f"tar -C {self._q(run)}/.. -cf - -- {shlex.quote(run.run_id)}"
         with self._tool.read(shell_words(self._options.host, lines)) as stream:
             part = receive(stream, run)
         take_in(part, run.run_id, run)
@@ -167,6 +169,16 @@ class SlurmEngine(Engine):
         if SILENT.search(answer.err) or (answer.code == 0 and SILENT.search(answer.text)):
             raise UnreachableError(f"{self._place}: the controller of Slurm does not answer: {answer.problem}")
         return answer
+
+    def _check_mounts_there(self) -> None:
+        """Judge the mounts by how they resolve on the login node."""
+        mounts = self._options.mounts
+        if not mounts or self._options.host is None:
+            return  # on this machine the options were judged already
+        try:
+            check_there(mounts, self._sh(question(mounts)).text)
+        except ValueError as error:
+            raise UsageError(f"target.mounts on {self._place}: {error}") from None
 
     def _claim(self, run: RunFolder) -> None:
         """Keep other dispatchers from submitting the same run; one that began ten minutes ago has died."""

@@ -25,6 +25,7 @@ DOCKER = f"unix://{STATE}/dk/docker.sock"
 BASE = "sparsebp-base:host"
 # Files of this machine that the workers in containers need: the package as it is here, and its environment.
 MOUNTS = sorted({f"{path}:{path}" for path in (str(ROOT), sys.prefix)})
+os.environ["SPARSEBP_MOUNTS"] = f"{ROOT}:{sys.prefix}"  # wherever this checkout lies
 
 
 def need(*programs: str) -> None:
