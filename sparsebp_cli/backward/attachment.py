@@ -14,21 +14,23 @@ from sparsebp_cli.backward.binding import Binding
 from sparsebp_cli.backward.branching import BranchBinding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager.choice import choose_update
+from sparsebp_cli.backward.eager.clip import Clipping
 from sparsebp_cli.backward.engine import Engine
-from sparsebp_cli.backward.float8 import refuse_float8
+from sparsebp_cli.backward.float8 import find_float8
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.node import NodeBinding
-from sparsebp_cli.backward.parameter import ParameterPart, refuse_lazy, refuse_selector
+from sparsebp_cli.backward.parameter import ParameterPart, refuse_lazy
 from sparsebp_cli.backward.part import Part
-from sparsebp_cli.backward.process import refuse_several_processes
+from sparsebp_cli.backward.process import SEVERAL, count_processes
 from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.score.check import check_scoring
 from sparsebp_cli.backward.score.example import ExamplePart
-from sparsebp_cli.backward.segment.check import make_segments
+from sparsebp_cli.backward.segment.part import Segments
 from sparsebp_cli.backward.site import Bound, LinearBinding
 from sparsebp_cli.backward.token.part import make_parts
-from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
+from sparsebp_cli.composition import PolicyFacts, Setup, refuse
+from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
+from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy
 
 
 def attach(  # noqa: PLR0913 - each is one choice of the user
@@ -83,34 +85,28 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             ``sites``, ``update`` or ``segments``, a model that is attached or offloaded.
         UsageError: ``engine`` is unknown, ``exclude`` matches nothing, or the model has no linear.
     """
-    if checkpointing not in ("none", "sparse"):
-        raise UsageError(f"checkpointing must be none or sparse, got {checkpointing!r}")
-    if checkpointing == "sparse" and sites != "branches":
-        raise UnsupportedError(f"checkpointing='sparse' needs sites='branches', got {sites!r}")
-    if engine not in ("fast", "reference"):
-        raise UsageError(f"engine must be fast or reference, got {engine!r}")
-    if sites not in _BINDINGS:
-        raise UsageError(f"sites must be one of {', '.join(_BINDINGS)}, got {sites!r}")
-    _refuse_rivals(policies)
+    chosen: dict[str, Any] = {"sites": sites, "update": update, "checkpointing": checkpointing, "engine": engine}
+    for name, value in chosen.items():
+        if value not in _CHOICES[name]:
+            known = ", ".join(_CHOICES[name])
+            raise UsageError(f"{name} must be one of {known}, got {value!r}{did_you_mean(str(value), _CHOICES[name])}")
+    clipping = Clipping(max_grad_norm, eager_clip)
+    chosen |= {"max_grad_norm": max_grad_norm, "eager_clip": eager_clip, "segments": segments, "optimizer": optimizer}
+    _refuse_unbuilt(model, policies, chosen)
     asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
     policy, decision = next(asked_at_sites, None), None
-    refuse_selector(policies, model, optimizer)
-    refuse_float8(model, sites)
     check_scoring(policies, num_steps, reference)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     refuse_lazy(model)
     if isinstance(policy, EdgeRouter):
-        if sites != "nodes":
-            raise UnsupportedError(f"{type(policy).__name__} routes at graph nodes: sites must be nodes, got {sites!r}")
-        refuse_several_processes(wrapped, f"{type(policy).__name__} at sites='nodes'")
         binding: Binding = NodeBinding(model, exclude, Routing(policy))
     else:
         decision = None if policy is None else Decision(policy, len(LayerNumbers(model).layers))
         dense = policy is None and sites == "linears"  # then a model needs no linear: a convolutional one in segments
         binding = LinearBinding(model, exclude, may_be_empty=True) if dense else _BINDINGS[sites](model, exclude)
-    tokens = make_parts(policies, model, reference, sites)
-    eager = choose_update(wrapped, optimizer, update, (max_grad_norm, eager_clip), sites=sites)
+    tokens = make_parts(policies, model, reference)
+    eager = choose_update(wrapped, optimizer, update, clipping)
     return Engine(
         binding,
         decision,
@@ -123,7 +119,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             *tokens,
             *(make(policy, model) for kind, make in _PARTS.items() for policy in policies if isinstance(policy, kind)),
             *eager,
-            *make_segments(model, segments, policies=policies, sites=sites),
+            *([] if segments is None else [Segments(model, segments)]),
         ],
     )
 
@@ -132,6 +128,14 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
     "linears": LinearBinding,
     "branches": BranchBinding,
     "nodes": NodeBinding,
+}
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "sites": tuple(_BINDINGS),
+    "update": ("deferred", "eager"),
+    "checkpointing": ("none", "sparse"),
+    "engine": ("fast", "reference"),
 }
 
 
@@ -159,19 +163,13 @@ def _refuse_attached(model: nn.Module) -> None:
             raise UnsupportedError(f"the model is already attached{where}: call detach() of its engine first")
 
 
-def _refuse_rivals(policies: Sequence[Policy]) -> None:
-    """Refuse kinds that are not built, and two policies that answer one question."""
-    first: dict[Any, Policy] = {}
-    kinds: tuple[Any, ...] = (GradientSelector, EdgeRouter, TokenSelector, *_PARTS)
-    for policy in policies:
-        kind = next((kind for kind in kinds if isinstance(policy, kind)), None)
-        if kind is None:
-            built = ", ".join(kind.__name__ for kind in kinds)
-            raise UnsupportedError(f"policy {policy!r}: its kind is not built; built: {built}")
-        if kind in first:
-            names = f"{type(first[kind]).__name__} and {type(policy).__name__}"
-            raise UnsupportedError(f"{names} answer the same question ({kind.__name__}): give one of them")
-        first[kind] = policy
-    if GradientSelector in first and EdgeRouter in first:
-        names = f"{type(first[GradientSelector]).__name__} and {type(first[EdgeRouter]).__name__}"
-        raise UnsupportedError(f"{names} in one backward is not built: give one of them")
+def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: dict[str, Any]) -> None:
+    """Hold what the user chose against the table of what goes with what."""
+    float8 = find_float8(model)
+    wrapped = "compiled" if "_orig_mod" in dict(model.named_children()) else None
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        wrapped = "DDP"
+    processes = count_processes(model)
+    facts = {**chosen, "float8": float8, "wrapped": wrapped, "processes": processes, "loop": "own"}
+    words = {"processes": SEVERAL, "float8": f"float8 linears (at {float8!r})"}
+    refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words=words))

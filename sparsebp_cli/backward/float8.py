@@ -24,7 +24,6 @@ from torch.autograd.function import Function, once_differentiable
 from sparsebp_cli.backward.kernel import Needs
 from sparsebp_cli.backward.linear import Decider, Form
 from sparsebp_cli.backward.shared_cast import SharedCast
-from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Rows, Selection
 
 
@@ -34,23 +33,16 @@ def float8_class() -> type[nn.Linear] | None:
     return None if loaded is None else cast("type[nn.Linear]", loaded.Float8Linear)
 
 
-def refuse_float8(model: nn.Module, sites: str) -> None:
-    """Refuse sites where float8 linears are not built.
+def find_float8(model: nn.Module) -> str | None:
+    """Return the name of the first linear in float8; None: there is none.
 
     Args:
         model: Any.
-        sites: Where policies are asked.
-
-    Raises:
-        UnsupportedError: At branches, rows would be multiplied again on their own: with another scale than in the
-            forward, which was that of all rows.
     """
     kind = float8_class()
-    if kind is None or sites != "branches":
-        return
-    name = next((name for name, module in model.named_modules() if isinstance(module, kind)), None)
-    if name is not None:
-        raise UnsupportedError(f"sites='branches' and float8 linears (at {name!r}) is not built; use sites='linears'")
+    if kind is None:
+        return None
+    return next((name for name, module in model.named_modules() if isinstance(module, kind)), None)
 
 
 class _Casts(NamedTuple):

@@ -7,20 +7,18 @@ parameter and its state alone, weight decay included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.need import claim_needed
 from sparsebp_cli.backward.part import DensePass, PassClaim
-from sparsebp_cli.backward.process import refuse_several_processes
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import Parameter, ParameterSelector, Policy, Step
+from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.engine import Engine
@@ -164,38 +162,6 @@ def refuse_lazy(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise UsageError(f"{name!r} has no shape before the model has run: run it once, and attach then")
-
-
-def refuse_selector(policies: Iterable[Policy], wrapped: nn.Module, optimizer: object) -> None:
-    """Refuse what a parameter selector cannot be combined with, before anything changes.
-
-    Args:
-        policies: Of which one may be a parameter selector.
-        wrapped: The model as the user gave it, in DDP or compiled.
-        optimizer: That advances the step; None: every backward does.
-
-    Raises:
-        UnsupportedError: The combination is not built.
-    """
-    for policy in policies:
-        if not isinstance(policy, ParameterSelector):
-            continue
-        name = type(policy).__name__
-        if any(isinstance(module, DistributedDataParallel) for module in wrapped.modules()):
-            # DDP waits for the gradient of every parameter that required one when it was made.
-            raise UnsupportedError(f"{name} under DDP: attach first, and wrap the model in DDP afterwards")
-        if not policy.changes:
-            continue
-        refuse_several_processes(wrapped, f"{name} with another set of parameters each step")
-        if optimizer is None:
-            raise UnsupportedError(
-                f"{name} with another set of parameters each step needs attach(optimizer=...): "
-                "the set changes after the optimizer's step, which must find the gradients of the one before"
-            )
-        if "_orig_mod" in dict(wrapped.named_children()):
-            raise UnsupportedError(
-                f"{name} with another set of parameters each step and torch.compile: each set would be compiled anew"
-            )
 
 
 def _find_forced(model: nn.Module) -> Sequence[nn.Module]:

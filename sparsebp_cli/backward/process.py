@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.composition import PolicyFacts, Setup, refuse
+from sparsebp_cli.policy import Policy
+
+SEVERAL = "several (DDP or FSDP)"
 
 
 def current_rank() -> int:
@@ -13,16 +18,29 @@ def current_rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def refuse_several_processes(model: nn.Module, what: str) -> None:
+def count_processes(model: nn.Module) -> int:
+    """Return how many processes train together: 2 where the model is made for several, however many there are.
+
+    Args:
+        model: That is trained, as the user has it.
+    """
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return distributed.get_world_size()
+    return 2 if any(isinstance(module, DistributedDataParallel) for module in model.modules()) else 1
+
+
+def refuse_processes(model: nn.Module, policies: Iterable[Policy] = (), **options: object) -> None:
     """Refuse what would leave the processes with different gradients, or waiting for each other.
+
+    Asked again before a backward, since a model can be wrapped after it was attached.
 
     Args:
         model: That is trained.
-        what: What cannot be done; the beginning of the sentence.
+        policies: That are at work.
+        **options: Of ``attach``, that are in force.
 
     Raises:
         UnsupportedError: There are several processes, or the model is made for them.
     """
-    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    if several or any(isinstance(module, DistributedDataParallel) for module in model.modules()):
-        raise UnsupportedError(f"{what} works in one process: without DDP or FSDP")
+    facts = {**options, "processes": count_processes(model), "loop": "own"}
+    refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words={"processes": SEVERAL}))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.process import refuse_several_processes
+from sparsebp_cli.backward.process import refuse_processes
 from sparsebp_cli.backward.report import Route
 from sparsebp_cli.backward.visitor import Gradients, Visitor
 from sparsebp_cli.errors import PolicyError
@@ -49,7 +49,7 @@ class Routing:
         Raises:
             UnsupportedError: Gradients are reduced over several processes.
         """
-        refuse_several_processes(model, f"{type(self.router).__name__} at sites='nodes'")
+        refuse_processes(model, [self.router], sites="nodes")
         ahead = Lookahead(loss, graph, self.router) if self.router.lookahead else None
         self._walker = Router(self.router, engine.now(), graph, excluded, ahead)
         return self._walker

@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
-from sparsebp_cli.backward.process import refuse_several_processes
+from sparsebp_cli.backward.process import refuse_processes
 from sparsebp_cli.backward.visitor import Gradients, Visitor
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
@@ -137,7 +137,7 @@ def refuse_hooks(model: nn.Module) -> None:
     Raises:
         UnsupportedError: A hook of its backward is registered, or gradients are reduced over processes.
     """
-    refuse_several_processes(model, "engine='reference' at sites='nodes'")
+    refuse_processes(model, engine="reference", sites="nodes")
     hooked = find_hook(model)
     if hooked is not None:
         raise UnsupportedError(f"engine='reference' at sites='nodes' runs no backward hooks; {hooked!r} has one")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import Elements, GradientSelector, Policy, Rows, Selection, make_policy
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
@@ -117,8 +118,8 @@ def _router_forms(
     found: FoundPolicy, sites: Sequence[str] | None, keeps: Sequence[float] | None, options: dict[str, Any]
 ) -> tuple[Form, ...]:
     """A router with its defaults, and with each other value of each option of its own."""
-    if sites not in (None, ["nodes"], ("nodes",)):
-        raise UsageError(f"{found.name!r} routes at graph nodes: sites must be nodes, got {', '.join(sites or ())}")
+    for site in sites or ():
+        refuse(Setup([PolicyFacts(repr(found.name), {"kind": EdgeRouter.__name__})], {"sites": site}))
     if keeps:
         raise UsageError(f"{found.name!r} has no option keep: leave --keep out")
     assert found.policy_class is not None

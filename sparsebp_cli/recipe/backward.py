@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from sparsebp_cli.recipe.section import PositiveInt, Section
 
@@ -36,33 +36,8 @@ class BackwardSection(Section):
         description="What is kept for the backward. none: all that it reads. full: each layer's input, and every layer "
         "is computed again. sparse: each branch's input, and the kept rows are.",
     )
-
     segments: PositiveInt | Annotated[list[str], Field(min_length=1)] | None = Field(
         None,
         description="In how many parts of the layers forward and backward are run, or the names of the first module of "
         "each: their inputs are kept, and all but the last part are computed again. null: in one.",
     )
-
-    @model_validator(mode="after")
-    def _clips_eagerly(self) -> Self:
-        if self.eager_clip is not None and self.update != "eager":
-            raise ValueError(f"eager_clip: {self.eager_clip} needs update: eager, got {self.update}")
-        if self.eager_clip == "exact" and self.sites == "nodes":
-            raise ValueError("eager_clip: exact needs two passes over one graph, sites: nodes is made for one")
-        return self
-
-    @model_validator(mode="after")
-    def _sparse_needs_branches(self) -> Self:
-        if self.checkpointing == "sparse" and self.sites != "branches":
-            raise ValueError(f"checkpointing: sparse needs sites: branches, got {self.sites}")
-        return self
-
-    @model_validator(mode="after")
-    def _segments_stand_alone(self) -> Self:
-        if self.segments is None:
-            return self
-        if self.checkpointing == "full":
-            raise ValueError("segments and checkpointing: full both compute layers again: keep one of them")
-        if self.sites == "nodes":
-            raise ValueError("segments hide the nodes of their layers: needs sites: linears or branches, got nodes")
-        return self

@@ -10,9 +10,7 @@ from pydantic import BaseModel, ValidationError
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.finding import Finding, word_errors
-from sparsebp_cli.recipe.chosen import find_chosen
-from sparsebp_cli.recipe.eager import find_eager
-from sparsebp_cli.recipe.frozen import find_frozen
+from sparsebp_cli.recipe.composition import find_unbuilt
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.target import check_target, lay_over_named
@@ -39,24 +37,21 @@ def check_recipe(tree: Node) -> Recipe:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         findings += [_add_home(finding) for finding in word_errors(error, Recipe, data)]
-    backward = data.get("backward")
-    sites = backward.get("sites", "linears") if isinstance(backward, dict) else "linears"
-    is_cut = isinstance(backward, dict) and backward.get("segments") is not None
-    policies = _check_policies(data.get("policy") or [{"name": "dense"}], sites, findings, is_cut=is_cut)
+    policies = _check_policies(data.get("policy") or [{"name": "dense"}], findings)
     target = _check_target(data.get("target", {}), findings)
-    findings += [] if recipe is None else find_eager(recipe, data)
-    findings += [] if recipe is None or findings else [*find_chosen(recipe), *find_frozen(recipe)]
     if recipe is not None and not findings:
-        return recipe.model_copy(update={"policy": policies, "target": target})
+        recipe = recipe.model_copy(update={"policy": policies, "target": target})
+        findings += find_unbuilt(recipe, data)
+    if recipe is not None and not findings:
+        return recipe
     placed = [(_find_place(tree, finding), finding) for finding in findings]
     place, first = min(placed, key=lambda pair: _rank(*pair, own_file=tree.place.file))
     raise place.error(first.text, first.key)
 
 
-def _check_policies(entries: Any, sites: object, findings: list[Finding], *, is_cut: bool) -> list[PolicyEntry]:
+def _check_policies(entries: Any, findings: list[Finding]) -> list[PolicyEntry]:
     """Check the options of each policy; what is wrong is added to the findings."""
     policies: list[PolicyEntry] = []
-    first_of_kind: dict[str, tuple[int, str]] = {}
     for index, entry in enumerate(entries if isinstance(entries, list) else []):
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             continue  # the schema has refused it
@@ -71,17 +66,6 @@ def _check_policies(entries: Any, sites: object, findings: list[Finding], *, is_
             options = {key: value for key, value in entry.items() if key != "name"}
             wrong = word_errors(error, found.policy_class or BaseModel, options)
             findings += [replace(each, location=("policy", index, *each.location)) for each in wrong]
-        if found.kind == "EdgeRouter" and sites in ("linears", "branches"):
-            text = f"{name!r} routes at graph nodes: needs backward.sites: nodes, got {sites}"
-            findings.append(Finding(("policy", index, "name"), text))
-        if found.kind == "TokenSelector" and is_cut:
-            findings.append(Finding(("policy", index, "name"), f"{name!r} with backward.segments is not built"))
-        if found.kind in first_of_kind:
-            other, other_name = first_of_kind[found.kind]
-            both = f"{other_name!r} (policy.{other}) and {name!r}"
-            text = f"{both} answer the same question ({found.kind}) at the same place; keep one of them"
-            findings.append(Finding(("policy", index, "name"), text))
-        first_of_kind.setdefault(found.kind, (index, name))
     return policies
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -221,12 +221,6 @@ class TargetOptions(Section):
     sharding: Literal["none", "fsdp2"] = Field(
         "none", description="none: each process holds the whole model (DDP); fsdp2: a part of it."
     )
-
-    @model_validator(mode="after")
-    def _sharding_needs_processes(self) -> Self:
-        if self.sharding != "none" and self.processes == 1:
-            raise ValueError(f"sharding: {self.sharding} needs processes: 2 or more, got 1")
-        return self
 
 
 class TrackingSection(Section):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparsebp_cli.backward import attach
-from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError, did_you_mean
+from sparsebp_cli.composition import Setup, refuse
+from sparsebp_cli.errors import PolicyError, UsageError, did_you_mean
 from sparsebp_cli.policy import Policy, make_policy
 
 Chosen = Policy | str | Mapping[str, Any]
@@ -57,11 +58,7 @@ class Choice:
                 raise UsageError(
                     f"attach_options: unknown option {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}"
                 )
-        if more.get("update", "deferred") != "deferred":
-            raise UnsupportedError(
-                f"update={more['update']!r} in a transformers.Trainer is not built: it steps the optimizer itself; "
-                "built: 'deferred'"
-            )
+        refuse(Setup((), {"update": more.get("update", "deferred"), "loop": "trainer"}))
         chosen = {**options, **more}
         chosen["exclude"] = tuple(chosen["exclude"])
         return cls(tuple(_make(policy) for policy in policies), chosen)

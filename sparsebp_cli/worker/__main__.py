@@ -16,8 +16,9 @@ from pathlib import Path
 
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe import refuse_unbuilt
 from sparsebp_cli.run import JournalWriter, RunFolder, State
-from sparsebp_cli.worker.process import process_options, refuse_processes
+from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import own_rank, work_as_rank
 from sparsebp_cli.worker.stop import StopRequest, tell_stop
 
@@ -53,22 +54,18 @@ def main(plan_file: Path) -> int:
             work_as_rank(plan, run, stop, rank)
         if run.ended() is State.FINISHED:
             return 0
+        try:
+            refuse_unbuilt(plan.recipe)
+        except SparseBPError as error:
+            print(f"error: {error}", file=sys.stderr)
+            with JournalWriter(run.path) as journal:
+                journal.write("end", status=State.FAILED, step=0, text=str(error))
+            return error.exit_code
         if process_options(plan.recipe).processes > 1:
-            return _start_ranks(plan, run, stop)
+            from sparsebp_cli.worker.launcher import run_ranks
+
+            return run_ranks(plan, run, stop)
         return _execute(plan, run, stack.enter_context(JournalWriter(run.path)), stop)
-
-
-def _start_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
-    from sparsebp_cli.worker.launcher import run_ranks
-
-    try:
-        refuse_processes(plan.recipe)
-    except SparseBPError as error:
-        print(f"error: {error}", file=sys.stderr)
-        with JournalWriter(run.path) as journal:
-            journal.write("end", status=State.FAILED, step=0, text=str(error))
-        return error.exit_code
-    return run_ranks(plan, run, stop)
 
 
 def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> int:

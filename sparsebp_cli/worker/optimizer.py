@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -13,42 +12,9 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
+from sparsebp_cli.composition import OPTIMIZERS
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.recipe.schema import TrainingSection
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where an optimizer is.
-
-    Args:
-        place: ``module:class``.
-        arguments: What its name says beside the class.
-        extra: Package and extra that it needs; None: it is there.
-    """
-
-    place: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    extra: tuple[str, str] | None = None
-
-
-_EXTRA = ("pytorch-optimizer", "optimizers")
-ENTRIES: dict[str, Entry] = {
-    "adafactor": Entry("torch.optim:Adafactor"),
-    "adagrad": Entry("torch.optim:Adagrad"),
-    "adam": Entry("torch.optim:Adam"),
-    "adamax": Entry("torch.optim:Adamax"),
-    "adamw": Entry("torch.optim:AdamW"),
-    "nadam": Entry("torch.optim:NAdam"),
-    "radam": Entry("torch.optim:RAdam"),
-    "rmsprop": Entry("torch.optim:RMSprop"),
-    "sgd": Entry("torch.optim:SGD"),
-    "apollo": Entry("sparsebp_cli.worker.apollo:Apollo", {"scale_type": "channel"}),
-    # The paper's: rank 1, and a factor of the root of 128.
-    "apollo-mini": Entry("sparsebp_cli.worker.apollo:Apollo", {"scale_type": "tensor", "rank": 1, "scale": 128.0}),
-    "galore": Entry("sparsebp_cli.worker.galore:GaLore", extra=_EXTRA),
-    "adalomo": Entry("sparsebp_cli.worker.adalomo:AdaLomo", extra=_EXTRA),
-}
 
 
 def find_optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -63,7 +29,7 @@ def find_optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, An
     Raises:
         DataError: A package is missing.
     """
-    entry = ENTRIES[name]
+    entry = OPTIMIZERS[name]
     module, _, found = entry.place.partition(":")
     try:
         kind: type[torch.optim.Optimizer] = getattr(import_module(module), found)
@@ -74,7 +40,7 @@ def find_optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, An
         raise DataError(
             f"training.optim: {name} needs the package {package} ({error}): pip install 'sparsebp[{extra}]'"
         ) from None
-    return kind, dict(entry.arguments)
+    return kind, dict(entry.implied)
 
 
 def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -> torch.optim.Optimizer:

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
 
-from sparsebp_cli.errors import DataError, UnsupportedError
-from sparsebp_cli.policy import EdgeRouter, ParameterSelector, make_policy
+from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
 LONGEST_WAIT = timedelta(minutes=30)  # for another rank, such as for the first while it writes a checkpoint
@@ -29,39 +28,6 @@ def process_options(recipe: Recipe) -> TargetOptions:
     """
     given = {name: value for name, value in recipe.target.options.items() if name in TargetOptions.model_fields}
     return TargetOptions.model_validate(given)
-
-
-def refuse_processes(recipe: Recipe) -> None:
-    """Refuse what several processes cannot carry out, before any of them starts.
-
-    Args:
-        recipe: Whose target has more than one process.
-
-    Raises:
-        UnsupportedError: One of its choices needs a process alone, or unsharded weights.
-    """
-    options = process_options(recipe)
-    alone = f"works in one process, got target.processes: {options.processes}"
-    for entry in recipe.policy:
-        policy = make_policy(entry.name, **entry.options)
-        if isinstance(policy, EdgeRouter):
-            raise UnsupportedError(f"policy {entry.name}: {alone}")
-        if isinstance(policy, ParameterSelector) and policy.changes:
-            raise UnsupportedError(f"policy {entry.name} with another set of parameters each step: {alone}")
-    if recipe.backward.sites == "nodes":  # parameters' gradients are cut there, before they are summed over the ranks
-        raise UnsupportedError(f"backward.sites: nodes {alone}")
-    if recipe.backward.update == "eager":  # a gradient is summed over the ranks when it is no longer there
-        raise UnsupportedError(f"backward.update: eager {alone}")
-    if options.sharding == "none":
-        return
-    if recipe.backward.segments is not None:  # a part of the weights is gathered for each layer's forward alone
-        raise UnsupportedError(f"backward.segments is not built with target.sharding: {options.sharding}; use DDP")
-    # The state of adagrad is older than the parts, that of the others has not the shape of its parameter.
-    if recipe.training.optim in ("adagrad", "adafactor", "apollo", "apollo-mini", "galore", "adalomo"):
-        raise UnsupportedError(
-            f"training.optim: {recipe.training.optim} is not built with target.sharding: {options.sharding}; "
-            "use sharding: none"
-        )
 
 
 @dataclass(frozen=True)

@@ -362,7 +362,7 @@ def test_a_parameter_that_nothing_leads_to_does_no_harm() -> None:
 
 @pytest.mark.parametrize("sites", ["linears", "branches"])
 def test_other_sites_are_refused_by_name(sites: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"MaxChild routes at graph nodes: sites must be nodes, got '{sites}'"):
+    with pytest.raises(UnsupportedError, match=f"MaxChild routes at graph nodes: needs sites='nodes', got '{sites}'"):
         sbp.attach(tiny_decoder("llama"), [sbp.make_policy("max-child")], sites=sites)
 
 

@@ -95,11 +95,11 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
         name = CLASSES[entry.policy]
         if site != "nodes":
             return Refusal(
-                f"{name} routes at graph nodes: sites must be nodes, got {site!r}",
+                f"{name} routes at graph nodes: needs sites='nodes', got {site!r}",
                 f"{entry.policy!r} routes at graph nodes: needs backward.sites: nodes, got {site}",
             )
         if composition == "DDP":
-            return Refusal(f"{name} at sites='nodes' works in one process: without DDP or FSDP")
+            return Refusal(f"{name} works in one process, got several (DDP or FSDP)")
     if site == "nodes":
         reason = {
             "reentrant checkpointing": "CheckpointFunctionBackward: reentrant activation checkpointing; "

@@ -64,12 +64,12 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         if wrapped == "before":
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
         if "turn" in way.policy:
-            return "Frozen with another set of parameters each step works in one process: without DDP or FSDP"
+            return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
     return {
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
         ("segments", "checkpointing"): _CHECKPOINTED,
         ("segments", "reentrant checkpointing"): _CHECKPOINTED,
-        ("update", "DDP"): "update='eager' works in one process: without DDP or FSDP",
+        ("update", "DDP"): "update='eager' works in one process, got several (DDP or FSDP)",
     }.get((way.question, composition), "")
 
 
@@ -82,5 +82,5 @@ def find_pair_refusal(first: Way, second: Way) -> str:
     """
     questions = {first.question, second.question}
     if questions == {"TokenSelector", "segments"}:
-        return "SelectedTokens with segments is not built: it runs layers for some positions in its own way"
+        return "SelectedTokens with segments=2 is not built: it runs layers for some positions in its own way"
     return ""

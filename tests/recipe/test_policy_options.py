@@ -50,7 +50,7 @@ POLICY = SMALL + "policy:\n  - name: "
         (
             "dense\n  - name: topk\n    keep: 0.5",
             "7:11: policy.1.name: 'dense' (policy.0) and 'topk' answer the same question (GradientSelector)"
-            " at the same place; keep one of them",
+            " at the same place: give one of them",
         ),
     ],
 )
@@ -108,8 +108,14 @@ def test_the_same_question_is_refused_across_plugins_and_other_questions_go_toge
     install("half-plugin", {"half": "Half", "never": "Never"})
     line = refuse(SMALL + "policy: [{name: topk, keep: 1}, half]")
     assert line.startswith("r.yaml:5:33: policy.1.name: 'topk' (policy.0) and 'half' answer the same question")
-    assert [entry.name for entry in read(SMALL + "policy: [never, half]").policy] == ["never", "half"]
+    assert [entry.name for entry in read(SMALL + "policy: [uniform, half]").policy] == ["uniform", "half"]
+
+
+def test_a_kind_that_the_engine_does_not_carry_out_is_refused(install: Install, refuse: Refuse) -> None:
+    install("half-plugin", {"half": "Half", "never": "Never"})
     assert find_policies()["never"].kind == "Dropper"
+    line = refuse(SMALL + "policy: [half, never]")
+    assert line.startswith("r.yaml:5:16: policy.1.name: 'never': its kind is not built; built: GradientSelector, ")
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: 
     [
         ({"sites": "lines"}, UsageError, "sites must be one of linears, branches, nodes, got 'lines'"),
         ({"exclude": ["lm_haed"]}, UsageError, "matches no linear of the model; did you mean lm_head"),
-        ({"engine": "quick"}, UsageError, "engine must be fast or reference"),
+        ({"engine": "quick"}, UsageError, "engine must be one of fast, reference"),
         ({"checkpointing": "sparse"}, UnsupportedError, "needs sites='branches'"),
         ({"attach_options": {"optimizer": None}}, UsageError, "the trainer's own is used"),
         ({"attach_options": {"num_steps": 3}}, UsageError, "the trainer's max_steps is used"),

@@ -11,10 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.recipe import load_recipe, refuse_unbuilt
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.run.metric import METRICS
-from sparsebp_cli.worker.process import refuse_processes
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.test_resume import result, wait_for
 
@@ -102,18 +101,18 @@ def test_an_eager_run_that_diverges_says_how_much_was_updated_and_the_checkpoint
 def test_several_processes_are_refused_by_name(tiny_recipe: Any) -> None:
     recipe = tiny_recipe(backward=EXACT, target={"kind": "local", "processes": 2})
     with pytest.raises(UnsupportedError, match=r"backward.update: eager works in one process, got target.processes: 2"):
-        refuse_processes(recipe)
+        refuse_unbuilt(recipe)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         (["backward.update=eager"], "backward.update: eager needs backward.eager_clip: parameter, previous or exact"),
-        (["backward.update=eager"], "max_grad_norm: 1.0, the default can clip; or max_grad_norm: null"),
-        (["backward.eager_clip=exact"], "eager_clip: exact needs update: eager, got deferred"),
+        (["backward.update=eager"], "max_grad_norm: 1.0, the default, can clip; or training.max_grad_norm: null"),
+        (["backward.eager_clip=exact"], "backward.eager_clip: exact needs backward.update: eager, got deferred"),
         (
             ["backward.update=eager", "backward.eager_clip=exact", "training.max_grad_norm=null"],
-            "backward.eager_clip: clips nothing: training.max_grad_norm is null",
+            "backward.eager_clip: exact clips nothing: training.max_grad_norm: null",
         ),
         (
             ["backward.update=eager", "backward.eager_clip=exact", "backward.sites=nodes"],

@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.recipe import load_recipe, refuse_unbuilt
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
-from sparsebp_cli.worker.process import refuse_processes
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.ranks import make_run, train_alone, train_on_two
 from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_recipe, weights_of
@@ -203,7 +202,7 @@ def test_two_processes_with_frozen_parameters_train_as_one_does(make_recipe, tmp
     [
         (
             "model: {name: austen-llama, float8: emulated}\nbackward: {sites: branches}",
-            r"2:37: model.float8: emulated: linears in float8 are not built at backward.sites: branches; use linears",
+            "2:37: model.float8: emulated with backward.sites: branches is not built; use backward.sites: linears",
         ),
         (
             "model: {name: austen-llama}\ntarget: {kind: local, processes: 2}\npolicy: [{name: frozen, turn: layers}]",
@@ -220,5 +219,5 @@ def test_a_recipe_is_refused_where_it_says_what_is_not_built(tmp_path, text, err
 
 
 def test_turns_on_several_processes_are_refused_by_name(make_recipe) -> None:
-    with pytest.raises(UnsupportedError, match="policy frozen with another set of parameters each step: works in one"):
-        refuse_processes(make_recipe(2, policy=[TURNS]))
+    with pytest.raises(UnsupportedError, match="'frozen' with another set of parameters each step works in one"):
+        refuse_unbuilt(make_recipe(2, policy=[TURNS]))

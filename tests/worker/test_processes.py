@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe import refuse_unbuilt
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder, State
-from sparsebp_cli.worker.process import refuse_processes
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.ranks import make_run, train_alone, train_on_two
 
@@ -181,7 +181,11 @@ def test_a_group_of_runs_has_one_number_of_processes(make_recipe) -> None:
 @pytest.mark.parametrize(
     ("sharding", "sections", "text"),
     [
-        ("none", {"policy": [{"name": "max-child"}], "backward": {"sites": "nodes"}}, "policy max-child: works in one"),
+        (
+            "none",
+            {"policy": [{"name": "max-child"}], "backward": {"sites": "nodes"}},
+            "'max-child' works in one",
+        ),
         ("none", {"policy": ROWS, "backward": {"sites": "nodes"}}, "backward.sites: nodes works in one process"),
         ("fsdp2", {"training": {"optim": "adafactor"}}, "training.optim: adafactor is not built"),
         ("fsdp2", {"training": {"optim": "adagrad"}}, "training.optim: adagrad is not built"),
@@ -189,7 +193,7 @@ def test_a_group_of_runs_has_one_number_of_processes(make_recipe) -> None:
 )
 def test_what_several_processes_cannot_do_is_refused_by_name(make_recipe, sharding, sections, text) -> None:
     with pytest.raises(UnsupportedError, match=text):
-        refuse_processes(make_recipe(2, sharding, **sections))
+        refuse_unbuilt(make_recipe(2, sharding, **sections))
 
 
 def test_a_refused_recipe_ends_before_any_process_starts(make_recipe, prepared) -> None:

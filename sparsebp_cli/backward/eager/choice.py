@@ -12,19 +12,14 @@ from sparsebp_cli.backward.eager.separable import refuse_inseparable
 from sparsebp_cli.backward.eager.single import SingleStep
 from sparsebp_cli.backward.eager.update import EagerUpdate
 from sparsebp_cli.backward.grad_store import GradStore
-from sparsebp_cli.backward.process import refuse_several_processes
-from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-
-UPDATES = ("deferred", "eager")
+from sparsebp_cli.errors import UnsupportedError, UsageError
 
 
 def choose_update(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     update: str,
-    clipping: tuple[float | None, str | None],
-    *,
-    sites: str,
+    clipping: Clipping,
 ) -> list[EagerUpdate]:
     """Return who changes parameters inside the backward: nobody, or one.
 
@@ -32,35 +27,19 @@ def choose_update(
         model: As the user has it: what wraps it shows.
         optimizer: The user's.
         update: ``deferred`` or ``eager``.
-        clipping: ``max_grad_norm`` and ``eager_clip``.
-        sites: Where policies are asked.
+        clipping: Of its gradients.
 
     Returns:
         At most one part of the engine.
 
     Raises:
-        UsageError: ``update`` is unknown, or a choice needs another one.
+        UsageError: The optimizer has no parameter of the model.
         UnsupportedError: What the user has cannot be updated eagerly.
     """
-    if update not in UPDATES:
-        raise UsageError(f"update must be one of {', '.join(UPDATES)}, got {update!r}{did_you_mean(update, UPDATES)}")
-    max_norm, by = clipping
     if update == "deferred":
-        if (max_norm, by) != (None, None):
-            raise UsageError(
-                "max_grad_norm and eager_clip need update='eager'; else clip between engine.backward(loss) and "
-                "optimizer.step()"
-            )
         return []
-    if optimizer is None:
-        raise UsageError("update='eager' needs optimizer=: the one that updates the model's parameters")
-    refuse_several_processes(model, "update='eager'")
-    if by == "exact" and sites == "nodes":
-        raise UnsupportedError(
-            "eager_clip='exact' needs two passes over one graph, sites='nodes' is made for one; use eager_clip="
-            "'parameter' or 'previous', or update='deferred'"
-        )
-    part = EagerUpdate(model, optimizer, Clipping(max_norm, by))
+    assert optimizer is not None, "the table refuses it"
+    part = EagerUpdate(model, optimizer, clipping)
     if set(model.parameters()).isdisjoint(SingleStep(optimizer).parameters):
         raise UsageError(
             f"update='eager': the optimizer has no parameter of {type(model).__name__}: make it of model.parameters() "

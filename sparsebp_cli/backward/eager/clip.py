@@ -33,7 +33,7 @@ class Clipping:
             backward pass of its own finds out first.
 
     Raises:
-        UsageError: ``max_norm`` is out of range, ``by`` is unknown, or one is given without the other.
+        UsageError: ``max_norm`` is out of range, or ``by`` is unknown.
     """
 
     max_norm: float | None = None
@@ -46,13 +46,6 @@ class Clipping:
             )
         if self.max_norm is not None and not _is_positive(self.max_norm):
             raise UsageError(f"max_grad_norm must be a number greater than 0, got {self.max_norm!r}")
-        if self.max_norm is not None and self.by is None:
-            raise UsageError(
-                f"max_grad_norm={self.max_norm} with update='eager' needs eager_clip={', '.join(map(repr, CLIPS))}: "
-                "the norm of all gradients is not known when the first parameter is updated"
-            )
-        if self.by is not None and self.max_norm is None:
-            raise UsageError(f"eager_clip={self.by!r} clips nothing without max_grad_norm")
 
     def tell(self) -> str:
         """Return in words what is clipped, and how."""

@@ -217,28 +217,23 @@ def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> T
     return cast("Tensor", call_module(head, rows_1ND) if covered is None else covered(rows_1ND))
 
 
-def make_parts(
-    policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None, sites: str
-) -> list[TokenPart]:
+def make_parts(policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None) -> list[TokenPart]:
     """Return the part of the token selector among some policies.
 
     Args:
         policies: Of any kind.
         model: Without DDP.
         reference: A model whose loss is compared with; any other value: each batch brings that loss.
-        sites: Where gradient policies are asked.
 
     Returns:
         The part, not yet installed; none without a token selector.
 
     Raises:
-        UnsupportedError: The model's architecture is not known, it is attached, or ``sites`` do not go with tokens.
+        UnsupportedError: The model's architecture is not known, or it is attached.
     """
     policy = next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
     if policy is None:
         return []
-    if sites != "linears":  # branches and nodes hold on to tensors by their place among all positions
-        raise UnsupportedError(f"{type(policy).__name__} needs sites='linears', got {sites!r}")
     decoder = find_decoder(model)
     name = next(name for name, module in model.named_modules() if module is decoder.model)
     if isinstance(policy, ScoredTokenSelector) and policy.mode == "detach" and policy.carry == "trained":

@@ -1,0 +1,18 @@
+"""What goes with what: one table, without torch, read by recipes, ``attach``, the trainer, the worker and the docs."""
+
+from sparsebp_cli.composition.optimizer import OPTIMIZERS, OptimizerEntry
+from sparsebp_cli.composition.setup import PolicyFacts, Refusal, Setup, Spelling, find_refusals, refuse
+from sparsebp_cli.composition.table import ROWS, Row
+
+__all__ = [
+    "OPTIMIZERS",
+    "ROWS",
+    "OptimizerEntry",
+    "PolicyFacts",
+    "Refusal",
+    "Row",
+    "Setup",
+    "Spelling",
+    "find_refusals",
+    "refuse",
+]
