@@ -28,6 +28,13 @@ class Form(StrEnum):
     MD = "md"
 
 
+class Direction(StrEnum):
+    """Which way a metric is better."""
+
+    LOWER = "lower"
+    HIGHER = "higher"
+
+
 class Axis(StrEnum):
     """Against what a curve is drawn."""
 
@@ -41,9 +48,13 @@ WHERE = "Only runs that meet this: 'policy=topk and keep<0.2'."
 FROM = "Read runs from here: a folder of runs, or an MLflow store (sqlite:///..., http://...)."
 MARGIN = "How much worse still counts as not worse: eval/loss=0.01."
 REDUCE = "A run's one number: final, best, or mean:K of the last K evaluations."
+BETTER = "Which way --metric is better, where its name does not tell."
+GROUP_BY = "Only these keys of the recipe decide which runs form a group: policy.name,learning_rate."
+IGNORE = "These keys do not decide it: output_dir,logging_steps."
+SEED_PARAM = "The parameter that is the seed of other programs' runs. [default: seed, else random_seed]"
 REACH = "Also show how soon each group came to this value."
 FAIL_IF = "End with 1 if this holds for a group: 'eval/loss.delta.high > 0.02'."
-SHOW, GATE, FILE = "What is shown", "For CI", "Files"
+SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
 
 
 def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
@@ -55,12 +66,20 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     metric: Annotated[
         str | None, typer.Option(help="The metric that says how good a model is. [default: eval/loss]")
     ] = None,
+    better: Annotated[Direction | None, typer.Option(help=BETTER)] = None,
     baseline: Annotated[
         str | None, typer.Option(metavar="RUN", help="What the others are held against. [default: the exact policy]")
     ] = None,
     margin: Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN)] = None,
     reduce: Annotated[str, typer.Option(metavar="HOW", help=REDUCE)] = "final",
     reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
+    group_by: Annotated[
+        str | None, typer.Option("--group-by", metavar="KEY,...", help=GROUP_BY, rich_help_panel=GROUPS)
+    ] = None,
+    ignore: Annotated[str | None, typer.Option(metavar="KEY,...", help=IGNORE, rich_help_panel=GROUPS)] = None,
+    seed_param: Annotated[
+        str | None, typer.Option("--seed-param", metavar="NAME", help=SEED_PARAM, rich_help_panel=GROUPS)
+    ] = None,
     output: Annotated[
         Form, typer.Option("-o", "--output", help="How the comparison is given.", rich_help_panel=SHOW)
     ] = Form.TABLE,
@@ -87,10 +106,14 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
 ) -> None:
     """Compare runs: quality, step time, memory, with the differences of their recipes first."""
-    from sparsebp_cli.compare import check, compare_runs, find_outcomes, picture, write_report
+    from sparsebp_cli.compare import Grouping, check, compare_runs, find_outcomes, picture, write_report
 
     view = _view(curves, x, pareto, layers, memory, output)
-    question = _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None)
+    question = replace(
+        _question(metric, baseline, margin, reduce, reach, curves, whole=html is not None),
+        better=better.value if better else "",
+        grouping=Grouping.parse(group_by, ignore, seed_param),
+    )
     comparison = compare_runs(find_runs(runs or [], where, place), question)
     if where is not None and (asked := find_outcomes(where)):
         told = f"runs were chosen by how they ended ({', '.join(asked)}): those left out are in no number here"

@@ -40,8 +40,8 @@ def run_until(
         UsageError: There are too few seeds, nothing to hold against the baseline, or the metric has no direction.
     """
     from sparsebp_cli.compare import parse_margin
+    from sparsebp_cli.compare.direction import better
     from sparsebp_cli.compare.sequential import Trial
-    from sparsebp_cli.compare.verdict import better
     from sparsebp_cli.recipe import parse_seeds
 
     pool, (metric, margin), began = (

@@ -4,6 +4,7 @@ from sparsebp_cli.compare.build import compare_runs
 from sparsebp_cli.compare.choose import Candidate, choose, find_outcomes, local_candidates
 from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
 from sparsebp_cli.compare.gate import check
+from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.picture import picture
@@ -21,6 +22,7 @@ __all__ = [
     "Candidate",
     "Comparison",
     "Group",
+    "Grouping",
     "LoadedRun",
     "Question",
     "Reducer",

@@ -24,11 +24,12 @@ from sparsebp_cli.compare.question import (
     Question,
     check_logged,
     choose_metric,
+    choose_way,
     find_baseline,
     label_groups,
 )
 from sparsebp_cli.compare.statistics import Difference, correct_all, paired_difference, spread
-from sparsebp_cli.compare.verdict import Doubts, better, give_verdict, tell_lost
+from sparsebp_cli.compare.verdict import Doubts, give_verdict, tell_lost
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
@@ -62,7 +63,7 @@ def compare_runs(
         UsageError: There are no runs, or the baseline or a metric is not among theirs.
     """
     question = question or Question(baseline, metric, margin)
-    loaded = load(runs)
+    loaded = load(runs, question.grouping)
     if not loaded:
         raise UsageError("there are no runs to compare")
     members: dict[str, list[LoadedRun]] = {}
@@ -82,7 +83,7 @@ class _Builder:
         for name in question.curves:
             if name not in names.METRICS:  # one of ours that these runs do not have is an empty curve
                 check_logged(loaded, name, "--curves")
-        self.way = better(self.metric)
+        self.way = choose_way(question, self.metric)
         self.labels = label_groups(members)
         self.values = {run.run_id: self._reduce(run) for run in loaded}
         self.reasons = {run.run_id: self._why_not(run) for run in loaded}
@@ -107,7 +108,7 @@ class _Builder:
             runs=tuple(self._describe(run) for some in self.members.values() for run in some),
             controls=controls,
             confounds=find_confounds({self.labels[group]: some for group, some in self.counted.items()}),
-            warnings=(*self._other_examples(), *find_warnings(self.loaded, groups, self.metric)),
+            warnings=(*self._other_examples(), *self._mixed(), *find_warnings(self.loaded, groups, self.metric)),
             equal_time_seconds=self.seconds,
         )
 
@@ -145,6 +146,9 @@ class _Builder:
             if have_other_examples(some, there)
         ]
 
+    def _mixed(self) -> list[str]:
+        return self.question.grouping.find_mixed({self.labels[group]: some for group, some in self.counted.items()})
+
     def _measure(self, group: str) -> Group:
         runs, here, newest = self.members[group], self.counted[group], self.members[group][-1]
         there, target = self.counted[self.first] if group != self.first else [], self.question.target
@@ -164,7 +168,7 @@ class _Builder:
             exact=next((run.exact for run in runs if run.exact is not None), None),
             seeds=tuple(sorted(run.seed for run in here if run.seed is not None)),
             states=dict(Counter(str(run.state) for run in runs if not run.superseded_by)),
-            changes=find_changes(self.members[self.first][-1], newest),
+            changes=find_changes(self.members[self.first][-1], newest, self.question.grouping),
             recipe=newest.recipe,
             quality=quality,
             speed=measure_speed(here, there),
@@ -182,7 +186,7 @@ class _Builder:
         peak = correct_all([group.cost.peak_ratio for group in groups])
         examples = correct_examples([group.quality.examples for group in groups])
         decisions: list[NotWorse | None] = [None] * len(groups)
-        if self.question.margin is not None and self.way:
+        if self.question.margin is not None:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
         return [
             replace(
@@ -211,7 +215,7 @@ class _Builder:
         if group.baseline:
             return replace(group, verdict="; ".join(filter(None, ("baseline", tell_lost(doubts)))) + ".")
         mine = [control for control in controls if control.group == group.group]
-        said = give_verdict(group.quality, group.speed, baseline.speed.step, self.metric, mine, doubts)
+        said = give_verdict(group.quality, group.speed, baseline.speed.step, self.metric, self.way, mine, doubts)
         return replace(group, verdict=said)
 
     def _describe(self, run: LoadedRun) -> RunLine:

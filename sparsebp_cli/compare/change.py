@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from sparsebp_cli.compare.comparison import Change
-from sparsebp_cli.compare.loaded import SEED, LoadedRun
+from sparsebp_cli.compare.grouping import Grouping
+from sparsebp_cli.compare.loaded import LoadedRun
 
 MOST_POINTS = 400  # of one curve: more than a screen has room for
 NOT_A_CHANGE = ("name", "tracking.")
@@ -30,12 +31,13 @@ def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
     return tuple(points[round(i * (len(points) - 1) / (most - 1))] for i in range(most))
 
 
-def find_changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
+def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> tuple[Change, ...]:
     """Return where two recipes differ, in the order of a recipe; names, tracking and seeds are no difference.
 
     Args:
         baseline: One run.
         other: Another.
+        grouping: What decides which runs form a group: what it passes over is no difference.
 
     Returns:
         Each key with both values.
@@ -44,5 +46,6 @@ def find_changes(baseline: LoadedRun, other: LoadedRun) -> tuple[Change, ...]:
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
     sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
     paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
-    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and not SEED.search(path)]
+    hidden = {path for path in paths for run in (baseline, other) if grouping.hides(run, path)}
+    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and path not in hidden]
     return tuple(Change(path, a.get(path), b.get(path)) for path in shown)

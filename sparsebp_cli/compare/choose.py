@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.compare.expression import Condition, names, parse
+from sparsebp_cli.compare.grouping import OUR_SEED, find_seed
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
@@ -94,7 +95,7 @@ SPECIAL: dict[str, Callable[[Candidate], Sequence[Any]]] = {
     "name": lambda run: [run.name],
     "created": lambda run: [run.created],
     "state": lambda run: [run.known_state] if run.known_state else run.ask(lambda loaded: str(loaded.state)),
-    "seed": lambda run: run.named("training.seed") or run.named("seed"),
+    "seed": lambda run: [run.flat[key] for key in (OUR_SEED, find_seed(run.flat)) if key in run.flat][:1],
     "policy": lambda run: [v for key, v in run.flat.items() if key.startswith("policy.") and key.endswith(".name")],
     "experiment": lambda run: run.named("tracking.experiment"),
 }

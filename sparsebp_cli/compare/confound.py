@@ -137,9 +137,15 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
             "clock, evaluation and checkpoints included"
         )
     if unseeded := [run for run in counted if run.seed is None]:
-        lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} did not log a seed: in no pair")
+        lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} did not log a seed: in no pair{_hint(unseeded)}")
     lines += [f"{group.label}: no run has {quality} after its last step" for group in groups if _blind(group)]
     return (*lines, *_notes(counted, groups))
+
+
+def _hint(runs: Sequence[LoadedRun]) -> str:
+    """A parameter that may be a seed is named, never taken."""
+    found = dict.fromkeys(key for run in runs for key in run.flat if key.lower().endswith("seed"))
+    return f"; --seed-param takes one of their parameters: {', '.join(found)}" if found else ""
 
 
 def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
+from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.tracking.content import find_state
 
 
-def load(runs: Iterable[RunFolder | LoadedRun]) -> list[LoadedRun]:
+def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[LoadedRun]:
     """Read runs, in the order given; a run given twice is read once.
 
     Args:
         runs: Any runs; those that are read already are taken as they are.
+        grouping: What decides which of them form a group.
 
     Returns:
         Them, with those that a newer run of the same seed replaces marked so.
@@ -24,8 +26,9 @@ def load(runs: Iterable[RunFolder | LoadedRun]) -> list[LoadedRun]:
     for run in runs:
         if run.run_id not in loaded:
             loaded[run.run_id] = run if isinstance(run, LoadedRun) else load_folder(run)
-    _mark_superseded(list(loaded.values()))
-    return list(loaded.values())
+    placed = grouping.apply(list(loaded.values()))
+    _mark_superseded(placed)
+    return placed
 
 
 def load_folder(run: RunFolder) -> LoadedRun:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,8 +14,6 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
-
-SEED = re.compile(r"(?i)(^|[._-])(random_)?(seed|state)$")  # of whatever program logged it
 
 
 class Point(NamedTuple):
@@ -48,6 +45,8 @@ class LoadedRun:
         recipe_file: Name of the recipe's file.
         source: Where it was read: empty for its folder, else the store's address without password.
         superseded_by: A newer run of the same seed in the same group; empty when this one counts.
+        seed_key: Where its recipe or its parameters say the seed; empty: nowhere.
+        steps_logged: The highest step of any metric, as a store says; None: the metrics tell.
     """
 
     run_id: str
@@ -64,7 +63,9 @@ class LoadedRun:
     dirty: bool = False
     recipe_file: str = ""
     source: str = ""
-    superseded_by: str = field(default="")
+    superseded_by: str = ""
+    seed_key: str = "training.seed"
+    steps_logged: int | None = None
 
     @classmethod
     def of_plan(cls, plan: Plan, history: History, state: State, source: str = "") -> LoadedRun:
@@ -100,7 +101,14 @@ class LoadedRun:
     @cached_property
     def steps(self) -> int:
         """Optimizer steps done."""
+        if self.steps_logged is not None:
+            return self.steps_logged
         return max((max(points) for points in self.history.metrics.values() if points), default=0)
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its recipe is known, so that it is not another program's run."""
+        return self.steps_planned is not None
 
     @property
     def finished(self) -> bool:

@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sparsebp_cli.compare.direction import Way, better
 from sparsebp_cli.compare.grid import tidy
+from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.reducer import Reducer
 from sparsebp_cli.errors import UsageError, did_you_mean
@@ -30,6 +32,8 @@ class Question:
         reducer: How a run's evaluations become one number.
         target: A value of the metric whose first reaching is looked for; None: none.
         curves: Further metrics whose curves are wanted.
+        better: Which way the metric is better; empty: its name tells, where it does.
+        grouping: What decides which runs form a group.
     """
 
     baseline: str | None = None
@@ -38,6 +42,8 @@ class Question:
     reducer: Reducer = field(default_factory=Reducer)
     target: float | None = None
     curves: tuple[str, ...] = ()
+    better: Way = ""
+    grouping: Grouping = field(default_factory=Grouping)
 
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:
@@ -67,6 +73,35 @@ def choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
     classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
     scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
     return names.EVAL_ACCURACY.name if classify and scored else names.EVAL_LOSS.name
+
+
+def choose_way(question: Question, metric: str) -> Way:
+    """Return which way the metric is better: as the user says, else as its name does; empty: nothing tells.
+
+    Args:
+        question: What is asked.
+        metric: That is compared.
+
+    Returns:
+        The direction.
+
+    Raises:
+        UsageError: The user contradicts a metric of ours, or asks what cannot be answered without a direction.
+    """
+    ours = names.METRICS[metric].better if metric in names.METRICS else ""
+    if ours and question.better and question.better != ours:
+        raise UsageError(f"--better: {metric} is better when {ours}, got {question.better!r}")
+    way = question.better or better(metric)
+    needy = {
+        "--margin": question.margin is not None,
+        "--reach": question.target is not None,
+        "--reduce best": question.reducer.kind == "best",
+    }
+    for option in (option for option, asked in needy.items() if asked and not way):
+        raise UsageError(
+            f"{option}: the name {metric!r} does not tell whether more of it is better: add --better lower or higher"
+        )
+    return way
 
 
 def check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from sparsebp_cli.compare.comparison import Control
+from sparsebp_cli.compare.direction import Way
 from sparsebp_cli.compare.margin import NotWorse
 from sparsebp_cli.compare.measured import ExampleDifference, Quality, Speed
 from sparsebp_cli.compare.number import of_change, show_interval
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
-from sparsebp_cli.run.metric import METRICS
 
 COUNTS = {1: "one seed", 2: "two seeds"}
 LEVEL = 0.05
-LOWER = ("loss", "perplexity", "error")
-TURNED = {"neg", "negative", "minus", "inverse"}  # scikit-learn's neg_log_loss is better when higher
-HIGHER = ("accuracy", "f1", "bleu", "rouge")
-
-Way = Literal["lower", "higher", ""]
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,7 @@ def give_verdict(
     speed: Speed,
     baseline_step: Quartiles | None,
     metric: str,
+    way: Way,
     controls: Sequence[Control],
     doubts: Doubts,
 ) -> str:
@@ -54,20 +49,21 @@ def give_verdict(
         speed: The group's.
         baseline_step: The baseline's step time.
         metric: Name of the quality metric.
+        way: Which way it is better.
         controls: The group's.
         doubts: What takes from them.
 
     Returns:
         A few short sentences.
     """
-    parts = [_quality(quality.difference, metric), _examples(quality), _margin(quality.not_worse)]
+    parts = [_quality(quality.difference, metric, way), _examples(quality), _margin(quality.not_worse)]
     if doubts.other_examples:
         parts = [f"evaluated on other examples than the baseline: no statement about {metric}"]
     parts.append(_speed(speed, baseline_step))
     if doubts.hardware and speed.step is not None and baseline_step is not None:
         different = ", ".join(doubts.hardware)
         parts.append(f"the step times are of different hardware ({different}), which can explain all of that")
-    parts += [_control(control, metric) for control in controls if quality.difference is not None]
+    parts += [_control(control, way) for control in controls if quality.difference is not None]
     if told := tell_lost(doubts):
         parts.append(told + (", so quality is that of the survivors" if quality.final else ""))
     return "; ".join(part for part in parts if part) + "."
@@ -79,26 +75,13 @@ def tell_lost(doubts: Doubts) -> str:
     return ", ".join(f"{count} run{'s' * (count > 1)} {what}" for count, what in counts if count)
 
 
-def better(metric: str) -> Way:
-    """Return which way a metric is better: ``lower``, ``higher``, or empty.
-
-    Of a metric that is not ours, its last word tells: ``eval_loss``, ``test/f1``.
-    """
-    if metric in METRICS:
-        return METRICS[metric].better
-    *before, word = metric.replace("/", "_").lower().split("_")
-    if TURNED.intersection(before):
-        return ""
-    return "lower" if word in LOWER else "higher" if word in HIGHER else ""
-
-
 def differs(difference: Difference | None) -> bool:
     """Whether a difference was shown, after correction for the number of groups."""
     p = None if difference is None else difference.decisive_p
     return p is not None and p < LEVEL
 
 
-def _quality(difference: Difference | None, metric: str) -> str:
+def _quality(difference: Difference | None, metric: str, way: Way) -> str:
     if difference is None:
         return "no quality to compare"
     if difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
@@ -110,14 +93,13 @@ def _quality(difference: Difference | None, metric: str) -> str:
         return f"{metric} {same}: seeds change nothing here, so there is no statement"
     inside = f"95% interval {show_interval(difference)}, {difference.n} seeds"
     if differs(difference):
-        return f"{metric} {_word(difference, metric)} ({inside})"
+        return f"{metric} {_word(difference, way)} ({inside})"
     if not difference.low <= 0.0 <= difference.high:
         inside += f", corrected for the number of groups, p = {difference.decisive_p:.2g}"
     return f"no difference in {metric} was shown ({inside}), which is not proof of equality"
 
 
-def _word(difference: Difference, metric: str) -> str:
-    way = better(metric)
+def _word(difference: Difference, way: Way) -> str:
     if not way:
         return f"differs by {difference.mean:+.3g}"
     word = "worse" if (difference.mean > 0) == (way == "lower") else "better"
@@ -178,7 +160,7 @@ def _speed(speed: Speed, baseline: Quartiles | None) -> str:
     return f"{text}, {share:.0%} of the possible saving was realised" if share > 0 else text
 
 
-def _control(control: Control, metric: str) -> str:
+def _control(control: Control, way: Way) -> str:
     if control.kind == "dense":
         return ""
     against = "random at the same budget" if control.kind == "random" else "dense in the same time"
@@ -187,7 +169,6 @@ def _control(control: Control, metric: str) -> str:
     difference = control.difference
     if difference is None or difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
         return f"too few seeds for a statement against {against}"
-    way = better(metric)
     if not differs(difference) or not way:
         return f"no difference from {against} was shown"
     word = "worse" if (difference.mean > 0) == (way == "lower") else "better"

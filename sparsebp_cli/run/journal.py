@@ -24,12 +24,12 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from sparsebp_cli.run.record import parse_record, to_json
+from sparsebp_cli.run.record import is_record, parse_record, to_json
 
 FILE = "journal.jsonl"
 
@@ -142,10 +142,10 @@ class History:
         test_examples: The same of the test split.
         memory: Step to the curve of its memory, as the journal has it.
         proofs: Step to the ``columns`` and the row of each of the ``modules``.
-        unreadable: Numbers, from 1, of the lines that hold no record.
+        unreadable: Its parts that hold no record, such as ``line 7``.
     """
 
-    metrics: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    metrics: MutableMapping[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     environments: list[dict[str, Any]] = field(default_factory=list)
     notes: list[tuple[int, str, str]] = field(default_factory=list)
@@ -156,7 +156,7 @@ class History:
     test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     memory: dict[int, dict[str, Any]] = field(default_factory=dict)
     proofs: dict[int, dict[str, Any]] = field(default_factory=dict)
-    unreadable: list[int] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
 
     @classmethod
     def load(cls, run_folder: Path) -> History:
@@ -164,18 +164,47 @@ class History:
         history = cls()
         for number, (record, _) in enumerate(scan(run_folder), 1):
             if record is None:
-                history.unreadable.append(number)
+                history.unreadable.append(f"line {number}")
             else:
                 history.add(record)
         return history
 
     def tell_unreadable(self) -> str:
-        """Return in a few words which lines hold no record; empty when every line does."""
+        """Return in a few words which parts hold no record; empty when every part does."""
         if not self.unreadable:
             return ""
-        numbers = ", ".join(map(str, self.unreadable[:3])) + ", ..." * (len(self.unreadable) > 3)
-        plural = len(self.unreadable) > 1
-        return f"line{'s' * plural} {numbers} of its journal cannot be read and {'are' if plural else 'is'} left out"
+        parts = ", ".join(self.unreadable[:3]) + ", ..." * (len(self.unreadable) > 3)
+        return f"{parts} of its journal cannot be read and {'are' if len(self.unreadable) > 1 else 'is'} left out"
+
+    def dump(self) -> dict[str, Any]:
+        """Return all that the journal says beside metrics, as plain data that :meth:`take` reads."""
+        return {
+            "facts": self.facts,
+            "environments": self.environments,
+            "notes": self.notes,
+            "ends": self.ends,
+            "warm": self.warm,
+            "layers": self.layers,
+            "examples": self.examples,
+            "test_examples": self.test_examples,
+        }
+
+    def take(self, dumped: Mapping[str, Any]) -> None:
+        """Take in what :meth:`dump` returned, after it went through JSON; what is no record is left out.
+
+        Args:
+            dumped: From a store, so anything may be in it.
+        """
+        for part in ("facts", "environments", "notes", "ends", "layers", "examples", "test_examples"):
+            try:
+                records = [HEAD | record for record in _undump(part, dumped)]
+            except (AttributeError, KeyError, TypeError, ValueError):
+                records = [{}]
+            for record in records:
+                if is_record(record):
+                    self.add(record)
+                elif part not in self.unreadable:
+                    self.unreadable.append(part)
 
     def add(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Take in one record.
@@ -221,3 +250,26 @@ class History:
     def last(self, name: str) -> float | None:
         """Return a metric's value at its highest step; None when it was never logged."""
         return next(reversed(self.series(name).values()), None)
+
+
+HEAD = {"attempt": 1, "time": 0.0}  # of records that come from elsewhere
+
+
+def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = dumped[part] if part != "test_examples" else dumped.get(part, {})  # older runs have none
+    match part:
+        case "facts":
+            return [{"kind": "facts", "values": content}]
+        case "environments":
+            starts = zip(dumped["warm"], content, strict=True)
+            return [{"kind": "attempt", "attempt": a, "from_step": s, "environment": e} for (a, s), e in starts]
+        case "notes":
+            return [{"kind": "note", "attempt": a, "level": level, "text": text} for a, level, text in content]
+        case "ends":
+            return [{"kind": "end"} | end for end in content]
+        case "test_examples":
+            return [
+                {"kind": "examples", "split": "test", "step": int(step), "values": values}
+                for step, values in content.items()
+            ]
+    return [{"kind": part, "step": int(step), "values": values} for step, values in content.items()]

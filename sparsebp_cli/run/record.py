@@ -159,6 +159,8 @@ def _is_points(value: Any) -> bool:
 
 COMMON: dict[str, Check] = {"kind": _is_text, "attempt": lambda value: _is_count(value) and value > 0, "time": _is_time}
 _POLICIES = _is_list_of(_is_dict_with(exact=lambda value: isinstance(value, bool)))
+_EXAMPLES = _is_dict_with(loss=_is_list_of(_is_figure), targets=_is_list_of(_is_number))
+_DOCUMENTS = _is_dict_without_other(documents=_is_list_of(lambda place: _is_number(place) and math.isfinite(place)))
 FIELDS: dict[str, dict[str, Check]] = {
     "attempt": {"from_step": _is_count, "environment": _is_dict_without_other(packages=lambda v: isinstance(v, dict))},
     "metrics": {"step": _is_count, "values": _is_dict_of(_is_number)},
@@ -182,7 +184,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     },
     "examples": {
         "step": _is_count,
-        "values": _is_dict_with(loss=_is_list_of(_is_figure), targets=_is_list_of(_is_number)),
+        "values": lambda value: _EXAMPLES(value) and _DOCUMENTS(value),
     },
     "note": {"level": _is_text, "text": _is_text},
     "end": {

@@ -147,17 +147,7 @@ def _describe_run(plan: Plan, history: History, state: State) -> str:
 
 def _describe_history(history: History) -> str:
     """All that a journal says beside metrics, so that the run can be read back from the store alone."""
-    kept = {
-        "facts": history.facts,
-        "environments": history.environments,
-        "notes": history.notes,
-        "ends": history.ends,
-        "warm": history.warm,
-        "layers": history.layers,
-        "examples": history.examples,
-        "test_examples": history.test_examples,
-    }
-    return json.dumps(kept, allow_nan=True) + "\n"
+    return json.dumps(history.dump(), allow_nan=True) + "\n"
 
 
 def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -98,7 +98,7 @@ def test_runs_lists_a_store_with_an_odd_run_and_says_so_in_one_line(
     runs(limit=20)
     printed = capsys.readouterr().out
     assert printed.count("cannot be read") == 1
-    assert f"run {bad.run_id}: lines 6, 10 of its journal cannot be read" in printed
+    assert f"run {bad.run_id}: line 6, line 10 of its journal cannot be read" in printed
     assert printed.count("is not a plan") == 1
     assert "good" in printed
 
