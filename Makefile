@@ -35,8 +35,9 @@ test-oldest:  ## the tests with the oldest PyTorch and transformers that are all
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
 	.venv-oldest/bin/pytest -n 2 --dist loadgroup
 
-chaos: .venv/develop  ## random faults in large numbers (about half an hour)
-	$(BIN)/pytest -m chaos -s
+chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/promises.md (about an hour)
+	$(BIN)/pytest -m "chaos or promise" -n 2 --dist loadgroup --trials docs/reference/promises.json
+	$(BIN)/python docs/generate.py
 
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed
 	$(BIN)/pytest -m browser

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from generator import audit, command, comparison, composition, error, metric, policy, readme, recipe, shipped
+from generator import audit, command, comparison, composition, error, metric, policy, promise, readme, recipe, shipped
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +21,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/reference/composition.md": composition.page,
     "docs/reference/metrics.md": metric.page,
     "docs/reference/errors.md": error.page,
+    "docs/reference/promises.md": promise.page,
     "docs/recipe.schema.json": recipe.schema,
     "docs/comparison.schema.json": comparison.schema,
     "docs/audit.schema.json": audit.schema,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import trials
+
 os.environ.update(
     OMP_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
@@ -64,8 +66,19 @@ DYNAMO_WARNS = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--trials FILE``."""
+    trials.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count trials where that was asked for."""
+    trials.register(config)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests marked ``compiles`` an empty cache of dynamo and its own warnings as warnings."""
+    """Name the promises of tests, and give those marked ``compiles`` an empty cache and dynamo's own warnings."""
+    trials.name_promises(items)
     for item in items:
         if item.get_closest_marker("compiles"):
             for text in DYNAMO_WARNS:

@@ -1,0 +1,115 @@
+"""What is promised when things go wrong, with the trials of each promise that `make chaos` counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from generator.markdown import code, head, table
+
+TRIALS = Path("docs/reference/promises.json")
+PROMISES = {
+    "R1": (
+        "kill -9 at a random moment, several times in a row, also during a resume and inside a save",
+        "the run resumes to the same weights, optimizer state, generators and metrics, bit for bit",
+    ),
+    "R2": (
+        "a file of the newest checkpoint is removed, emptied, cut or changed by one bit",
+        "the run falls back to the checkpoint before, with one warning, and ends with the same result",
+    ),
+    "R3": (
+        "the disk is full",
+        "earlier checkpoints stay intact, the run stops with one line, and resumes to the same result",
+    ),
+    "R4": (
+        "SIGTERM or SIGINT, as a scheduler sends them before it takes the machine away",
+        "a checkpoint at the next step, exit code 143 or 130, and the same result after resuming",
+    ),
+    "R5": (
+        "the tracking server refuses, hangs, drips, answers with an error, or dies midway",
+        "training goes on; one warning names `sparsebp sync`, which sends what is missing",
+    ),
+    "R6": (
+        "eight runs start at once on one new SQLite store",
+        "every point is in the store, or the run says that it is not",
+    ),
+    "R7": ("NaN or Inf in a loss or a gradient", "the run stops before the update and names the step"),
+    "R9": ("the clock steps back or forward between attempts", "steps alone order checkpoints; the result is the same"),
+    "R10": (
+        "a remote host or its daemon goes away, the connection breaks, the client is killed, the power fails",
+        "the run is unreachable, not failed; the next command finds it again; one process writes at a time",
+    ),
+    "R11": (
+        "a recipe is mutated at random",
+        "one line with file, line and column; exit code 2; nothing is executed or written",
+    ),
+    "R12": ("a model, checkpoint, artifact or data folder is hostile", "one line refuses it; none of its code runs"),
+    "R13": (
+        "secrets stand in the environment, the recipe, the address of the store, or uncommitted files",
+        "none of them is found in the run's folder, the store, logs or error messages",
+    ),
+    "R14": ("the key of an SSH host is unknown or has changed", "the host is refused"),
+    "R15": (
+        "a recipe asks for mounts, users or capabilities that lead out of a container",
+        "it is refused before anything starts",
+    ),
+    "R16": ("the faults of R1 under each registered policy", "the promise of R1"),
+    "R17": (
+        "plan, code or data change between a kill and the resume",
+        "the resume is refused with a table of what differs; `--allow-change` goes on and is recorded",
+    ),
+    "R18": ("the dense policy goes through the engine", "gradients equal those of `loss.backward()`, bit for bit"),
+    "R19": (
+        "names and values hold shell syntax, newlines, quotes or leading dashes",
+        "the real shells run each generated script, and nothing but the worker starts",
+    ),
+    "R20": ("an unpacked folder brings a hostile Git configuration, hooks or attributes", "no command runs any of it"),
+    "R21": (
+        "a mount is a link to, or an ancestor of, a socket or a system folder",
+        "it is refused by its resolved path",
+    ),
+    "R22": (
+        "a run, a journal line, a neighbour of a checkpoint or a row of a store cannot be read",
+        "one line names it, and the command goes on with the others",
+    ),
+    "R23": ("an update makes weights that are not finite", "no checkpoint holds them, and the run ends as diverged"),
+    "R24": ("two processes work at one run", "one of them writes"),
+    "R25": (
+        "a run makes 20,000 steps; a store holds 2,000 runs",
+        "memory is flat, the journal grows linearly, and listing takes under a second of CPU",
+    ),
+}
+TEXT = """What SparseBP promises when something goes wrong, and how often that was tried. A trial is one fault put into
+a real component: a worker process that is killed, a file that is damaged, a shell that runs a generated script. Each
+row is counted by the tests that it names, when `make chaos` runs them; a few trials of each also run with `make test`. A
+failure is a trial that broke the promise. Counts are of the last time, on two CPU cores."""
+
+
+def page(root: Path) -> str:
+    """Return the page.
+
+    Args:
+        root: Of the repository.
+    """
+    found: dict[str, dict[str, Any]] = json.loads((root / TRIALS).read_text(encoding="utf-8"))
+    unknown = sorted(found.keys() - PROMISES.keys())
+    assert not unknown, f"{TRIALS} counts trials of {unknown}, which docs/generator/promise.py does not name"
+    rows = [(name, *texts, *_counted(found.get(name))) for name, texts in PROMISES.items()]
+    columns = ("", "fault", "promise", "trials", "failures", "counted", "tests")
+    return "\n".join([head("What holds when things go wrong", TEXT), table(columns, rows), _versions(found)])
+
+
+def _counted(row: dict[str, Any] | None) -> tuple[str, ...]:
+    if row is None:
+        return ("not counted", "", "", "")
+    kinds = "".join(f"; {kind}: {count}" for kind, count in row["of which"].items())
+    skipped = f"; {row['skipped']} skipped" if row["skipped"] else ""
+    tests = ", ".join(code(test.removeprefix("tests/")) for test in row["tests"])
+    return (f"{row['trials']:,}{kinds}{skipped}", str(row["failures"]), row["date"], tests)
+
+
+def _versions(found: dict[str, dict[str, Any]]) -> str:
+    told = {json.dumps({"Python": row["python"]} | row["versions"], sort_keys=True) for row in found.values()}
+    lines = [", ".join(f"{name} {version}" for name, version in json.loads(one).items()) for one in sorted(told)]
+    return "Versions: " + "; ".join(lines) + ".\n"

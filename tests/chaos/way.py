@@ -1,0 +1,50 @@
+"""Ways to train in which a run is interrupted: every registered policy, and what else has state of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Sections = dict[str, Any]
+
+
+def _policy(name: str, **options: Any) -> Sections:
+    return {"policy": [{"name": name, **options}]}
+
+
+_NODES = {"backward": {"sites": "nodes"}}
+_TURNS = {"freeze": ["model.embed_tokens", "model.norm"], "turn": "layers", "every": 3}
+_LORA = {"lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
+
+WAYS: dict[str, Sections] = {
+    "dense": _policy("dense"),
+    "dense accumulated": _policy("dense") | {"training": {"gradient_accumulation_steps": 2, "max_steps": 40}},
+    "topk rows": _policy("topk", keep=0.3, along="rows"),
+    "topk rows with error feedback": _policy("topk", keep=0.3, along="rows", within="example", error_feedback=True),
+    "topk columns, falling": _policy("topk", keep=0.3, along="columns", keep_warmup_steps=20),
+    "topk elements": _policy("topk", keep=0.3, along="elements"),
+    "topk blocks": _policy("topk", keep=0.5, along="blocks", block=[4, 8]),
+    "topk 2:4": _policy("topk", keep=0.5, along="2:4"),
+    "topk at branches": _policy("topk", keep=0.5, along="rows", within="example") | {"backward": {"sites": "branches"}},
+    "random rows, weighted": _policy("random", keep=0.5, along="rows", weighted=True),
+    "random columns": _policy("random", keep=0.5, along="columns"),
+    "random 2:4, weighted": _policy("random", keep=0.5, along="2:4", weighted=True),
+    "tokens by loss, detached": _policy("tokens", score="loss", keep=0.4, mode="detach"),
+    "tokens at random, exact": _policy("tokens", score="random", keep=0.4, mode="exact"),
+    "selective-backprop": _policy("selective-backprop", keep=0.5, start=0.2, end=0.9),
+    "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
+    "frozen": _policy("frozen", freeze=["*.layers.0.*"]),
+    "frozen in turn, at random": _policy("frozen", order="random", **_TURNS),
+    "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,
+    "random-child": _policy("random-child", leaves="always") | _NODES,
+    "stride": _policy("stride", every=3),
+    "two policies": {
+        "policy": [{"name": "uniform", "keep": 0.5, "start": 0.0, "end": 1.0}, {"name": "topk", "keep": 0.5}]
+    },
+    "segments": _policy("dense") | {"backward": {"segments": 2}},
+    "eager apollo-mini": _policy("dense")
+    | {
+        "backward": {"update": "eager", "eager_clip": "previous"},
+        "training": {"optim": "apollo-mini", "max_steps": 40},
+    },
+    "adapters": _policy("random", keep=0.5, along="rows") | {"model": _LORA},
+}

@@ -1,0 +1,88 @@
+"""Counts the trials behind each promise: ``pytest -m promise --trials FILE`` writes what was tried and what failed.
+
+A test marked ``promise("R12")`` is one trial of promise R12, and a failure of it where it fails. A test that makes many
+trials says how many by ``record_property("trials", 1000)``, and what kind some of them
+were by ``record_property("of which", ("inside a save", 160))``. The page of promises is generated from the file.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VERSIONS = ("sparsebp", "torch", "transformers", "mlflow", "pydantic")
+
+
+class TrialCount:
+    """The results of marked tests, gathered on the process that reports them."""
+
+    def __init__(self, file: Path) -> None:
+        """Start with nothing tried.
+
+        Args:
+            file: JSON file to write; promises that this session does not try keep what the file says of them.
+        """
+        self.file = file
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add one test: what it did when it passed, that it failed in whichever phase."""
+        given = list(report.user_properties)
+        promises = [str(value) for name, value in given if name == "promise"]
+        if not promises or (report.when != "call" and not (report.when == "setup" and not report.passed)):
+            return  # one phase of a test counts: its call, or the setup that kept it from one
+        trials = sum(int(str(value)) for name, value in given if name == "trials") or 1
+        kinds = [value for name, value in given if name == "of which"]
+        for promise in promises:
+            row = self.found.setdefault(
+                promise, {"trials": 0, "failures": 0, "skipped": 0, "of which": {}, "tests": []}
+            )
+            if report.skipped:
+                row["skipped"] += 1
+                continue
+            row["trials"] += trials
+            row["failures"] += int(report.failed)
+            for kind, count in kinds:
+                row["of which"][kind] = row["of which"].get(kind, 0) + count
+            file = report.nodeid.partition("::")[0]
+            if file not in row["tests"]:
+                row["tests"].append(file)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
+        if not self.found:
+            return
+        before = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else {}
+        now = {
+            "date": datetime.now(UTC).date().isoformat(),
+            "python": platform.python_version(),
+            "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        }
+        rows = before | {promise: row | now for promise, row in self.found.items()}
+        ordered = dict(sorted(rows.items(), key=lambda item: int(item[0].removeprefix("R"))))
+        self.file.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
+
+
+def add_option(parser: pytest.Parser) -> None:
+    """Add ``--trials FILE``."""
+    parser.addoption("--trials", metavar="FILE", type=Path, help="write the trials of each promise to this JSON file")
+
+
+def register(config: pytest.Config) -> None:
+    """Count where ``--trials`` was given: on the controller of several workers, not in each of them."""
+    if (file := config.getoption("--trials")) and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(TrialCount(file))
+
+
+def name_promises(items: Iterable[pytest.Item]) -> None:
+    """Write the promise of each marked test into its report."""
+    for item in items:
+        for marker in item.iter_markers("promise"):
+            item.user_properties += [("promise", promise) for promise in marker.args]
