@@ -82,7 +82,7 @@ PROMISES = {
 }
 TEXT = """What SparseBP promises when something goes wrong, and how often that was tried. A trial is one fault put into
 a real component: a worker process that is killed, a file that is damaged, a shell that runs a generated script. Each
-row is counted by the tests that it names, when `make chaos` runs them; a few trials of each also run with `make test`. A
+row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few trials of each. A
 failure is a trial that broke the promise. Counts are of the last time, on two CPU cores."""
 
 

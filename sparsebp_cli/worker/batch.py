@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ class BatchOrder:
         self.batch_size, self.num_ranks, self.columns = batch_size * num_ranks, num_ranks, columns
         self.candidates = candidates
         self._own = slice(rank * batch_size, (rank + 1) * batch_size)
-        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+        self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return micro-batch ``number`` of all ranks, counted from 0 over the whole run."""
@@ -68,7 +69,9 @@ class BatchOrder:
         epoch, offset = divmod(position, len(self.examples))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self._epoch, self._permutation = epoch, torch.randperm(len(self.examples), generator=generator)
+            # Not a tensor: drawn anew after a resume, it would count as memory of the step that drew it.
+            drawn = torch.randperm(len(self.examples), generator=generator).numpy().copy()
+            self._epoch, self._permutation = epoch, drawn
         return int(self._permutation[offset])
 
 

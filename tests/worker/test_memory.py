@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import pytest
 
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.memory import PARTS, MemoryCurve
 from sparsebp_cli.run.metric import METRICS
@@ -113,3 +115,14 @@ def test_a_run_of_one_step_is_watched_once(finished) -> None:
     _, history = finished(training={"max_steps": 1})
     assert list(history.memory) == [1]
     assert MemoryCurve.from_values(history.memory[1]).points[0].split.optimizer == 0
+
+
+def test_a_step_watched_first_after_a_resume_has_the_same_memory(finished, prepared) -> None:
+    folder, history = finished(checkpoint={"every": 2, "keep_last": 9})
+    resumed = prepared(Plan.load(folder.plan_file).recipe)
+    shutil.copytree(folder.path / "checkpoints" / "step-00000002", resumed.path / "checkpoints" / "step-00000002")
+    assert work(resumed) == 0, (resumed.path / "worker.log").read_text()
+    again = History.load(resumed.path)
+    assert again.series("train/loss") == {s: v for s, v in history.series("train/loss").items() if s > 2}
+    for name in ("memory/step_peak_bytes", *NAMES):
+        assert again.series(name) == history.series(name), name
