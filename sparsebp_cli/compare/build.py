@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from sparsebp_cli.compare.busy import find_busy
 from sparsebp_cli.compare.change import find_changes, thin
 from sparsebp_cli.compare.comparison import Comparison, Control, Group, RunLine
-from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_warnings
-from sparsebp_cli.compare.control import find_controls
+from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_sources, find_warnings
+from sparsebp_cli.compare.control import EQUAL_COST, Search, find_controls
+from sparsebp_cli.compare.equal import COURSES, compare_at_equal, find_unequal
 from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
-from sparsebp_cli.compare.figure import at_time, by_seed, measure_cost, measure_reach, measure_speed, median_time
+from sparsebp_cli.compare.figure import by_seed, measure_cost, measure_reach, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import LoadedRun
@@ -88,15 +90,16 @@ class _Builder:
         self.values = {run.run_id: self._reduce(run) for run in loaded}
         self.reasons = {run.run_id: self._why_not(run) for run in loaded}
         self.counted = {g: [run for run in some if not self.reasons[run.run_id]] for g, some in members.items()}
-        self.seconds = _equal_time(self.counted)
+        self.course = COURSES.get(self.metric, self.metric)
 
     def build(self) -> Comparison:
         groups = [self._measure(group) for group in self.members]
         groups = self._correct(groups)
         controls = self._find_controls()
+        groups = [self._hold_at_equal(group, groups[0], controls) for group in groups]
         groups = [self._conclude(group, groups[0], controls) for group in groups]
         return Comparison(
-            schema=2,
+            schema=3,
             metric=self.metric,
             unit=names.METRICS[self.metric].unit if self.metric in names.METRICS else "",
             better=self.way,
@@ -109,11 +112,13 @@ class _Builder:
             controls=controls,
             confounds=find_confounds({self.labels[group]: some for group, some in self.counted.items()}),
             warnings=(*self._other_examples(), *self._mixed(), *find_warnings(self.loaded, groups, self.metric)),
-            equal_time_seconds=self.seconds,
         )
 
-    def _reduce(self, run: LoadedRun) -> float | None:
-        return self.question.reducer.reduce(run.evaluations(self.metric), higher_is_better=self.way == "higher")
+    def _reduce(self, run: LoadedRun, steps: set[int] | None = None) -> float | None:
+        values = run.evaluations(self.metric)
+        if steps is not None and values:
+            values = [value for step, value in run.history.series(self.metric).items() if step in steps]
+        return self.question.reducer.reduce(values, higher_is_better=self.way == "higher")
 
     def _why_not(self, run: LoadedRun) -> str:
         """Why a run is not in its group's numbers; empty when it is."""
@@ -135,8 +140,25 @@ class _Builder:
     def _difference(self, group: str, other: str) -> Difference | None:
         if have_other_examples(self.counted[group], self.counted[other]):
             return None  # two means of different things: what lies between them is no difference of the models
-        here, there = (by_seed(self.counted[g], lambda run: self.values[run.run_id]) for g in (group, other))
+        common = self._common_steps(group, other)
+
+        def value(run: LoadedRun) -> float | None:
+            return self.values[run.run_id] if common is None else self._reduce(run, common)
+
+        here, there = (by_seed(self.counted[g], value) for g in (group, other))
         return paired_difference(here, there)
+
+    def _common_steps(self, group: str, other: str) -> set[int] | None:
+        """The steps at which all runs of both were evaluated, where the reducer looks at several and theirs differ."""
+        if self.question.reducer.kind == "final":
+            return None
+        steps = [set(run.history.series(self.metric)) for g in (group, other) for run in self.counted[g]]
+        return set.intersection(*steps) if len({frozenset(some) for some in steps}) > 1 else None
+
+    def _coarsened(self, group: str) -> str:
+        if group == self.first or (common := self._common_steps(group, self.first)) is None:
+            return ""
+        return f"evaluated at other steps than the baseline, so the difference is over the {len(common)} that both have"
 
     def _other_examples(self) -> list[str]:
         there = self.counted[self.first]
@@ -156,7 +178,8 @@ class _Builder:
         quality = Quality(
             final=spread([value for run in here if (value := self.values[run.run_id]) is not None]),
             difference=self._difference(group, self.first) if group != self.first else None,
-            at_equal_time=spread(at_time(here, self.metric, self.seconds)),
+            coarsened=self._coarsened(group),
+            unequal=find_unequal(here, there, self.course),
             examples=compare_examples(here, there),
             reach=None if target is None else measure_reach(here, there, self.metric, target, higher_is_better=higher),
         )
@@ -199,28 +222,46 @@ class _Builder:
         ]
 
     def _find_controls(self) -> tuple[Control, ...]:
-        controls = find_controls(self.members, self.counted, self.labels, self._difference)
+        sign = {"lower": 1.0, "higher": -1.0}.get(self.way, 0.0)
+        controls = find_controls(Search(self.members, self.counted, self.labels, self._difference, sign))
         corrected: dict[int, Difference | None] = {}
-        for kind in ("dense", "random", "equal_time"):
-            places = [i for i, control in enumerate(controls) if control.kind == kind]
+        # Of dense at equal cost the best is named: its p value has to count all that it was chosen from.
+        for kinds in (("dense",), ("random",), EQUAL_COST):
+            places = [i for i, control in enumerate(controls) if control.kind in kinds]
             corrected |= dict(zip(places, correct_all([controls[i].difference for i in places]), strict=True))
         return tuple(replace(control, difference=corrected[i]) for i, control in enumerate(controls))
+
+    def _hold_at_equal(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
+        """Pair by pair: what a third group had changes nothing. Controls of equal cost are in a table of their own."""
+        held = [baseline.label] if not group.baseline else []
+        held += [c.found for c in controls if c.group == group.group and c.found and c.kind not in EQUAL_COST]
+        names = {label: g for g, label in self.labels.items()}
+        found = []
+        for label in dict.fromkeys(held):
+            here, there = self.counted[group.group], self.counted[names[label]]
+            is_timed = not (find_busy(here) or find_busy(there))
+            if not have_other_examples(here, there) and (
+                entry := compare_at_equal(here, there, label, self.course, is_timed=is_timed)
+            ):
+                found.append(entry)
+        return replace(group, quality=replace(group.quality, at_equal=tuple(found)))
 
     def _conclude(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
         runs = self.members[group.group]
         diverged = sum(self.reasons[run.run_id].startswith(DIVERGED) and not run.superseded_by for run in runs)
         here, there = self.counted[group.group], self.counted[self.first]
         lost = sum(not run.superseded_by and run.state.over for run in runs) - len(here) - diverged
-        doubts = Doubts(lost, diverged, find_hardware(here, there), have_other_examples(here, there))
+        sources = find_sources(here, there)
+        doubts = Doubts(lost, diverged, find_hardware(here, there), have_other_examples(here, there), sources)
         if group.baseline:
             return replace(group, verdict="; ".join(filter(None, ("baseline", tell_lost(doubts)))) + ".")
         mine = [control for control in controls if control.group == group.group]
-        said = give_verdict(group.quality, group.speed, baseline.speed.step, self.metric, self.way, mine, doubts)
+        said = give_verdict(group.quality, group.speed, baseline.speed, self.metric, self.way, mine, doubts)
         return replace(group, verdict=said)
 
     def _describe(self, run: LoadedRun) -> RunLine:
         reason, value = self.reasons[run.run_id], self.values[run.run_id]
-        wanted = dict.fromkeys([self.metric, *self.question.curves])
+        wanted = dict.fromkeys([self.metric, self.course, *self.question.curves])
         return RunLine(
             run_id=run.run_id,
             group=run.group,
@@ -241,9 +282,3 @@ class _Builder:
             step_seconds=median_time(run, names.STEP_SECONDS),
             curves={name: thin(run.curve(name), MOST_POINTS_IN_ALL // len(self.loaded)) for name in wanted},
         )
-
-
-def _equal_time(counted: Members) -> float | None:
-    """The training time of the fastest group, by its slowest run; None with one group, which has nothing to equal."""
-    times = [max((run.training_seconds for run in some), default=0.0) for some in counted.values()]
-    return min(filter(None, times), default=None) if len(times) > 1 else None

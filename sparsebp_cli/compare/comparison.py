@@ -23,26 +23,34 @@ class Change:
     value: Any
 
 
+Kind = Literal["dense", "random", "fewer_steps", "smaller_batch", "fewer_examples", "own_learning_rate"]
+
+
 @dataclass(frozen=True)
 class Control:
     """A run beside which a policy has to be seen before anything is believed.
 
     Args:
-        kind: ``dense`` (the same recipe without the policy), ``random`` (drawn at random at the same budget) or
-            ``equal_time`` (dense with its own schedule, as many steps as take the same time).
+        kind: ``dense`` (as many steps without the policy), ``random`` (drawn at random at the same budget), or dense
+            at the cost of the policy: with ``fewer_steps``, a ``smaller_batch``, ``fewer_examples`` as often, or its
+            ``own_learning_rate``.
         group: Hash of the group that needs it.
         label: Of that group.
         found: Label of the group that is it; empty when it is missing.
         difference: The policy's quality minus the control's; None when it is missing.
         command: What makes it; empty when it is there.
+        cost: Of the control at equal cost, as a multiple of the policy's, at least 1; None of the others.
+        is_best: Whether it is the best of those of equal cost, on the seeds that it shares with the policy.
     """
 
-    kind: Literal["dense", "random", "equal_time"]
+    kind: Kind
     group: str
     label: str
     found: str = ""
     difference: Difference | None = None
     command: str = ""
+    cost: float | None = None
+    is_best: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,10 +168,9 @@ class Comparison:
         controls: What each policy has to be seen beside, found or missing.
         confounds: See :class:`Confound`.
         warnings: One line each.
-        equal_time_seconds: Training time that every group has had; None when it is not known.
     """
 
-    schema: Literal[2]
+    schema: Literal[3]
     metric: str
     unit: str
     better: Literal["lower", "higher", ""]
@@ -176,4 +183,3 @@ class Comparison:
     controls: tuple[Control, ...]
     confounds: tuple[Confound, ...]
     warnings: tuple[str, ...]
-    equal_time_seconds: float | None

@@ -92,10 +92,41 @@ def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tup
     """
     found = []
     for name in HARDWARE:
-        here, there = ({str(v) for run in some if (v := SOURCES[name](run)) is not None} for some in (runs, others))
+        here, there = (_values(name, some) for some in (runs, others))
         if here and there and here != there:
             found.append(name)
     return tuple(found)
+
+
+SOFTWARE = ("torch", "transformers")
+
+
+def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
+    """Return what beside recipe and hardware could explain a difference in quality: data, libraries, code.
+
+    Args:
+        runs: That count.
+        others: Of the baseline, that count.
+
+    Returns:
+        A sentence each; what one side does not say is left out.
+    """
+    found = []
+    digests = [_values("dataset digest", some) for some in (runs, others)]
+    if all(digests) and digests[0] != digests[1]:
+        found.append("the data are others than the baseline's, which can explain all of that")
+    for name in SOFTWARE:
+        here, there = (_values(name, some) for some in (runs, others))
+        if here and there and here != there:
+            found.append(f"of {name} {', '.join(sorted(here))}, the baseline of {', '.join(sorted(there))}")
+    both = [*runs, *others]
+    if dirty := sum(run.dirty for run in both):
+        found.append(f"{dirty} of {len(both)} runs had uncommitted changes of the code, so their code may differ")
+    return tuple(found)
+
+
+def _values(name: str, runs: Sequence[LoadedRun]) -> set[str]:
+    return {str(value) for run in runs if (value := SOURCES[name](run)) is not None}
 
 
 def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: str) -> tuple[str, ...]:
@@ -123,7 +154,8 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
             f"{second.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
         )
     for group in groups:
-        told = _claim_warning(group, [run for run in counted if run.group == group.group]), _recipe_warning(group)
+        mine = [run for run in counted if run.group == group.group]
+        told = _claim_warning(group, mine), _saving_warning(group), _recipe_warning(group)
         lines += [line for line in told if line]
     seeds = {group.seeds for group in groups if group.seeds}
     if len(seeds) > 1:
@@ -190,6 +222,17 @@ def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
         return ""
     what = "skips nothing" if executed > 0.99 else f"executes {executed:.0%}"
     return f"{group.label}: claims to leave {claimed:.0%} of the backward FLOPs, but {what} (counted)"
+
+
+def _saving_warning(group: Group) -> str:
+    """More saved than there was to save, beyond the spread of the probes: the ceiling or the clock is wrong."""
+    share = group.speed.realised_share
+    if share is None or share.low <= 1.0:
+        return ""
+    return (
+        f"{group.label}: its probes saved {share.median:.0%} of what its policy can save [{share.low:.0%}, "
+        f"{share.high:.0%}], which is more than all of it: the ceiling or the clock is wrong"
+    )
 
 
 def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:

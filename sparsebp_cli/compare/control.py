@@ -1,93 +1,256 @@
-"""What a policy has to be seen beside: dense, random at the same budget, and dense in the same time.
+"""What a policy has to be seen beside: dense, random at the same budget, and dense at the same cost.
 
-Published gains have vanished against each of them. What is missing is named, with the command that makes it.
+Published gains have vanished against each of them. Dense can spend a cost in several ways: on fewer steps, on smaller
+batches, on fewer examples as often, and with a learning rate of its own. The best of those that are there counts. What
+is missing is named, with the command that makes it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from statistics import median
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
 
 from pydantic import ValidationError
 
-from sparsebp_cli.compare.comparison import Control
-from sparsebp_cli.compare.figure import median_time
+from sparsebp_cli.compare.comparison import Control, Kind
+from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_step_cost, is_near, whole
+from sparsebp_cli.compare.example import have_other_examples
 from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.question import Members
-from sparsebp_cli.compare.statistics import Difference
+from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.discovery import find_policy
-from sparsebp_cli.run import metric
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
-SCHEDULE = ("training.max_steps", "training.warmup_steps")
-FASTER = 0.95  # under this share of dense's step time, dense deserves more steps
-SAME_TIME = 0.1  # two groups that differ by less than this share took the same time
+# What dense may have of its own and still be a control: it is its data and its cost that make it one.
+OWN = (
+    "policy.",
+    "backward.",
+    "dataset.max_train_examples",
+    "training.max_steps",
+    "training.warmup_steps",
+    "training.learning_rate",
+    "training.lr_scheduler_type",
+    "training.per_device_train_batch_size",
+    "training.gradient_accumulation_steps",
+    "training.max_grad_norm",
+    "training.optim_args.",
+)
+EQUAL_COST: tuple[Kind, ...] = ("fewer_steps", "smaller_batch", "fewer_examples", "own_learning_rate")
+WORDS: dict[Kind, str] = {
+    "dense": "dense, as many steps",
+    "random": "random at the same budget",
+    "fewer_steps": "dense with fewer steps",
+    "smaller_batch": "dense with a smaller batch",
+    "fewer_examples": "dense with fewer examples",
+    "own_learning_rate": "dense with a learning rate of its own",
+}
 
 Entry = dict[str, Any]
-Kind = Literal["dense", "random", "equal_time"]
 
 
-def find_controls(
-    members: Members, counted: Members, labels: Mapping[str, str], compare: Callable[[str, str], Difference | None]
-) -> tuple[Control, ...]:
-    """Look for the controls of every group whose policies are not exact.
+@dataclass(frozen=True)
+class Search:
+    """Where controls are looked for.
 
     Args:
         members: Group to all its runs.
         counted: Group to its runs that count.
         labels: Group to what it is called.
-        compare: The quality of a group minus that of another.
+        compare: The quality of a group minus that of another, on the seeds that both have.
+        sign: 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where nobody knows.
+    """
+
+    members: Members
+    counted: Members
+    labels: Mapping[str, str]
+    compare: Callable[[str, str], Difference | None]
+    sign: float
+
+    def control(
+        self, kind: Kind, group: str, found: str, command: Callable[[], str], cost: float | None = None
+    ) -> Control:
+        """Put together what was found, or what would make it."""
+        if found:
+            return Control(kind, group, self.labels[group], self.labels[found], self.compare(group, found), "", cost)
+        return Control(kind, group, self.labels[group], command=command())
+
+
+def find_controls(search: Search) -> tuple[Control, ...]:
+    """Look for the controls of every group whose policies are not exact.
+
+    Args:
+        search: Where.
 
     Returns:
         One entry a group and control that it needs.
     """
     _make_once.cache_clear()  # what is installed may have changed
+    members = search.members
     needing = [g for g, runs in members.items() if runs[-1].policies and all(run.exact is False for run in runs)]
-    return tuple(control for group in needing for control in _find(group, members, counted, labels, compare))
+    return tuple(control for group in needing for control in _find(group, search))
 
 
-def _find(
-    group: str,
-    members: Members,
-    counted: Members,
-    labels: Mapping[str, str],
-    compare: Callable[[str, str], Difference | None],
-) -> list[Control]:
-    runs = members[group]
-    newest, others = runs[-1], {other: some for other, some in members.items() if other != group}
-
-    def control(kind: Kind, found: str, command: Callable[[], str]) -> Control:
-        if found:
-            return Control(kind, group, labels[group], labels[found], compare(group, found))
-        return Control(kind, group, labels[group], command=command())
-
-    dense = _first(others, lambda some: bool(some[-1].exact) and _same_but(some[-1], newest, ("policy.",)))
-    controls = [control("dense", dense, lambda: _run(runs, "policy=dense", "dense", _start_of_dense(members, newest)))]
+def _find(group: str, search: Search) -> list[Control]:
+    runs, newest = search.members[group], search.members[group][-1]
+    others = {other: some for other, some in search.members.items() if other != group and some[-1].policies}
+    dense = {other: some for other, some in others.items() if _is_dense_on_the_same(some, runs)}
+    plain = _find_plain(dense, newest)
+    start = _start_of_dense(search.members, newest)
+    controls = [search.control("dense", group, plain, lambda: _run(runs, start, ["policy=dense"], "dense"))]
     drawn = [_control_of(entry) for entry in newest.policies]
     if any(drawn):
-        random = _first(others, lambda some: _is_random_at_budget(some[-1], newest, drawn))
-        controls.append(control("random", random, lambda: _run_random(runs, drawn)))
-    if dense and (steps := _equal_steps(counted[group], counted[dense])):
-        equal = _first(others, lambda some: _takes_the_time(some, members[dense], counted[group]))
-        change = f"training.max_steps={steps}"
-        controls.append(control("equal_time", equal, lambda: _run(members[dense], change, f"dense-{steps}-steps")))
-    return controls
+        random = next((g for g, some in others.items() if _is_random_at_budget(some[-1], newest, drawn)), "")
+        controls.append(search.control("random", group, random, lambda: _run_random(runs, drawn)))
+    cost = find_step_cost(search.counted[group])
+    if cost is None or cost.dense_steps > SAVES:
+        return controls
+    return controls + _find_equal(group, search, cost, dense, search.members[plain][-1] if plain else None)
+
+
+def _find_equal(group: str, search: Search, cost: StepCost, dense: Members, start: LoadedRun | None) -> list[Control]:
+    """Dense at the same cost, in each way to spend it that this recipe leaves."""
+    runs, newest = search.members[group], search.members[group][-1]
+    found: dict[Kind, list[tuple[str, float]]] = {}
+    for other, some in dense.items():
+        if (relative := _relative_cost(cost, newest, some, search.counted[other])) is not None:
+            found.setdefault(_kind_of(some[-1], newest), []).append((other, relative))
+    wanted = _ways(newest, cost)
+    controls = []
+    for kind in EQUAL_COST:
+        if kind in found:
+            other, relative = _choose(kind, group, found[kind], search)
+            controls.append(search.control(kind, group, other, str, relative))
+        elif kind in wanted:
+            changes = [*([] if start else ["policy=dense"]), *wanted[kind]]
+            command = partial(_run, runs, start or newest, changes, _name(kind, wanted[kind]))
+            controls.append(search.control(kind, group, "", command))
+    return _mark_best(controls, search.sign)
+
+
+def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: Search) -> tuple[str, float]:
+    """The nearest by cost; of several learning rates the best: that is what tuning means."""
+
+    def lead(other: str) -> float:
+        difference = search.compare(group, other)
+        return -math.inf if difference is None else search.sign * difference.mean
+
+    if kind == "own_learning_rate":
+        return max(found, key=lambda pair: lead(pair[0]))
+    return min(found, key=lambda pair: (pair[1], -lead(pair[0])))
+
+
+def _mark_best(controls: list[Control], sign: float) -> list[Control]:
+    """Mark the control against which the policy looks worst, among those with enough seeds if there are any."""
+    held = [c for c in controls if c.difference is not None and c.difference.n > 0]
+    held = [c for c in held if c.difference and c.difference.n >= FEWEST_PAIRS] or held
+    if not held or not sign:
+        return controls
+    best = max(held, key=lambda c: sign * c.difference.mean if c.difference else -math.inf)
+    return [replace(c, is_best=c is best) for c in controls]
+
+
+def _relative_cost(
+    cost: StepCost, newest: LoadedRun, some: Sequence[LoadedRun], counted: Sequence[LoadedRun]
+) -> float | None:
+    """The cost of dense runs as a multiple of the policy's; None where they are not near it."""
+    steps, num_steps, examples = newest.steps_planned, some[-1].steps_planned, count_examples(some[-1])
+    if not steps or not num_steps or not examples:
+        return None
+    own = find_step_cost(counted)  # a policy may be exact and save
+    if own is None and any(entry.get("name") != "dense" for entry in some[-1].policies):
+        return None
+    ratio = 1.0 if own is None else own.ratio.median
+    relative = cost.relative(steps, examples, num_steps, ratio)
+    if num_steps == steps:  # the batch was fitted to the cost: one example less in each forward pass
+        size = int(some[-1].flat["training.per_device_train_batch_size"])
+        one_less = cost.relative(steps, examples - examples // size, num_steps, ratio)
+    else:
+        one_less = cost.relative(steps, examples, num_steps - 1, ratio)
+    return relative if is_near(relative, one_less) else None
+
+
+def _kind_of(dense: LoadedRun, run: LoadedRun) -> Kind:
+    """By what dense saves; another learning rate comes first, for whatever else it has was chosen with it."""
+    if dense.flat.get("training.learning_rate") != run.flat.get("training.learning_rate"):
+        return "own_learning_rate"
+    if _num_train(dense) < _num_train(run):
+        return "fewer_examples"
+    return "smaller_batch" if (count_examples(dense) or 0) < (count_examples(run) or 0) else "fewer_steps"
+
+
+def _num_train(run: LoadedRun) -> float:
+    told = run.flat.get("dataset.max_train_examples")
+    return float(told) if isinstance(told, int) else math.inf
+
+
+def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
+    """The ways in which dense can spend the cost of a run, each as changes to its recipe."""
+    steps, size = run.steps_planned or 1, int(run.flat["training.per_device_train_batch_size"])
+    fewer = whole(steps * cost.dense_steps)
+    shorter = [f"training.max_steps={fewer}", *_warmup(run, fewer / steps)]
+    ways: dict[Kind, list[str]] = {"fewer_steps": shorter}
+    smaller = math.ceil((cost.units - cost.update) * size / cost.examples - 1e-9)
+    if 1 <= smaller < size:
+        ways["smaller_batch"] = [f"training.per_device_train_batch_size={smaller}"]
+    seen, there = steps * cost.examples, run.history.facts.get("train_examples")
+    if isinstance(there, int) and seen > there:  # with less than an epoch, fewer steps are fewer examples
+        ways["fewer_examples"] = [*shorter, f"dataset.max_train_examples={math.ceil(there * fewer / steps)}"]
+    rate = float(run.flat.get("training.learning_rate") or 0.0)
+    ways["own_learning_rate"] = [*shorter, f"training.learning_rate={2 * rate:g}"]
+    return ways
+
+
+def _warmup(run: LoadedRun, share: float) -> list[str]:
+    told = run.flat.get("training.warmup_steps") or 0
+    return [f"training.warmup_steps={max(1, round(told * share))}"] if told else []
+
+
+def _name(kind: Kind, changes: Sequence[str]) -> str:
+    given = dict(change.split("=", 1) for change in changes)
+    match kind:
+        case "smaller_batch":
+            return f"dense-batch-{given['training.per_device_train_batch_size']}"
+        case "fewer_examples":
+            return f"dense-{given['dataset.max_train_examples']}-examples"
+        case "own_learning_rate":
+            return f"dense-{given['training.max_steps']}-steps-lr-{given['training.learning_rate']}"
+    return f"dense-{given['training.max_steps']}-steps"
+
+
+def _is_dense_on_the_same(some: Sequence[LoadedRun], runs: Sequence[LoadedRun]) -> bool:
+    """Whether runs compute the gradient of the same model on the same data, and are evaluated on the same examples."""
+    here, there = some[-1], runs[-1]
+    if not here.exact or not _same_but(here, there, OWN) or have_other_examples(some, runs):
+        return False
+    fewer = _num_train(here) != _num_train(there)
+    digests = [{str(d) for run in each if (d := run.history.facts.get("dataset_digest"))} for each in (some, runs)]
+    return fewer or not all(digests) or bool(digests[0] & digests[1])
+
+
+def _find_plain(dense: Members, run: LoadedRun) -> str:
+    """Dense with as many steps of as many examples: the same recipe if it is there, else one with its own options."""
+    equal = [
+        group
+        for group, some in dense.items()
+        if some[-1].steps_planned == run.steps_planned
+        and count_examples(some[-1]) == count_examples(run)
+        and _num_train(some[-1]) == _num_train(run)
+    ]
+    same = [group for group in equal if _same_but(dense[group][-1], run, ("policy.",))]
+    return next(iter(same or equal), "")
 
 
 def _start_of_dense(members: Members, run: LoadedRun) -> LoadedRun:
     """Of groups that share their dense run, one and the same: it is made once for all of them."""
     return next(some[-1] for some in members.values() if some[-1].policies and _same_but(some[-1], run, ("policy.",)))
-
-
-def _first(groups: Members, fits: Callable[[Sequence[LoadedRun]], bool]) -> str:
-    return next((group for group, runs in groups.items() if runs[-1].policies and fits(runs)), "")
 
 
 def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
@@ -142,31 +305,15 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str
         return ""
     wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
     given = [{key: value for key, value in entry.items() if value is not None} for entry in wanted]
-    return _run(runs, f"policy={json.dumps(given)}", "random")
+    return _run(runs, runs[-1], [f"policy={json.dumps(given)}"], f"{tidy(runs[-1].name)}-random"[:64])
 
 
-def _equal_steps(runs: Sequence[LoadedRun], dense: Sequence[LoadedRun]) -> int | None:
-    """Steps that dense makes in the time of these runs; None when they are not faster, or nothing was timed."""
-    step, full = ([time for run in some if (time := median_time(run, metric.STEP_SECONDS))] for some in (runs, dense))
-    if not step or not full or median(step) > FASTER * median(full):
-        return None
-    return max(1, round(runs[0].steps * median(step) / median(full)))
-
-
-def _takes_the_time(some: Sequence[LoadedRun], dense: Sequence[LoadedRun], counted: Sequence[LoadedRun]) -> bool:
-    if not some[-1].exact or some[-1].group == dense[-1].group or not _same_but(some[-1], dense[-1], SCHEDULE):
-        return False
-    here, there = ([run.training_seconds for run in each if run.finished] for each in (some, counted))
-    return bool(here and there) and abs(median(here) / median(there) - 1.0) <= SAME_TIME
-
-
-def _run(runs: Sequence[LoadedRun], change: str, word: str, start: LoadedRun | None = None) -> str:
-    """The stored recipe of the newest run is the starting point: its file may have changed since, or be elsewhere.
+def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> str:
+    """The stored recipe of a run is the starting point: its file may have changed since, or be elsewhere.
 
     No printed command writes a file: a name such as ``dense.yaml`` may well be one that the reader has.
     """
-    newest = start or runs[-1]
     seeds = ",".join(str(seed) for seed in sorted({run.seed for run in runs if run.seed is not None}))
-    name = f"{tidy(newest.name)}-{word}"[:64] if word == "random" else word
-    like = shlex.quote(tidy(newest.run_id))
-    return f"sparsebp run --like {like} --name {shlex.quote(name)} --set {shlex.quote(change)} --seeds {seeds}"
+    given = " ".join(f"--set {shlex.quote(change)}" for change in changes)
+    like = shlex.quote(tidy(start.run_id))
+    return f"sparsebp run --like {like} --name {shlex.quote(name)} {given}" + (f" --seeds {seeds}" if seeds else "")

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+from sparsebp_cli.compare.busy import find_busy
+from sparsebp_cli.compare.cost import find_step_cost, probe_ratio
 from sparsebp_cli.compare.loaded import LoadedRun, Point
 from sparsebp_cli.compare.measured import Cost, Reach, Speed
 from sparsebp_cli.compare.memory import find_step_peak
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.metric import Metric
-
-TIME_TOLERANCE = 1.05
 
 
 def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Speed:
@@ -26,6 +26,7 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
     Returns:
         The figures.
     """
+    cost = find_step_cost(runs)
     return Speed(
         step=_times(runs, metric.STEP_SECONDS),
         forward=_times(runs, metric.FORWARD_SECONDS),
@@ -37,6 +38,10 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
         backward_ratio=_ratio(runs, baseline, lambda run: median_time(run, metric.BACKWARD_SECONDS)),
         ceiling=_median(runs, metric.CEILING),
         realised_share=quartiles(_all(runs, metric.REALISED_SHARE)),
+        probe_ratio=probe_ratio(runs),
+        step_cost=None if cost is None else cost.dense_steps,
+        cost_by="" if cost is None else cost.by,
+        busy=find_busy(runs),
     )
 
 
@@ -68,6 +73,8 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         kept_share=_median(runs, metric.KEPT_SHARE),
         cosine=_median(runs, metric.COSINE),
         relative_error=_median(runs, metric.RELATIVE_ERROR),
+        independent_cosine=_median(runs, metric.INDEPENDENT_COSINE),
+        dense_independent_cosine=_median(runs, metric.DENSE_INDEPENDENT_COSINE),
     )
 
 
@@ -103,25 +110,6 @@ def measure_reach(
         seconds=spread([point.seconds for point in found]),
         ratio=_ratio(runs, baseline, seconds),
     )
-
-
-def at_time(runs: Iterable[LoadedRun], name: str, seconds: float | None) -> list[float]:
-    """Return each run's last value inside a time, never one in between: nothing was measured there.
-
-    Runs of equal work differ by a few percent in time; without a tolerance the slower would lose its last evaluation.
-
-    Args:
-        runs: That count.
-        name: Of the metric.
-        seconds: Of training; None gives nothing.
-
-    Returns:
-        One value a run that has one.
-    """
-    if seconds is None:
-        return []
-    curves = [[point.value for point in run.curve(name) if point.seconds <= seconds * TIME_TOLERANCE] for run in runs]
-    return [values[-1] for values in curves if values]
 
 
 def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) -> dict[int, float]:

@@ -143,9 +143,14 @@ class LoadedRun:
         Returns:
             The values; empty when it was never logged.
         """
-        series = self.history.series(name)
-        cold = self._warmup_steps if after_warmup else frozenset[int]()
-        return [value for step, value in series.items() if step not in cold and math.isfinite(value)]
+        if after_warmup:
+            return list(self.steady(name).values())
+        return [value for value in self.history.series(name).values() if math.isfinite(value)]
+
+    def steady(self, name: str) -> dict[int, float]:
+        """Return step to value of a metric, without the first steps of every attempt, which are slower."""
+        series, cold = self.history.series(name), self._warmup_steps
+        return {step: value for step, value in series.items() if step not in cold and math.isfinite(value)}
 
     def evaluations(self, name: str) -> list[float]:
         """Return a metric's values, the last being that after the last step; empty when that one is missing.

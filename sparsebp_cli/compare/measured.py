@@ -53,6 +53,45 @@ class Reach:
 
 
 @dataclass(frozen=True)
+class AtEqual:
+    """Two groups after as much work or time as the shorter of the two had, whatever any third group had.
+
+    Args:
+        other: Label of the group that this one is held against.
+        by: ``cost``, counted in dense steps of this group's batch; ``time``, seconds of training, where the cost of one
+            of them is not known or their models differ.
+        amount: How much.
+        quality: Of this group, at its last evaluation inside that; on the seeds that both have, where they share any.
+        others: Of the other.
+        difference: This group's minus the other's, paired by seed.
+    """
+
+    other: str
+    by: Literal["cost", "time"]
+    amount: float
+    quality: Spread | None
+    others: Spread | None
+    difference: Difference | None
+
+
+@dataclass(frozen=True)
+class Unequal:
+    """How much longer, or on how much more a step, one group was trained than the baseline.
+
+    Args:
+        words: Such as ``1000 steps against 500``.
+        common_step: The last step at which both were evaluated; None when there is none but before training.
+        metric: That was evaluated then.
+        difference: At that step, paired by seed.
+    """
+
+    words: str
+    common_step: int | None = None
+    metric: str = ""
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True)
 class Quality:
     """How good the trained models are.
 
@@ -60,7 +99,9 @@ class Quality:
         final: The metric as the reducer takes it, over the runs that count.
         difference: To the baseline; None for the baseline itself.
         not_worse: Whether it is not worse by more than the margin; None without a margin or a direction.
-        at_equal_time: The metric at the last evaluation inside the training time that every group has had.
+        at_equal: At equal cost or time, one entry a group that this one is held against.
+        coarsened: Why the difference is not that of the two columns; empty where it is.
+        unequal: Where the baseline was trained longer or shorter, or on more or less a step; None where it was not.
         examples: Example by example, one entry a shared seed whose runs kept the losses.
         reach: How soon the target was reached; None without one.
     """
@@ -68,9 +109,29 @@ class Quality:
     final: Spread | None = None
     difference: Difference | None = None
     not_worse: NotWorse | None = None
-    at_equal_time: Spread | None = None
+    at_equal: tuple[AtEqual, ...] = ()
+    coarsened: str = ""
+    unequal: Unequal | None = None
     examples: tuple[ExampleDifference, ...] = ()
     reach: Reach | None = None
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Runs whose machine had other work.
+
+    Args:
+        runs: How many of those that count.
+        of: How many count.
+        cpu_share: CPU seconds of a step over those that a quiet machine gives in its time, the least of all runs; None
+            where they were not recorded, or the device is no CPU.
+        load: Largest median of the load average over the number of CPUs; None where it was not recorded.
+    """
+
+    runs: int
+    of: int
+    cpu_share: float | None
+    load: float | None
 
 
 @dataclass(frozen=True)
@@ -88,6 +149,10 @@ class Speed:
         backward_ratio: The same of the backward passes alone.
         ceiling: The largest speed-up of forward and backward that the policy could give.
         realised_share: Share of the saving in time that was realised, from dense and policy timed in turn.
+        probe_ratio: Forward and backward over those of dense, timed in turn in each run's probes.
+        step_cost: Of a whole step in dense steps of the same batch: from probes, else from counted FLOPs.
+        cost_by: How that is known: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: not at all.
+        busy: Whether the machine had other work; None: nothing says so.
     """
 
     step: Quartiles | None = None
@@ -100,6 +165,10 @@ class Speed:
     backward_ratio: Difference | None = None
     ceiling: float | None = None
     realised_share: Quartiles | None = None
+    probe_ratio: Quartiles | None = None
+    step_cost: float | None = None
+    cost_by: Literal["probe", "flops", "dense", ""] = ""
+    busy: Busy | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +191,8 @@ class Cost:
         kept_share: Of the gradient's entries, at the policy's sites.
         cosine: Between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.
+        independent_cosine: Between the gradient and that of a large batch of other examples.
+        dense_independent_cosine: The same of dense on the smaller batch that costs as much as the policy.
     """
 
     peak_bytes: float | None = None
@@ -138,6 +209,8 @@ class Cost:
     kept_share: float | None = None
     cosine: float | None = None
     relative_error: float | None = None
+    independent_cosine: float | None = None
+    dense_independent_cosine: float | None = None
 
 
 @dataclass(frozen=True)

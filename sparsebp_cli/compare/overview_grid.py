@@ -60,17 +60,19 @@ def _speed(comparison: Comparison) -> Grid:
                 group.label,
                 show.of_quartiles(s.step, SECONDS),
                 show.of_phases([q.median if q else None for q in (s.forward, s.backward, s.optimizer)], s.step),
-                "" if group.baseline else show.of_change(s.step_ratio),
+                "" if group.baseline else show.of_change(s.step_ratio) + (" busy" if s.busy else ""),
+                show.of_plain(s.step_cost),
                 show.of_factor(s.ceiling),
                 show.of_share(s.realised_share.median if s.realised_share else None),
             )
         )
-    columns = ("group", "step", "fwd + bwd + opt", "to baseline", "ceiling", "realised")
+    columns = ("group", "step", "fwd + bwd + opt", "to baseline", "cost", "ceiling", "realised")
     note = (
         "Step: median [quartiles], without warm-up, evaluation and checkpoints; beside it the medians of forward, "
         "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% t "
-        "interval on the logarithm]. Ceiling (as a factor) and realised share: of forward and backward, from dense "
-        "and policy timed in turn inside each run."
+        "interval on the logarithm]; busy: the machine had other work then. Cost: of a step in dense steps of its "
+        "batch, by probes inside each run, where dense and policy take turns. Ceiling (a factor) and realised share: "
+        "of forward and backward, by the same probes."
     )
     return Grid("Speed", columns, tuple(rows), note)
 
@@ -106,6 +108,7 @@ def _memory(comparison: Comparison) -> Grid:
 
 def _work(comparison: Comparison) -> Grid:
     rows = []
+    other = any(group.cost.independent_cosine is not None for group in comparison.groups)
     for group in comparison.groups:
         c = group.cost
         if c.executed_flops is None and c.kept_share is None:
@@ -121,10 +124,18 @@ def _work(comparison: Comparison) -> Grid:
                 show.of_share(c.kept_share),
                 show.of_plain(c.cosine),
                 show.of_plain(c.relative_error),
+                *([show.of_plain(c.independent_cosine), show.of_plain(c.dense_independent_cosine)] if other else []),
             )
         )
-    columns = ("group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error")
-    return Grid("Backward work and fidelity of the gradient", columns, tuple(rows))
+    columns = ["group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error"]
+    note = "Cosine and relative error: to the dense gradient of the same batch."
+    if other:
+        columns += ["cosine, other batch", "of dense, equal cost"]
+        note += (
+            " Cosine, other batch: with the gradient of a large batch of other examples; beside it that of dense on "
+            "the smaller batch that costs as much."
+        )
+    return Grid("Backward work and fidelity of the gradient", tuple(columns), tuple(rows), note)
 
 
 def _left_out(comparison: Comparison) -> Grid:

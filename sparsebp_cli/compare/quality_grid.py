@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group
+from sparsebp_cli.compare.control import WORDS
+from sparsebp_cli.compare.equal import COURSES
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.number import SECONDS
 
@@ -16,13 +18,13 @@ def quality_grids(comparison: Comparison, *, everything: bool) -> list[Grid]:
         everything: Also examples of groups that have enough seeds.
 
     Returns:
-        Quality, margin, examples, equal time, time to a target, controls.
+        Quality, margin, examples, equal cost, time to a target, controls.
     """
     return [
         _quality(comparison),
         _margin(comparison),
         _examples(comparison, everything),
-        _at_equal_time(comparison),
+        _at_equal(comparison),
         _reach(comparison),
         _controls(comparison),
     ]
@@ -51,6 +53,8 @@ def _quality(comparison: Comparison) -> Grid:
             note += f" {group.label}: in no pair, seed {', '.join(map(str, difference.dropped))}."
     if corrected:
         note += " p: corrected for the number of groups (Holm); each interval stands alone."
+    if comparison.metric in COURSES.values():
+        note += " One split did both: choices that were made by it are flattered on it."
     if comparison.reducer == "best":
         note += " The best of many evaluations flatters whoever was evaluated more often."
     return Grid(title, columns, tuple(rows), note, aside=2)
@@ -71,20 +75,23 @@ def _margin(comparison: Comparison) -> Grid:
     return Grid(title, ("group", "answer", "p", "more seeds"), tuple(rows), note, aside=2)
 
 
-def _at_equal_time(comparison: Comparison) -> Grid:
-    if comparison.equal_time_seconds is None:
-        return Grid("", (), ())
+def _at_equal(comparison: Comparison) -> Grid:
     rows = []
     for group in comparison.groups:
-        own = group.speed.training_seconds
-        cells = (show.of_spread(group.quality.at_equal_time), show.scaled(own.mean if own else None, SECONDS))
-        rows.append((group.label, *cells))
-    after = show.scaled(comparison.equal_time_seconds, SECONDS)
+        for entry in group.quality.at_equal:
+            amount = f"{entry.amount:.0f} dense steps"
+            if entry.by == "time":
+                amount = f"{show.scaled(entry.amount, SECONDS)} of training"
+            values = (show.of_spread(entry.quality), show.of_spread(entry.others), show.of_difference(entry.difference))
+            rows.append((group.label, entry.other, amount, *values))
     note = (
-        f"The last evaluation inside {after} of training (or 5% later), which every group has had. For a group that "
-        "trained longer, the learning rate was then still under way: dense with its own schedule is the fair control."
+        "Two groups at a time, on the seeds that both have: the last evaluation inside the cost of the cheaper one "
+        "(or 5% later); training time where a cost is not known. For the dearer one, the learning rate was then still "
+        "under way: dense with its own schedule, among the controls, is the fair one."
     )
-    return Grid(f"Quality after {after}", ("group", comparison.metric, "its whole training"), tuple(rows), note)
+    metric = COURSES.get(comparison.metric, comparison.metric)
+    columns = ("group", "against", "after", metric, "of the other", "difference")
+    return Grid("At equal cost, pair by pair", columns, tuple(rows), note, aside=3)
 
 
 def _examples(comparison: Comparison, everything: bool) -> Grid:
@@ -131,16 +138,26 @@ def _reach(comparison: Comparison) -> Grid:
 
 
 def _controls(comparison: Comparison) -> Grid:
-    words = {"dense": "dense", "random": "random, same budget", "equal_time": "dense, same time, own schedule"}
     rows = tuple(
-        (c.label, words[c.kind], c.found or "missing", show.of_difference(c.difference) if c.found else show.NONE)
+        (
+            c.label,
+            WORDS[c.kind],
+            (c.found + (" (best of equal cost)" if c.is_best else "")) if c.found else "missing",
+            show.of_factor(c.cost),
+            show.of_difference(c.difference) if c.found else show.NONE,
+        )
         for c in comparison.controls
     )
-    note = f"To the control: {comparison.metric} of the group minus that of the control, paired by seed."
+    note = (
+        f"Cost: of the control over that of the group, at least 1. To the control: {comparison.metric} of the group "
+        "minus that of the control, paired by seed."
+    )
     commands = tuple(dict.fromkeys(control.command for control in comparison.controls if control.command))
     if commands:
         note += " What is missing is made by:"
-    return Grid("Controls", ("group", "control", "is", "to the control"), rows, note, aside=3, commands=commands)
+    return Grid(
+        "Controls", ("group", "control", "is", "cost", "to the control"), rows, note, aside=3, commands=commands
+    )
 
 
 def _states(group: Group) -> str:

@@ -27,7 +27,8 @@ class Question:
     Args:
         baseline: Name, group hash or run id of the baseline; None takes the first group whose policies are all exact,
             else the first group.
-        metric: The quality metric; None takes ``eval/accuracy`` for classification, else ``eval/loss``.
+        metric: The quality metric; None takes the loss, or the accuracy of classification, on the test split where
+            every finished run has it, else on the validation split.
         margin: In the metric's unit, how much worse still counts as not worse; None makes no such statement.
         reducer: How a run's evaluations become one number.
         target: A value of the metric whose first reaching is looked for; None: none.
@@ -72,7 +73,12 @@ def choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
         return wanted
     classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
     scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
-    return names.EVAL_ACCURACY.name if classify and scored else names.EVAL_LOSS.name
+    held_out, test = (
+        (names.EVAL_ACCURACY, names.TEST_ACCURACY) if classify and scored else (names.EVAL_LOSS, names.TEST_LOSS)
+    )
+    finished = [run for run in runs if run.finished]
+    is_tested = bool(finished) and all(test.name in run.history.metrics for run in finished)
+    return test.name if is_tested else held_out.name
 
 
 def choose_way(question: Question, metric: str) -> Way:

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.compare.comparison import Control
+from sparsebp_cli.compare.control import EQUAL_COST, WORDS
+from sparsebp_cli.compare.cost import SAVES
 from sparsebp_cli.compare.direction import Way
 from sparsebp_cli.compare.margin import NotWorse
-from sparsebp_cli.compare.measured import ExampleDifference, Quality, Speed
-from sparsebp_cli.compare.number import of_change, show_interval
+from sparsebp_cli.compare.measured import Busy, ExampleDifference, Quality, Speed
+from sparsebp_cli.compare.number import of_change, of_factor, show_interval
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 
 COUNTS = {1: "one seed", 2: "two seeds"}
@@ -25,18 +27,20 @@ class Doubts:
         diverged: Its runs that finished with a quality that is no number.
         hardware: In what its machines differ from the baseline's.
         other_examples: Whether it was evaluated on other examples than the baseline.
+        sources: What else differs from the baseline and could explain a difference, a sentence each.
     """
 
     lost: int = 0
     diverged: int = 0
     hardware: tuple[str, ...] = ()
     other_examples: bool = False
+    sources: tuple[str, ...] = ()
 
 
 def give_verdict(
     quality: Quality,
     speed: Speed,
-    baseline_step: Quartiles | None,
+    baseline: Speed,
     metric: str,
     way: Way,
     controls: Sequence[Control],
@@ -47,7 +51,7 @@ def give_verdict(
     Args:
         quality: The group's.
         speed: The group's.
-        baseline_step: The baseline's step time.
+        baseline: The baseline's speed.
         metric: Name of the quality metric.
         way: Which way it is better.
         controls: The group's.
@@ -56,14 +60,15 @@ def give_verdict(
     Returns:
         A few short sentences.
     """
-    parts = [_quality(quality.difference, metric, way), _examples(quality), _margin(quality.not_worse)]
+    is_plain = quality.unequal is None or quality.difference is None
+    found = _quality(quality.difference, metric, way) if is_plain else _unequal(quality, metric)
+    parts = [found, quality.coarsened, _examples(quality), _margin(quality.not_worse)]
     if doubts.other_examples:
         parts = [f"evaluated on other examples than the baseline: no statement about {metric}"]
-    parts.append(_speed(speed, baseline_step))
-    if doubts.hardware and speed.step is not None and baseline_step is not None:
-        different = ", ".join(doubts.hardware)
-        parts.append(f"the step times are of different hardware ({different}), which can explain all of that")
-    parts += [_control(control, way) for control in controls if quality.difference is not None]
+    parts += _speed(speed, baseline, doubts.hardware)
+    if quality.difference is not None:
+        parts += _controls(controls, speed, way)
+    parts += doubts.sources
     if told := tell_lost(doubts):
         parts.append(told + (", so quality is that of the survivors" if quality.final else ""))
     return "; ".join(part for part in parts if part) + "."
@@ -79,6 +84,26 @@ def differs(difference: Difference | None) -> bool:
     """Whether a difference was shown, after correction for the number of groups."""
     p = None if difference is None else difference.decisive_p
     return p is not None and p < LEVEL
+
+
+def _unequal(quality: Quality, metric: str) -> str:
+    """Trainings of unequal length or batch are different questions: no word for better, and their last common step."""
+    unequal = quality.unequal
+    assert unequal is not None
+    said = _level(quality.difference, metric)
+    if unequal.difference is None:
+        return f"after {unequal.words}, {said}, with no step at which both were evaluated"
+    there = _level(unequal.difference, unequal.metric)
+    return f"after {unequal.words}, {said}; at step {unequal.common_step:,}, the last that both evaluated, {there}"
+
+
+def _level(difference: Difference | None, metric: str) -> str:
+    text = _quality(difference, metric, "")
+    if not differs(difference) or difference is None:
+        return text
+    word = "higher" if difference.mean > 0 else "lower"
+    inside = f"95% interval {show_interval(difference)}, {difference.n} seeds"
+    return f"{metric} is {word} by {abs(difference.mean):.3g} ({inside})"
 
 
 def _quality(difference: Difference | None, metric: str, way: Way) -> str:
@@ -135,10 +160,41 @@ def _margin(decision: NotWorse | None) -> str:
     return text
 
 
-def _speed(speed: Speed, baseline: Quartiles | None) -> str:
+def _speed(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> list[str]:
+    """Step times against the baseline's; on a busy machine only what was timed in turns."""
+    if speed.step is None or baseline.step is None:
+        return ["no step times to compare"]
+    if busy := [some for some in (speed.busy, baseline.busy) if some is not None]:
+        return [f"no statement about step time: {tell_busy(busy)}", *_in_turns(speed)]
+    said = [_step(speed, baseline.step)]
+    if hardware:
+        different = ", ".join(hardware)
+        said.append(f"the step times are of different hardware ({different}), which can explain all of that")
+    return said
+
+
+def tell_busy(busy: Sequence[Busy]) -> str:
+    """Return ``the machine was busy in 3 of 6 runs (31% of the CPU time of a quiet one, load 9.8 a CPU)``."""
+    shares = [some.cpu_share for some in busy if some.cpu_share is not None]
+    loads = [some.load for some in busy if some.load is not None]
+    told = [f"{min(shares):.0%} of the CPU time of a quiet one"] if shares else []
+    told += [f"load {max(loads):.1f} a CPU"] if loads else []
+    runs, of = sum(some.runs for some in busy), sum(some.of for some in busy)
+    return f"the machine was busy in {runs} of {of} runs ({', '.join(told)})"
+
+
+def _in_turns(speed: Speed) -> list[str]:
+    ratio = speed.probe_ratio
+    if ratio is None or speed.cost_by == "dense":
+        return []
+    low, high = (f"{100 * (x - 1.0):+.0f}" for x in (ratio.low, ratio.high))
+    change = f"{100 * (ratio.median - 1.0):+.0f} % [{low}, {high}]"
+    return [f"timed in turns with dense, forward and backward take {change} (median and quartiles of {ratio.n} probes)"]
+
+
+def _step(speed: Speed, baseline: Quartiles) -> str:
     ratio = speed.step_ratio
-    if speed.step is None or baseline is None:
-        return "no step times to compare"
+    assert speed.step is not None
     if ratio is not None and ratio.low is not None:
         if ratio.low == ratio.high == 1.0:
             return "step times are equal"
@@ -154,22 +210,56 @@ def _speed(speed: Speed, baseline: Quartiles | None) -> str:
         text = f"step time {change:+.1f} % in these runs"
     else:
         return "step times overlap: neither is clearly faster"
-    if speed.realised_share is None or not faster:
-        return text
-    share = speed.realised_share.median
-    return f"{text}, {share:.0%} of the possible saving was realised" if share > 0 else text
+    return f"{text}{_realised(speed.realised_share)}" if faster else text
 
 
-def _control(control: Control, way: Way) -> str:
-    if control.kind == "dense":
+def _realised(share: Quartiles | None) -> str:
+    if share is None or share.median <= 0.0:
         return ""
-    against = "random at the same budget" if control.kind == "random" else "dense in the same time"
+    if is_impossible(share):
+        return f", more than the policy can save ({share.median:.0%} of the possible saving): one of the two is wrong"
+    if share.median > 1.0:
+        return ", all of the possible saving was realised, as far as the probes can tell"
+    return f", {share.median:.0%} of the possible saving was realised"
+
+
+def is_impossible(share: Quartiles | None) -> bool:
+    """Whether more than the possible saving was realised, and not by the spread of the probes."""
+    return share is not None and share.low > 1.0
+
+
+def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[str]:
+    """Against random, and against the best dense of equal cost; then what is missing."""
+    said = [_against(control, WORDS["random"], way) for control in controls if control.kind == "random"]
+    if not any(control.kind == "dense" for control in controls):
+        return said
+    if speed.step_cost is None:
+        return [*said, "what a step costs is not known (no probe), so there is no dense at equal cost"]
+    if speed.step_cost > SAVES:
+        return [*said, f"a step costs {speed.step_cost:.2f} dense steps: nothing is saved that dense could use"]
+    equal = [control for control in controls if control.kind in EQUAL_COST]
+    if best := [control for control in equal if control.is_best]:
+        said.append(_against_best(best[0], speed, way))
+    elif any(control.found for control in equal):
+        said.append("no seed is shared with dense at equal cost")
+    if missing := [WORDS[control.kind] for control in equal if not control.found]:
+        said.append(f"not compared at equal cost with {', '.join(missing)}")
+    return said
+
+
+def _against_best(control: Control, speed: Speed, way: Way) -> str:
+    by = {"probe": "timed in turns", "flops": "FLOPs counted"}.get(speed.cost_by, "counted")
+    what = f"{WORDS[control.kind]} ({control.found}, {of_factor(control.cost)} the policy's cost, {by})"
+    return _against(control, f"the best dense of equal cost, {what}", way)
+
+
+def _against(control: Control, against: str, way: Way) -> str:
     if not control.found:
         return f"not compared with {against}"
     difference = control.difference
     if difference is None or difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
         return f"too few seeds for a statement against {against}"
     if not differs(difference) or not way:
-        return f"no difference from {against} was shown"
+        return f"no difference from {against} was shown ({show_interval(difference)})"
     word = "worse" if (difference.mean > 0) == (way == "lower") else "better"
-    return f"{word} than {against} by {abs(difference.mean):.3g}"
+    return f"{word} than {against}, by {abs(difference.mean):.3g} ({show_interval(difference)})"

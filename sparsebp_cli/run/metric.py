@@ -72,6 +72,8 @@ REALISED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
 COSINE = Metric("fidelity/cosine", "", "higher")
 RELATIVE_ERROR = Metric("fidelity/relative_error", "", "lower")
 SIGN_AGREEMENT = Metric("fidelity/sign_agreement", "share", "higher")
+INDEPENDENT_COSINE = Metric("fidelity/independent_cosine", "", "higher")  # with the gradient of a large other batch
+DENSE_INDEPENDENT_COSINE = Metric("fidelity/dense_independent_cosine", "", "higher")  # of dense, at the policy's cost
 BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity_draws
 BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
 VARIANCE = Metric("fidelity/variance", "", "lower")

@@ -19,7 +19,7 @@ OVERWRITES = re.compile(r"sparsebp [a-z-]+ [^`'\"]*>\s*[\w{$]")  # `sparsebp sho
 def test_the_commands_for_missing_controls_redirect_nothing_into_a_file(make_run: MakeRun) -> None:
     policy = [{"name": "topk", "keep": 0.1, "along": "rows"}]
     runs = [make_run(seed=seed) for seed in range(3)]
-    runs += [make_run("dense", seed, policy=policy, exact=False, seconds=0.1) for seed in range(3)]
+    runs += [make_run("dense", seed, policy=policy, exact=False, executed=0.2) for seed in range(3)]
     commands = [control.command for control in compare_runs(runs).controls if not control.found]
     alone = [control.command for control in compare_runs(runs[3:]).controls]
     assert len(commands) >= 2

@@ -330,16 +330,6 @@ def test_higher_is_better_is_not_confused_with_lower_is_better(make_run: MakeRun
     assert "; not worse by more than the margin of 0.2: yes" in verdict
 
 
-def test_at_equal_time_the_slower_group_is_judged_by_an_earlier_evaluation(make_run: MakeRun) -> None:
-    runs = [make_run(seconds=4.0, loss=3.0), make_run("fast", **TOPK, seconds=1.0, loss=3.2)]
-    found = compare_runs(runs)
-    dense, fast = (group.quality.at_equal_time for group in found.groups)
-    assert found.equal_time_seconds == pytest.approx(20, rel=0.03)
-    assert dense is not None
-    assert fast is not None
-    assert (dense.mean, fast.mean) == (6.0, 3.2)
-
-
 def test_two_recipes_of_one_name_get_different_labels(make_run: MakeRun) -> None:
     found = compare_runs([make_run("x"), make_run("x", **TOPK)])
     assert [group.label for group in found.groups] == [f"x#{group.group[:4]}" for group in found.groups]

@@ -36,11 +36,13 @@ def test_missing_controls_are_named_with_the_commands_that_make_them(two_groups:
     assert [(c.kind, c.label, c.found) for c in found.controls] == [
         ("dense", "topk-rows", "dense"),
         ("random", "topk-rows", ""),
-        ("equal_time", "topk-rows", ""),
+        ("fewer_steps", "topk-rows", ""),
+        ("smaller_batch", "topk-rows", ""),
+        ("own_learning_rate", "topk-rows", ""),
     ]
-    assert "not compared with random at the same budget; not compared with dense in the same time" in (
-        found.groups[1].verdict
-    )
+    missing = "dense with fewer steps, dense with a smaller batch, dense with a learning rate of its own"
+    assert f"not compared at equal cost with {missing}" in found.groups[1].verdict
+    assert "not compared with random at the same budget" in found.groups[1].verdict
     run = shlex.split(found.controls[1].command)
     assert run[:3] == ["sparsebp", "run", "--like"]
     assert run[3] in {folder.run_id for folder in two_groups[5:]}
@@ -55,27 +57,20 @@ def test_missing_controls_are_named_with_the_commands_that_make_them(two_groups:
         }.items()
     )
     assert run[run.index("--seeds") + 1] == "0,1,2,3,4"
-    assert "--set training.max_steps=13 " in found.controls[2].command
 
 
 def test_a_control_that_is_there_is_found_and_held_against_the_policy(make_run: MakeRun) -> None:
     runs = seeds_of(make_run, "dense", (0.0, 0.0, 0.0), seconds=0.2)
-    runs += seeds_of(make_run, "topk", (0.10, 0.11, 0.12), **TOPK, seconds=0.1)
-    runs += seeds_of(make_run, "drawn", (0.05, 0.055, 0.06), **RANDOM, seconds=0.1)
-    runs += seeds_of(make_run, "short", (0.2, 0.22, 0.21), training={"max_steps": 10}, seconds=0.2, steps=10)
-    found = compare_runs(runs)
+    runs += seeds_of(make_run, "topk", (0.10, 0.11, 0.12), **TOPK, executed=0.25)
+    runs += seeds_of(make_run, "drawn", (0.05, 0.055, 0.06), **RANDOM, executed=0.25)
+    runs += seeds_of(make_run, "short", (0.2, 0.22, 0.21), training={"max_steps": 11}, seconds=0.2, steps=11)
+    found = compare_runs(runs, metric="train/loss")  # evaluated at step 11 as well
     mine = {c.kind: c for c in found.controls if c.label == "topk"}
-    assert {kind: control.found for kind, control in mine.items()} == {
+    assert {kind: control.found for kind, control in mine.items() if control.found} == {
         "dense": "dense",
         "random": "drawn",
-        "equal_time": "short",
+        "fewer_steps": "short",
     }
-    difference = mine["random"].difference
-    assert difference is not None
-    assert difference.mean == pytest.approx(0.055)
-    assert "worse than random at the same budget by 0.055" in group_named(found, "topk").verdict
-    assert "better than dense in the same time" in group_named(found, "topk").verdict
-    assert {c.kind for c in found.controls if c.label == "drawn"} == {"dense", "equal_time"}
     assert not any(c.label in {"dense", "short"} for c in found.controls)
 
 
@@ -102,7 +97,7 @@ def test_a_router_is_held_against_one_that_draws(make_run: MakeRun) -> None:
     assert """policy=[{"name": "random-child", "leaves": "always", "missing": "none"}]""" in missing.command
     found = compare_runs([make_run(), make_run("r", **router), make_run("d", **drawn)]).controls
     assert next(c for c in found if c.kind == "random").found == "d"
-    assert [c.kind for c in found if c.label == "d"] == ["dense"]
+    assert "random" not in [c.kind for c in found if c.label == "d"]
 
 
 def test_of_a_policy_that_is_not_installed_the_control_is_missing_without_a_command(make_run: MakeRun) -> None:
@@ -113,9 +108,10 @@ def test_of_a_policy_that_is_not_installed_the_control_is_missing_without_a_comm
     assert "not compared with random at the same budget" in found.groups[1].verdict
 
 
-def test_a_policy_that_is_not_faster_needs_no_dense_at_equal_time(make_run: MakeRun) -> None:
-    found = compare_runs([make_run(seconds=0.2), make_run("slow", **TOPK, seconds=0.21)])
+def test_a_policy_whose_step_costs_as_much_needs_no_dense_at_equal_cost(make_run: MakeRun) -> None:
+    found = compare_runs([make_run(seconds=0.2), make_run("slow", **TOPK, seconds=0.1)])  # 1.0 of the FLOPs
     assert [c.kind for c in found.controls] == ["dense", "random"]
+    assert "a step costs 1.00 dense steps: nothing is saved that dense could use" in found.groups[1].verdict
 
 
 def test_what_differs_beside_the_policy_is_named(make_run: MakeRun) -> None:

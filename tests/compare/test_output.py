@@ -135,7 +135,7 @@ def test_text_of_a_failed_run_is_never_read_as_markup(comparison: Comparison) ->
 
 def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
     found = json.loads(render(comparison, "json"), parse_constant=pytest.fail)
-    assert found["schema"] == 2
+    assert found["schema"] == 3
     assert [group["label"] for group in found["groups"]][:2] == ["dense", "topk-rows"]
     assert found["groups"][1]["quality"]["difference"]["n"] == 5
     assert len(found["runs"]) == 12
@@ -145,7 +145,7 @@ def test_json_holds_everything_and_is_strict(comparison: Comparison) -> None:
 
 def test_json_is_what_the_committed_schema_says(comparison: Comparison, make_run: MakeRun) -> None:
     schema = json.loads((ROOT / "docs" / "comparison.schema.json").read_text())
-    assert schema["properties"]["schema"]["const"] == 2
+    assert schema["properties"]["schema"]["const"] == 3
     empty = compare_runs([make_run(end="failed", steps=0)])
     for each in (comparison, empty):
         found = json.loads(render(each, "json"))

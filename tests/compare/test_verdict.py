@@ -37,7 +37,13 @@ def studies(effects: tuple[float, ...], num_seeds: int = 5, noise: float = 0.1) 
 
 def verdict(difference: Difference | None, ratio: Difference | None = None) -> str:
     return give_verdict(
-        Quality(difference=difference), Speed(step=STEP, step_ratio=ratio), STEP, "eval/loss", [], Doubts()
+        Quality(difference=difference),
+        Speed(step=STEP, step_ratio=ratio),
+        Speed(step=STEP),
+        "eval/loss",
+        "lower",
+        [],
+        Doubts(),
     )
 
 

@@ -10,7 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli.compare.comparison import Comparison
+from sparsebp_cli.compare.comparison import Comparison, Kind
+from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
@@ -28,7 +29,6 @@ MARKS = (
     "M16 1.2l4.4 8h-8.8z",
     "M16 .8l5.2 5.2l-5.2 5.2l-5.2 -5.2z",
 )
-CONTROLS = {"random": "random at the same budget", "equal_time": "dense in the same time", "dense": "dense"}
 
 
 def write_report(comparison: Comparison, path: Path, command: str = "") -> Path:
@@ -134,15 +134,15 @@ def _notes(comparison: Comparison) -> str:
     if not comparison.warnings and not missing:
         return ""
     items = [f"<li>{escape(warning)}</li>" for warning in comparison.warnings]
-    together: dict[tuple[str, str], list[str]] = {}
+    together: dict[tuple[Kind, str], list[str]] = {}
     for control in missing:
         together.setdefault((control.kind, control.command), []).append(control.label)
     items += [_missing(kind, command, labels) for (kind, command), labels in together.items()]
     return f'<section class="warn"><h2>Before believing it</h2><ul>{"".join(items)}</ul></section>'
 
 
-def _missing(kind: str, command: str, labels: list[str]) -> str:
-    said = f"{', '.join(labels)}: not compared with {CONTROLS[kind]}"
+def _missing(kind: Kind, command: str, labels: list[str]) -> str:
+    said = f"{', '.join(labels)}: not compared with {WORDS[kind]}"
     how = f"; to make that run: <code>{escape(command)}</code>" if command else ""
     return f"<li>{escape(said)}{how}</li>"
 

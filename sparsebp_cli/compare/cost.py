@@ -1,0 +1,155 @@
+"""What a run costs, counted in dense steps, so that dense can be given as much and not less.
+
+The cost of a step of a policy is ``B P + u`` in units of what dense pays forward and backward for one example: B
+examples a step, P the time of forward and backward with the policy over that of dense, u the update. A dense step of b
+examples costs ``b + u``, whatever its learning rate; a run costs its steps times that.
+
+P is from the run's own probes, where dense and policy take turns on one batch, so that a busy machine slows down both:
+the median over all probes of all seeds. Without probes, counted FLOPs stand in. Work that was counted as equal to dense
+costs as much as dense: two clocks that disagree about equal work measured the machine. u is the time of the update over
+that of forward and backward in the same steps. Seconds of one run are never held against seconds of another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.statistics import Quartiles, quartiles
+from sparsebp_cli.run import metric
+
+MOST_OVER = 0.02  # a control may cost so much more than the policy, and nothing less
+SAVES = 0.98  # over this share of a dense step's cost, a policy saves nothing that dense could use
+EQUAL_WORK = 1e-3  # FLOPs that differ by less are the same work
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What an optimizer step costs.
+
+    Args:
+        ratio: Forward and backward, as a multiple of dense on the same batch: median and quartiles over probes.
+        by: How that is known: ``probe`` (timed in turns with dense), ``flops`` (counted), or ``dense`` (the same work).
+        update: The update, in units of dense forward and backward of one example.
+        examples: Examples a step.
+    """
+
+    ratio: Quartiles
+    by: Literal["probe", "flops", "dense"]
+    update: float
+    examples: int
+
+    @property
+    def units(self) -> float:
+        """In units of dense forward and backward of one example."""
+        return self.examples * self.ratio.median + self.update
+
+    @property
+    def dense_steps(self) -> float:
+        """As a multiple of a dense step of the same batch."""
+        return self.units / (self.examples + self.update)
+
+    def relative(self, steps: int, examples: int, num_steps: int, ratio: float = 1.0) -> float:
+        """Return the cost of another run as a multiple of this policy's.
+
+        Args:
+            steps: Of this policy.
+            examples: A step of the other run.
+            num_steps: Of the other run.
+            ratio: Of its forward and backward to dense; 1.0 is dense.
+
+        Returns:
+            1.0 where they cost the same.
+        """
+        return num_steps * (examples * ratio + self.update) / (steps * self.units)
+
+
+def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
+    """Return what a step of a group costs.
+
+    Args:
+        runs: Of one group, that finished.
+
+    Returns:
+        The cost; None where neither a probe nor a count tells, or the batch is not known.
+    """
+    if not runs:
+        return None
+    examples, found = count_examples(runs[-1]), _ratio(runs)
+    if examples is None or found is None:
+        return None
+    ratio, by = found
+    updates = [share for run in runs if (share := _update_share(run)) is not None]
+    return StepCost(ratio, by, examples * ratio.median * (median(updates) if updates else 0.0), examples)
+
+
+def count_examples(run: LoadedRun) -> int | None:
+    """Return how many examples a run trains on in a step; None of a run without a recipe of ours."""
+    size = run.flat.get("training.per_device_train_batch_size")
+    if not isinstance(size, int):
+        return None
+    parts = (run.flat.get("training.gradient_accumulation_steps"), run.flat.get("target.processes"))
+    return size * math.prod(int(part) for part in parts if isinstance(part, int))
+
+
+def is_near(cost: float, one_less: float) -> bool:
+    """Return whether a control costs at least as much as the policy, and hardly more.
+
+    Args:
+        cost: Of the control, as a multiple of the policy's.
+        one_less: The same with one step, or one example a step, less: steps and examples are whole numbers, so where
+            they are few the next above counts as near, however far that is.
+
+    Returns:
+        Whether it may stand for dense at equal cost.
+    """
+    return cost >= 1.0 - 1e-9 and (cost <= 1.0 + MOST_OVER or one_less < 1.0 - 1e-9)
+
+
+def whole(needed: float) -> int:
+    """Return the steps or examples to ask for: 1 % more than needed, inside what :func:`is_near` takes."""
+    most = max(math.ceil(needed - 1e-9), math.floor(needed * (1.0 + MOST_OVER)))
+    return max(1, min(math.ceil(needed * (1.0 + MOST_OVER / 2)), most))
+
+
+def _ratio(runs: Sequence[LoadedRun]) -> tuple[Quartiles, Literal["probe", "flops", "dense"]] | None:
+    counted = [share for run in runs for share in _counted(run)]
+    if runs[-1].exact and counted and abs(median(counted) - 1.0) < EQUAL_WORK:
+        return Quartiles(1.0, 1.0, 1.0, len(counted)), "dense"
+    if (timed := probe_ratio(runs)) is not None:
+        return timed, "probe"
+    found = quartiles(counted)
+    return None if found is None else (found, "flops")
+
+
+def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
+    """Return the time of forward and backward over that of dense in the same probe, over all probes of all runs."""
+    found = []
+    for run in runs:
+        dense, policy = (run.history.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
+        found += [policy[step] / dense[step] for step in sorted(policy) if dense.get(step, 0.0) > 0.0]
+    return quartiles([ratio for ratio in found if math.isfinite(ratio) and ratio > 0.0])
+
+
+def _counted(run: LoadedRun) -> list[float]:
+    """FLOPs of forward and backward over those of dense; the forward's, without what only chooses, is dense's too."""
+    forward, scoring, executed, dense = (
+        run.history.series(x.name)
+        for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)
+    )
+    steps = [step for step in forward if step in executed and dense.get(step, 0.0) > 0.0]
+    return [(forward[s] + executed[s]) / (forward[s] - scoring.get(s, 0.0) + dense[s]) for s in steps]
+
+
+def _update_share(run: LoadedRun) -> float | None:
+    """Time of the update over that of forward and backward, in the same steps."""
+    update, forward, backward = (
+        run.steady(x.name) for x in (metric.OPTIMIZER_SECONDS, metric.FORWARD_SECONDS, metric.BACKWARD_SECONDS)
+    )
+    passes = {step: forward[step] + backward[step] for step in forward.keys() & backward.keys() & update.keys()}
+    shares = [update[step] / seconds for step, seconds in passes.items() if seconds > 0.0]
+    return median(shares) if shares else None

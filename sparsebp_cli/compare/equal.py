@@ -1,0 +1,123 @@
+"""Two groups held against each other after as much work, as much time, or as many steps: never more than two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from sparsebp_cli.compare.cost import count_examples, find_step_cost
+from sparsebp_cli.compare.figure import by_seed
+from sparsebp_cli.compare.loaded import LoadedRun, Point
+from sparsebp_cli.compare.measured import AtEqual, Unequal
+from sparsebp_cli.compare.statistics import Spread, paired_difference, spread
+from sparsebp_cli.run import metric as names
+
+TOLERANCE = 1.05  # runs of equal work differ by a few percent; without this the slower would lose its last evaluation
+
+# What is read once, after the last step, and its counterpart that is evaluated during training.
+COURSES = {names.TEST_LOSS.name: names.EVAL_LOSS.name, names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name}
+
+Place = Callable[[Point], float]
+Values = tuple[list[float], dict[int, float]]  # of all runs, and by seed
+
+
+def compare_at_equal(
+    runs: Sequence[LoadedRun], others: Sequence[LoadedRun], label: str, name: str, *, is_timed: bool
+) -> AtEqual | None:
+    """Hold two groups against each other after as much as the shorter of them had.
+
+    Args:
+        runs: Of the group, that count.
+        others: Of the other, that count.
+        label: Of the other.
+        name: Of the metric.
+        is_timed: Whether seconds may stand in where the cost is not known: not on a busy machine.
+
+    Returns:
+        Both at their last evaluation inside that; None where neither cost nor time is known.
+    """
+    if not runs or not others:
+        return None
+    if (units := _count_work(runs, others)) is not None:
+        here, there, dense_step = units
+        budget = min(max(run.steps for run in runs) * here, max(run.steps for run in others) * there)
+        values = (
+            _last(runs, name, budget, lambda p: p.step * here),
+            _last(others, name, budget, lambda p: p.step * there),
+        )
+        return _entry(label, "cost", budget / dense_step, *values) if budget else None
+    if not is_timed:
+        return None
+    budget = min(max(run.training_seconds for run in some) for some in (runs, others))
+    both = (_last(some, name, budget, lambda p: p.seconds) for some in (runs, others))
+    return _entry(label, "time", budget, *both) if budget else None
+
+
+def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: str) -> Unequal | None:
+    """Return whether two groups were trained for as many steps of as many examples.
+
+    Args:
+        runs: Of the group, that count.
+        others: Of the baseline, that count.
+        name: Of a metric that is evaluated during training.
+
+    Returns:
+        In what they differ, and the metric at the last step that both evaluated; None where they do not differ.
+    """
+    if not runs or not others:
+        return None
+    steps = [max(run.steps_planned or run.steps for run in some) for some in (runs, others)]
+    examples, tokens = (
+        [count_examples(some[-1]) for some in (runs, others)],
+        [_tokens(some[-1]) for some in (runs, others)],
+    )
+    words = f"{steps[0]:,} steps against {steps[1]:,}" if steps[0] != steps[1] else ""
+    if None not in examples and examples[0] != examples[1]:
+        words += f"{' and ' * bool(words)}{examples[0]:,} examples a step against {examples[1]:,}"
+    elif None not in tokens and tokens[0] != tokens[1]:
+        words += f"{' and ' * bool(words)}{tokens[0]:,.0f} tokens a step against {tokens[1]:,.0f}"
+    if not words:
+        return None
+    common = set.intersection(*(set(run.history.series(name)) for run in (*runs, *others))) - {0}
+    if not common:
+        return Unequal(words)
+    last = max(common)
+    here, there = (by_seed(some, lambda run: run.history.series(name)[last]) for some in (runs, others))
+    return Unequal(words, last, name, paired_difference(here, there))
+
+
+def _count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
+    """The cost of a step of each in one unit, and that of a dense step of the first; None where none fits both."""
+    models = [
+        {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
+    ]
+    here, there = find_step_cost(runs), find_step_cost(others)
+    if here is None or there is None or models[0] != models[1]:
+        return None
+    update = here.update if there.by == "dense" else there.update
+    both = [cost.examples * cost.ratio.median + update for cost in (here, there)]
+    return both[0], both[1], here.examples + update
+
+
+def _last(runs: Sequence[LoadedRun], name: str, budget: float, place: Place) -> Values:
+    """Each run's last value inside a budget, never one in between: nothing was measured there."""
+    found: dict[str, float] = {}
+    for run in runs:
+        if inside := [point.value for point in run.curve(name) if place(point) <= budget * TOLERANCE]:
+            found[run.run_id] = inside[-1]
+    return list(found.values()), by_seed(runs, lambda run: found.get(run.run_id))
+
+
+def _entry(label: str, by: Literal["cost", "time"], amount: float, mine: Values, its: Values) -> AtEqual | None:
+    (values, here), (others, there) = mine, its
+    if shared := here.keys() & there.keys():
+        values, others = [here[seed] for seed in shared], [there[seed] for seed in shared]
+    if not values or not others:
+        return None
+    spreads: tuple[Spread | None, Spread | None] = (spread(values), spread(others))
+    return AtEqual(label, by, amount, *spreads, paired_difference(here, there))
+
+
+def _tokens(run: LoadedRun) -> float | None:
+    told = run.history.facts.get("tokens_per_step")
+    return float(told) if isinstance(told, int | float) else None

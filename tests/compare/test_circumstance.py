@@ -1,0 +1,198 @@
+"""What else than the policy may explain a difference reaches the verdict: a busy machine, lengths, data, versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.compare import Group, Question, Reducer, compare_runs
+from sparsebp_cli.run import JournalWriter, RunFolder
+
+from .conftest import MakeRun
+
+TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
+LOSSES = (3.00, 3.02, 2.98)
+PROBES = {"probe/dense_seconds": 1.0, "probe/policy_seconds": 0.6}
+
+
+def pair(make_run: MakeRun, **of_topk: Any) -> list[RunFolder]:
+    """Three seeds of dense, and of a policy that is better by about 0.2."""
+    metrics = {"metrics": PROBES | of_topk.pop("metrics", {})}
+    runs = [make_run("dense", seed, loss=loss) for seed, loss in enumerate(LOSSES)]
+    given = {"executed": 0.4} | TOPK | metrics | of_topk
+    return runs + [make_run("topk", s, **({"loss": loss - 0.2 - s / 100} | given)) for s, loss in enumerate(LOSSES)]
+
+
+def sparse(runs: list[RunFolder], question: Question | None = None) -> Group:
+    return next(group for group in compare_runs(runs, question).groups if group.label == "topk")
+
+
+def add(run: RunFolder, name: str, values: list[float]) -> None:
+    """Log one value a step, from step 1."""
+    with JournalWriter(run.path, durable=False) as journal:
+        for step, value in enumerate(values, 1):
+            journal.write("metrics", step=step, values={name: value})
+
+
+# A busy machine
+
+
+def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_in_place_of_step_times(make_run: MakeRun) -> None:
+    runs = pair(make_run, seconds=0.1)
+    assert "step time -50.0 %" in sparse(runs).verdict
+    for run in runs[3:]:
+        add(run, "time/step_cpu_seconds", [0.0305] * 20)  # 0.3 of a second a second
+        add(run, "host/load", [9.8] * 20)
+    group = sparse(runs)
+    assert "step time -50" not in group.verdict
+    told = "the machine was busy in 3 of 6 runs (30% of the CPU time of a quiet one, load 9.8 a CPU)"
+    assert f"no statement about step time: {told}" in group.verdict
+    assert "forward and backward take -40 % [-40, -40] (median and quartiles of 6 probes)" in group.verdict
+    assert group.speed.busy is not None
+
+
+@pytest.mark.parametrize(
+    ("used", "load", "busy"),
+    [
+        ([0.098] * 20, None, False),
+        ([0.19] * 20, 1.0, False),  # two threads, all the time
+        ([0.13] * 20, 1.0, False),  # a policy whose kernels use two threads badly
+        ([0.19] * 8 + [0.09] * 12, 1.0, True),  # something came in between
+        ([0.13] * 20, 10.0, True),  # busy from the first step to the last: the load tells
+    ],
+)
+def test_a_run_is_held_against_what_it_reaches_undisturbed(
+    make_run: MakeRun, used: list[float], load: float | None, busy: bool
+) -> None:
+    run = make_run("dense", seconds=0.1)
+    add(run, "time/step_cpu_seconds", used)
+    if load is not None:
+        add(run, "host/load", [load] * 20)
+    assert (compare_runs([run]).groups[0].speed.busy is not None) is busy
+
+
+def test_a_host_that_waits_for_a_gpu_is_not_busy(make_run: MakeRun) -> None:
+    run = make_run("dense", facts={"device": "cuda"}, seconds=0.1)
+    add(run, "time/step_cpu_seconds", [0.02] * 20)
+    assert compare_runs([run]).groups[0].speed.busy is None
+
+
+def test_on_a_busy_machine_seconds_never_stand_in_for_an_unknown_cost(make_run: MakeRun) -> None:
+    runs = [make_run(seconds=4.0), make_run("other", model={"name": "other"}, seconds=1.0)]
+    add(runs[0], "host/load", [5.0] * 20)
+    assert compare_runs(runs).groups[1].quality.at_equal == ()
+
+
+# Lengths and batches
+
+
+def test_runs_of_unequal_length_are_never_plainly_better(make_run: MakeRun) -> None:
+    """Twice the steps: lower at the end, and higher at the last step that both evaluated."""
+    runs = [make_run("dense", s, loss=x, training={"max_steps": 10}, steps=10) for s, x in enumerate(LOSSES)]
+    runs += [make_run("topk", s, loss=x - 0.4 - s / 100, **TOPK) for s, x in enumerate(LOSSES)]
+    verdict = sparse(runs).verdict
+    assert verdict.startswith("after 20 steps against 10, eval/loss is lower by 1.41 (95% interval ")
+    assert "; at step 10, the last that both evaluated, eval/loss is lower by 0.41 " in verdict
+    assert "better" not in verdict
+
+
+def test_runs_with_other_batches_are_never_plainly_better(make_run: MakeRun) -> None:
+    runs = pair(make_run, training={"per_device_train_batch_size": 16})
+    verdict = sparse(runs).verdict
+    assert verdict.startswith("after 16 examples a step against 8, eval/loss is lower by 0.21")
+    assert "is better" not in verdict
+
+
+def test_runs_of_one_length_are_compared_plainly(make_run: MakeRun) -> None:
+    assert sparse(pair(make_run)).verdict.startswith("eval/loss is better by 0.21")
+
+
+# Data, versions, code
+
+
+def test_other_training_data_reach_the_verdict(make_run: MakeRun) -> None:
+    verdict = sparse(pair(make_run, facts={"dataset_digest": "xyz"})).verdict
+    assert "the data are others than the baseline's, which can explain all of that" in verdict
+    assert "the data are others" not in sparse(pair(make_run)).verdict
+
+
+def test_another_torch_or_transformers_reaches_the_verdict(make_run: MakeRun) -> None:
+    packages = {"packages": {"torch": "2.11", "peft": ""}}
+    verdict = sparse(pair(make_run, environment=packages)).verdict
+    assert "of torch 2.11, the baseline of 2.13" in verdict
+
+
+def test_uncommitted_code_reaches_the_verdict(make_run: MakeRun) -> None:
+    from sparsebp_cli.compare.load import load
+
+    runs = load(pair(make_run))
+    runs[4].dirty = True
+    verdict = next(group for group in compare_runs(runs).groups if group.label == "topk").verdict
+    assert "1 of 6 runs had uncommitted changes of the code, so their code may differ" in verdict
+
+
+# The best of unequal numbers of evaluations
+
+
+def test_the_best_of_more_evaluations_finds_nothing_in_nothing(make_run: MakeRun) -> None:
+    """The policy was evaluated at every step, and the best of its noise looks better."""
+    runs = pair(make_run, loss=3.0)
+    runs = [make_run("dense", s, loss=x) for s, x in enumerate(LOSSES)]
+    runs += [make_run("topk", s, loss=x, **TOPK) for s, x in enumerate(LOSSES)]
+    for number, run in enumerate(runs[3:]):
+        add(run, "eval/loss", [2.9 - number / 100 + 0.01 * (step % 3) for step in range(1, 20)])
+    group = sparse(runs, Question(reducer=Reducer.parse("best")))
+    assert group.quality.difference is not None
+    assert group.quality.difference.mean == pytest.approx(0.0)
+    assert "evaluated at other steps than the baseline, so the difference is over the 3 that both have" in group.verdict
+    assert not sparse(runs).quality.coarsened
+
+
+# More saved than there is
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        ((1.9, 1.85), "more than the policy can save (190% of the possible saving): one of the two is wrong"),
+        ((1.1, 0.8), "all of the possible saving was realised, as far as the probes can tell"),
+        ((0.7, 0.7), "70% of the possible saving was realised"),
+    ],
+)
+def test_a_share_above_all_is_never_stated_plainly(make_run: MakeRun, shares: tuple[float, float], said: str) -> None:
+    runs = pair(make_run, seconds=0.05, executed=0.2, claimed=0.2, metrics={"speed/realised_share": shares[0]})
+    for run in runs[3:]:
+        with JournalWriter(run.path, durable=False) as journal:
+            journal.write("metrics", step=15, values={"speed/realised_share": shares[1]})
+    found = compare_runs(runs)
+    assert said in found.groups[1].verdict
+    impossible = [line for line in found.warnings if "more than all" in line]
+    assert bool(impossible) is (shares[1] > 1.0)
+
+
+# The test split
+
+
+def test_the_test_split_is_reported_where_every_run_has_it(make_run: MakeRun) -> None:
+    runs = pair(make_run, metrics={"test/loss": 3.5})
+    assert compare_runs(runs).metric == "eval/loss"
+    both = [make_run("dense", s, loss=x, metrics={"test/loss": x + 0.5}) for s, x in enumerate(LOSSES)]
+    both += [make_run("topk", s, loss=x, **TOPK, metrics={"test/loss": x + s / 100}) for s, x in enumerate(LOSSES)]
+    found = compare_runs(both)
+    assert found.metric == "test/loss"
+    assert sparse(both).verdict.startswith("test/loss is better by 0.49")
+    assert found.groups[1].quality.at_equal[0].quality is not None  # what goes on during training is the validation's
+
+
+def test_the_cosine_with_other_examples_becomes_columns_where_it_was_measured(make_run: MakeRun) -> None:
+    from sparsebp_cli.compare.overview_grid import grids
+
+    def work(runs: list[RunFolder]) -> Any:
+        return next(grid for grid in grids(compare_runs(runs)) if grid.title.startswith("Backward work"))
+
+    assert "cosine, other batch" not in work(pair(make_run)).columns
+    values = {"fidelity/independent_cosine": 0.34, "fidelity/dense_independent_cosine": 0.42}
+    grid = work(pair(make_run, metrics=values))
+    assert grid.columns[-2:] == ("cosine, other batch", "of dense, equal cost")
+    assert [row[-2:] for row in grid.rows] == [("-", "-"), ("0.34", "0.42")]
