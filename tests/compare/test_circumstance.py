@@ -124,9 +124,9 @@ def test_another_torch_or_transformers_reaches_the_verdict(make_run: MakeRun) ->
 
 
 def test_uncommitted_code_reaches_the_verdict(make_run: MakeRun) -> None:
-    from sparsebp_cli.compare.load import load
+    from sparsebp_cli.compare.load import load_folder
 
-    runs = load(pair(make_run))
+    runs = [load_folder(run) for run in pair(make_run)]
     runs[4].dirty = True
     verdict = next(group for group in compare_runs(runs).groups if group.label == "topk").verdict
     assert "1 of 6 runs had uncommitted changes of the code, so their code may differ" in verdict

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sparsebp_cli.compare.direction import better
 from sparsebp_cli.compare.measured import Quality, Speed
 from sparsebp_cli.compare.statistics import Difference, Quartiles, holm, t_interval
-from sparsebp_cli.compare.verdict import Doubts, better, give_verdict
+from sparsebp_cli.compare.verdict import Doubts, give_verdict
 
 STUDIES = 4000
 STEP = Quartiles(0.2, 0.19, 0.21, 60)
