@@ -124,7 +124,7 @@ def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
     sections: dict[str, Any] = {"facts": history.facts, "machine": (history.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):
-        provenance["git_diff"] = "uncommitted changes are in plan.json"
+        provenance["git_diff"] = "the text of changes is in plan.json"
     sections |= {"provenance": provenance, "recipe": plan["recipe"], "folder": str(folder.path)}
     for title, content in sections.items():
         if content:

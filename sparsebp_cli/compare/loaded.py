@@ -93,7 +93,7 @@ class LoadedRun:
             recipe.training.max_steps,
             plan.provenance.sparsebp_version,
             plan.provenance.git_sha,
-            bool(plan.provenance.git_diff),
+            plan.provenance.dirty,
             plan.provenance.recipe_file,
             source,
         )

@@ -31,7 +31,7 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
     )
     dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folder, "sparsebp.datasets")})
     resolved = recipe.model_copy(update={"model": model, "dataset": dataset})
-    return Plan(recipe=resolved, provenance=find_provenance(recipe_file))
+    return Plan(recipe=resolved, provenance=find_provenance(recipe_file, code_diff=recipe.tracking.code_diff))
 
 
 def _absolute(name: str | None, folder: Path, group: str) -> str | None:

@@ -235,6 +235,12 @@ class TrackingSection(Section):
         default_factory=dict, description="MLflow tags of your own, by which runs are found: {figure: one}."
     )
 
+    code_diff: bool = Field(
+        False,
+        description="Whether the plan and the store hold the uncommitted changes of files that Python had imported, "
+        "beside their digest; files with something like a credential in their changes are left out.",
+    )
+
     @field_validator("uri")
     @classmethod
     def _no_password(cls, uri: str | None) -> str | None:

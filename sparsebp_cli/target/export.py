@@ -139,7 +139,7 @@ def _only(plans: Sequence[Plan], form: str) -> Plan:
 
 
 def _plan_text(plan: Plan) -> str:
-    """Return the plan as it is carried out there: on its own machine, without the changes of the working folder."""
+    """Return the plan as it is carried out there: on its own machine, without the text of changes."""
     target = plan.recipe.target
     local = TargetSection(kind="local", threads=target.threads, device=target.device)
     provenance = plan.provenance.model_copy(update={"git_diff": ""})

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from sparsebp_cli.errors import RunNotFoundError
-from sparsebp_cli.plan import Plan, ceiling, find_provenance, make_plan, realised_share
+from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
 from sparsebp_cli.recipe.schema import Recipe
 
 
@@ -51,24 +50,6 @@ def test_local_paths_become_absolute_beside_the_recipe_first(tmp_path, monkeypat
         here / "data.txt"
     )
     assert make_plan(recipe(), there / "r.yaml").recipe.model.name == "m"
-
-
-def test_provenance_tells_commit_and_changes_and_no_remote(tmp_path) -> None:
-    def git(*arguments: str) -> None:
-        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True, capture_output=True)
-
-    file = tmp_path / "r.yaml"
-    file.write_text("version: 1\n")
-    assert find_provenance(file).git_sha == ""
-    git("init", "-q")
-    git("remote", "add", "origin", "https://user:canary@example.invalid/x.git")
-    git("add", ".")
-    git("-c", "user.name=n", "-c", "user.email=e@example.invalid", "commit", "-qm", "m")
-    file.write_text("version: 2\n")
-    provenance = find_provenance(file)
-    assert len(provenance.git_sha) == 40
-    assert "+version: 2" in provenance.git_diff
-    assert "canary" not in provenance.model_dump_json()
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.25, 0.1])

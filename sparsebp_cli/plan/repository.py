@@ -1,0 +1,162 @@
+"""Reads a git repository that may be hostile: an unpacked folder can configure git to run any command.
+
+The commit is read from the files of ``.git``. For the difference git itself is asked, under a folder of our own as its
+repository: an empty configuration, a copy of the index, and the objects by reference. So no configuration of the
+folder or of the user is read, and with it goes every way to have a command run: ``core.fsmonitor``, ``diff.external``,
+text conversions and filters (attributes only name them; commands are in the configuration), hooks, pagers, aliases,
+included files, partial clones and submodules.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+TIMEOUT_SECONDS = 10.0
+LARGEST_FILE_BYTES = 64 * 1024 * 1024  # of references, packed ones included
+LARGEST_INDEX_BYTES = 256 * 1024 * 1024
+SHA = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+REFERENCE = re.compile(r"refs/[^\x00-\x20~^:?*\[\\\x7f]+")
+
+
+@dataclass(frozen=True)
+class Repository:
+    """One working folder under git.
+
+    Args:
+        folder: Its top, resolved.
+        own: Where this working folder's ``HEAD`` and ``index`` are.
+        common: Where references and objects are; another folder for worktrees.
+    """
+
+    folder: Path
+    own: Path
+    common: Path
+
+    @classmethod
+    def find(cls, folder: Path) -> Self | None:
+        """Return the repository that a folder is in, or None.
+
+        Args:
+            folder: Resolved; looked at, then upwards.
+        """
+        for top in (folder, *folder.parents):
+            place = top / ".git"
+            if place.is_dir():
+                return cls(top, place, place)
+            if text := _read_text(place):  # of a worktree or submodule
+                own = top / text.removeprefix("gitdir:").strip()
+                common = _read_text(own / "commondir")
+                return cls(top, own, own / common if common else own) if own.is_dir() else None
+        return None
+
+    def head(self) -> str:
+        """Return the commit, 40 or 64 digits; empty where there is none yet, or it cannot be read as a file."""
+        text = _read_text(self.own / "HEAD")
+        for _ in range(5):  # a reference may name a reference
+            if not text.startswith("ref:"):
+                return text if SHA.fullmatch(text) else ""
+            name = text.removeprefix("ref:").strip()
+            if not REFERENCE.fullmatch(name) or ".." in name:
+                return ""
+            text = _read_text(self.own / name) or _read_text(self.common / name) or self._packed(name)
+        return ""
+
+    def diff(self, sha: str, name: str | None = None) -> bytes | None:
+        """Return the difference of the tracked files from a commit.
+
+        Args:
+            sha: The commit.
+            name: Of one file, relative to the folder; None: all.
+
+        Returns:
+            A patch, empty where nothing differs; None where git is missing, takes too long or refuses.
+        """
+        index = self.own / "index"
+        if not _is_file(index, LARGEST_INDEX_BYTES):
+            return None
+        with tempfile.TemporaryDirectory(prefix="sparsebp-git-") as made:
+            place = Path(made)
+            for part in ("refs", "objects/info"):
+                (place / part).mkdir(parents=True)
+            shutil.copy2(index, place / "index")  # with its time, by which git knows files that changed since
+            (place / "HEAD").write_text(f"{sha}\n", encoding="ascii")
+            config = "[core]\n\trepositoryformatversion = 1\n\tbare = false\n"
+            config += "[extensions]\n\tobjectFormat = sha256\n" if len(sha) == 64 else ""
+            (place / "config").write_text(config, encoding="ascii")
+            objects = str(self.common.resolve() / "objects")
+            if "\n" in objects or objects.startswith('"'):
+                return None
+            (place / "objects/info/alternates").write_text(f"{objects}\n", encoding="utf-8")
+            return self._ask_git(place, sha, name)
+
+    def _ask_git(self, place: Path, sha: str, name: str | None) -> bytes | None:
+        git = shutil.which("git", path=_absolute_path())
+        if git is None:
+            return None
+        words = [git, "--no-pager", "--literal-pathspecs", f"--git-dir={place}", f"--work-tree={self.folder}"]
+        words += ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.attributesFile=/dev/null"]
+        words += ["-c", "core.bigFileThreshold=16m"]  # the digest of a larger file stands for its content
+        # The plumbing command: no alias, pager or setting of the porcelain changes what it does.
+        words += [
+            "diff-index",
+            "--patch",
+            "--full-index",
+            "--no-ext-diff",
+            "--no-textconv",
+            "--no-color",
+            "--no-renames",
+        ]
+        words += ["--ignore-submodules=all", sha, "--", *([name] if name else [])]
+        kept = {key: os.environ[key] for key in ("TMPDIR", "LD_LIBRARY_PATH") if key in os.environ}
+        closed = {"GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}
+        closed |= {"GIT_ATTR_NOSYSTEM": "1", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "HOME": str(place)}
+        closed |= {"GIT_NO_LAZY_FETCH": "1", "GIT_NO_REPLACE_OBJECTS": "1", "LC_ALL": "C", "PATH": _absolute_path()}
+        try:
+            refreshed = subprocess.run(
+                [*words[: words.index("diff-index")], "update-index", "-q", "--refresh", "--ignore-submodules"],
+                cwd=self.folder, env=kept | closed, stdin=subprocess.DEVNULL, capture_output=True,
+                timeout=TIMEOUT_SECONDS, check=False,
+            )  # fmt: skip
+            done = subprocess.run(
+                words, cwd=self.folder, env=kept | closed, stdin=subprocess.DEVNULL, capture_output=True,
+                timeout=TIMEOUT_SECONDS, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout if done.returncode == 0 and refreshed.returncode in {0, 1} else None
+
+    def _packed(self, name: str) -> str:
+        for line in _read_text(self.common / "packed-refs").splitlines():
+            sha, _, found = line.partition(" ")
+            if found == name:
+                return sha
+        return ""
+
+
+def _absolute_path() -> str:
+    """Return PATH without the entries that depend on the working folder."""
+    return os.pathsep.join(part for part in os.environ.get("PATH", "").split(os.pathsep) if part.startswith("/"))
+
+
+def _is_file(path: Path, largest_bytes: int) -> bool:
+    """Whether it is an ordinary file: a pipe would never end, and a link could lead to a device."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size <= largest_bytes
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip() if _is_file(path, LARGEST_FILE_BYTES) else ""
+    except OSError:
+        return ""
