@@ -14,12 +14,12 @@ from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_so
 from sparsebp_cli.compare.control import EQUAL_COST, Search, find_controls
 from sparsebp_cli.compare.equal import COURSES, compare_at_equal, find_unequal
 from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
-from sparsebp_cli.compare.figure import by_seed, measure_cost, measure_reach, measure_speed, median_time
+from sparsebp_cli.compare.figure import by_seed, measure_cost, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import NotWorse, decide_all
-from sparsebp_cli.compare.measured import Quality
+from sparsebp_cli.compare.measured import Quality, Reach
 from sparsebp_cli.compare.memory import find_curve
 from sparsebp_cli.compare.question import (
     Members,
@@ -30,6 +30,7 @@ from sparsebp_cli.compare.question import (
     find_baseline,
     label_groups,
 )
+from sparsebp_cli.compare.reach import Goal, find_common_steps, measure_reach
 from sparsebp_cli.compare.statistics import Difference, correct_all, paired_difference, spread
 from sparsebp_cli.compare.verdict import Doubts, give_verdict, tell_lost
 from sparsebp_cli.errors import UsageError
@@ -168,20 +169,31 @@ class _Builder:
             if have_other_examples(some, there)
         ]
 
+    def _reach(self, group: str, target: float | None) -> Reach | None:
+        if target is None:
+            return None
+        steps = find_common_steps([run for some in self.counted.values() for run in some], self.metric)
+        goal = Goal(self.metric, target, self.way == "higher", steps)
+        lost = [
+            sum(not run.superseded_by and run.state.over for run in self.members[g]) - len(self.counted[g])
+            for g in (group, self.first)
+        ]
+        there = self.counted[self.first] if group != self.first else []
+        return measure_reach(goal, self.counted[group], there, lost[0], lost[1] if group != self.first else 0)
+
     def _mixed(self) -> list[str]:
         return self.question.grouping.find_mixed({self.labels[group]: some for group, some in self.counted.items()})
 
     def _measure(self, group: str) -> Group:
         runs, here, newest = self.members[group], self.counted[group], self.members[group][-1]
         there, target = self.counted[self.first] if group != self.first else [], self.question.target
-        higher = self.way == "higher"
         quality = Quality(
             final=spread([value for run in here if (value := self.values[run.run_id]) is not None]),
             difference=self._difference(group, self.first) if group != self.first else None,
             coarsened=self._coarsened(group),
             unequal=find_unequal(here, there, self.course),
             examples=compare_examples(here, there),
-            reach=None if target is None else measure_reach(here, there, self.metric, target, higher_is_better=higher),
+            reach=self._reach(group, target),
         )
         return Group(
             group=group,

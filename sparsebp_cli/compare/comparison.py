@@ -183,3 +183,27 @@ class Comparison:
     controls: tuple[Control, ...]
     confounds: tuple[Confound, ...]
     warnings: tuple[str, ...]
+
+    @property
+    def shared_seeds(self) -> tuple[int, ...]:
+        """Seeds that the groups share, where they do not all have the same: means over them are means of one thing.
+
+        A group that shares none with the baseline is in no pair, and does not count here.
+        """
+        base = set(self.groups[0].seeds)
+        with_seeds = [set(group.seeds) for group in self.groups if base & set(group.seeds)]
+        shared = base.intersection(*with_seeds)
+        return () if all(seeds == shared for seeds in with_seeds) else tuple(sorted(shared))
+
+    def beside(self, group: Group) -> list[RunLine]:
+        """Return the runs of a group that count and may stand beside those of other groups.
+
+        Args:
+            group: One of the groups.
+
+        Returns:
+            Those with shared seeds; all of a group that has no such seed, or where all groups have the same.
+        """
+        mine = [run for run in self.runs if run.group == group.group and run.counts]
+        shared = set(self.shared_seeds)
+        return [run for run in mine if run.seed in shared] or mine

@@ -8,8 +8,8 @@ from typing import Literal
 
 from sparsebp_cli.compare.busy import find_busy
 from sparsebp_cli.compare.cost import find_step_cost, probe_ratio
-from sparsebp_cli.compare.loaded import LoadedRun, Point
-from sparsebp_cli.compare.measured import Cost, Reach, Speed
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.measured import Cost, Speed
 from sparsebp_cli.compare.memory import find_step_peak
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
 from sparsebp_cli.run import metric
@@ -75,40 +75,6 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         relative_error=_median(runs, metric.RELATIVE_ERROR),
         independent_cosine=_median(runs, metric.INDEPENDENT_COSINE),
         dense_independent_cosine=_median(runs, metric.DENSE_INDEPENDENT_COSINE),
-    )
-
-
-def measure_reach(
-    runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], name: str, target: float, *, higher_is_better: bool
-) -> Reach:
-    """Return how soon runs reached a value, by the first evaluation at or past it; nothing is interpolated.
-
-    Args:
-        runs: That count.
-        baseline: The baseline's; empty for the baseline itself.
-        name: Of the quality metric.
-        target: The value.
-        higher_is_better: Which way is past it.
-
-    Returns:
-        The figures.
-    """
-
-    def arrival(run: LoadedRun) -> Point | None:
-        past = (p for p in run.curve(name) if (p.value >= target if higher_is_better else p.value <= target))
-        return next(past, None)
-
-    def seconds(run: LoadedRun) -> float | None:
-        point = arrival(run)
-        return point.seconds if point and point.seconds > 0.0 else None
-
-    found = [point for run in runs if (point := arrival(run))]
-    return Reach(
-        reached=len(found),
-        of=len(runs),
-        steps=spread([float(point.step) for point in found]),
-        seconds=spread([point.seconds for point in found]),
-        ratio=_ratio(runs, baseline, seconds),
     )
 
 

@@ -35,14 +35,18 @@ class ExampleDifference:
 
 @dataclass(frozen=True)
 class Reach:
-    """How soon a target was reached, by the first evaluation at or past it.
+    """How soon a target was reached, by the first evaluation at or past it, at steps at which all runs evaluated.
 
     Args:
         reached: Runs that reached it.
-        of: Runs that count.
-        steps: Until then, over those that reached it.
-        seconds: Of training until then.
-        ratio: Of these seconds to the baseline's, over seeds on which both reached it; None for the baseline.
+        of: Runs that count, and those that failed or diverged.
+        steps: Until then; None where a run did not reach it.
+        seconds: Of training until then; None where a run did not reach it.
+        ratio: Of these seconds to the baseline's, paired by seed; None for the baseline, and where a run of either
+            did not reach it.
+        at_least_steps: Mean steps where some runs did not reach it, those counting as far as they went: a lower bound.
+        at_least_seconds: The same of seconds of training.
+        censored: Whether a run of the group or of the baseline did not reach it.
     """
 
     reached: int
@@ -50,6 +54,9 @@ class Reach:
     steps: Spread | None = None
     seconds: Spread | None = None
     ratio: Difference | None = None
+    at_least_steps: float | None = None
+    at_least_seconds: float | None = None
+    censored: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.equal import COURSES
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.number import SECONDS
+from sparsebp_cli.compare.statistics import Spread, spread
 
 
 def quality_grids(comparison: Comparison, *, everything: bool) -> list[Grid]:
@@ -35,7 +36,7 @@ def _quality(comparison: Comparison) -> Grid:
     rows = []
     for group in comparison.groups:
         q = group.quality
-        cells = [group.label, _states(group), show.of_spread(q.final)]
+        cells = [group.label, _states(group), show.of_spread(_beside(comparison, group))]
         cells += (
             ["", ""]
             if group.baseline
@@ -51,6 +52,8 @@ def _quality(comparison: Comparison) -> Grid:
         difference = group.quality.difference
         if difference is not None and difference.dropped:
             note += f" {group.label}: in no pair, seed {', '.join(map(str, difference.dropped))}."
+    if comparison.shared_seeds:
+        note += f" Means are over the seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
     if corrected:
         note += " p: corrected for the number of groups (Holm); each interval stands alone."
     if comparison.metric in COURSES.values():
@@ -58,6 +61,13 @@ def _quality(comparison: Comparison) -> Grid:
     if comparison.reducer == "best":
         note += " The best of many evaluations flatters whoever was evaluated more often."
     return Grid(title, columns, tuple(rows), note, aside=2)
+
+
+def _beside(comparison: Comparison, group: Group) -> Spread | None:
+    """A group's mean over the seeds that the groups share: its own would be a mean of other things."""
+    if not comparison.shared_seeds:
+        return group.quality.final
+    return spread([run.quality for run in comparison.beside(group) if run.quality is not None])
 
 
 def _margin(comparison: Comparison) -> Grid:
@@ -121,18 +131,25 @@ def _examples(comparison: Comparison, everything: bool) -> Grid:
 def _reach(comparison: Comparison) -> Grid:
     rows = []
     for group in comparison.groups:
-        if (reach := group.quality.reach) is not None:
-            seconds = reach.seconds.mean if reach.seconds else None
-            steps = show.of_plain(reach.steps.mean if reach.steps else None)
+        if (reach := group.quality.reach) is None:
+            continue
+        if reach.steps and reach.seconds:
+            cells = show.of_plain(reach.steps.mean), show.scaled(reach.seconds.mean, SECONDS)
+        elif reach.at_least_steps is None:
+            cells = show.NONE, show.NONE
+        else:
             cells = (
-                f"{reach.reached} of {reach.of}",
-                steps,
-                show.scaled(seconds, SECONDS),
-                show.of_change(reach.ratio),
+                f"over {show.of_plain(reach.at_least_steps)}",
+                f"over {show.scaled(reach.at_least_seconds, SECONDS)}",
             )
-            rows.append((group.label, *cells))
+        ratio = "not compared" if reach.censored else show.of_change(reach.ratio)
+        rows.append((group.label, f"{reach.reached} of {reach.of}", *cells, "" if group.baseline else ratio))
     columns = ("group", "runs that reached it", "steps", "training time", "time to baseline")
-    note = "Means over the runs that reached it, by their first evaluation at or past it; nothing is interpolated."
+    note = (
+        "Means, by the first evaluation at or past it, at the steps at which all runs evaluated, never in between. "
+        "Over: some runs never reached it and count as long as they trained, so the true mean is larger. Times are "
+        "compared only where every run of both groups reached it: the others would be a choice of winners."
+    )
     title = "" if comparison.target is None else f"Time to {comparison.metric} {comparison.target:g}"
     return Grid(title, columns, tuple(rows), note)
 

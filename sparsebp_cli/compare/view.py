@@ -17,11 +17,11 @@ from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.number import BYTES, SECONDS
 from sparsebp_cli.compare.overview_grid import memory_grids
 from sparsebp_cli.compare.statistics import spread
+from sparsebp_cli.compare.trade import find_trades
 
 MOST_ROWS = 12
 MOST_LAYERS = 40
 SHADES = " ░▒▓█"
-COSTS = ("step_seconds", "peak_bytes")
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,6 @@ class View:
     kind: Literal["overview", "curves", "pareto", "layers", "memory"] = "overview"
     metric: str | None = None
     along: Along = "step"
-
-
-@dataclass(frozen=True)
-class Trade:
-    """A group between quality and cost.
-
-    Args:
-        label: Of the group.
-        quality: Mean; None when there is none.
-        sd: Standard deviation over seeds.
-        costs: ``step_seconds`` (median) and ``peak_bytes``; None where not measured.
-        beaten_by: Labels of groups that are nowhere worse and somewhere better, by these numbers alone.
-    """
-
-    label: str
-    quality: float | None
-    sd: float | None
-    costs: dict[str, float | None]
-    beaten_by: tuple[str, ...]
 
 
 def view_grids(comparison: Comparison, view: View) -> list[Grid]:
@@ -79,61 +60,27 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
             return memory_grids(comparison)
 
 
-def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
-    """Return every group with its costs, and which others beat it.
-
-    Args:
-        comparison: What was compared.
-        *costs: Which of ``step_seconds`` and ``peak_bytes`` count; none: both.
-
-    Returns:
-        In the order of the groups. Without a known direction of the metric, nothing beats anything.
-    """
-    counted = costs or COSTS
-    sign = {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
-    points = {group.label: _point(group, sign, counted) for group in comparison.groups}
-    trades = []
-    for group in comparison.groups:
-        mine, final = points[group.label], group.quality.final
-        beaten = [other for other, its in points.items() if mine and its and sign and _beats(its, mine)]
-        measured = {"step_seconds": group.speed.step.median if group.speed.step else None}
-        measured["peak_bytes"] = group.cost.peak_bytes
-        trades.append(
-            Trade(group.label, final.mean if final else None, final.sd if final else None, measured, tuple(beaten))
-        )
-    return trades
-
-
-def _point(group: Group, sign: float, costs: Sequence[str]) -> tuple[float, ...] | None:
-    values = {"step_seconds": group.speed.step.median if group.speed.step else None}
-    values["peak_bytes"] = group.cost.peak_bytes
-    numbers = [value for cost in costs if (value := values[cost]) is not None]
-    if group.quality.final is None or len(numbers) < len(costs):
-        return None
-    return (sign * group.quality.final.mean, *numbers)
-
-
-def _beats(a: Sequence[float], b: Sequence[float]) -> bool:
-    return all(x <= y for x, y in zip(a, b, strict=True)) and tuple(a) != tuple(b)
-
-
 def _pareto(comparison: Comparison) -> Grid:
     rows = []
     for trade in find_trades(comparison):
         step, peak = trade.costs["step_seconds"], trade.costs["peak_bytes"]
         unknown = trade.quality is None or step is None or peak is None or not comparison.better
-        place_of = ", ".join(trade.beaten_by) or (show.NONE if unknown else "on the front")
+        alone = "shares no seed with the baseline" if not trade.is_paired else "on the front"
+        place_of = ", ".join(trade.beaten_by) or (show.NONE if unknown else alone)
         quality = show.of_plain(trade.quality, 4) if trade.sd is None else f"{trade.quality:.4g} ± {trade.sd:.2g}"
         rows.append((trade.label, quality, show.scaled(step, SECONDS), show.scaled(peak, BYTES), place_of))
-    note = "Beaten by: nowhere worse and somewhere better in these three numbers, whether by chance or not."
+    note = (
+        "Beaten by: nowhere worse and somewhere better in these three numbers over the shared seeds, whether by chance "
+        "or not. A group stands at the baseline's mean plus its paired difference, and at the baseline's costs times "
+        "their paired ratio; ± is the standard deviation over its own seeds."
+    )
     columns = ("group", comparison.metric, "step", "peak memory", "beaten by")
     return Grid("Quality, time and memory", columns, tuple(rows), note, words_last=True)
 
 
 def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
     lines = {
-        group.label: [_line(run, metric, along) for run in comparison.runs if run.group == group.group and run.counts]
-        for group in comparison.groups
+        group.label: [_line(run, metric, along) for run in comparison.beside(group)] for group in comparison.groups
     }
     rows = []
     for at in _places([line for some in lines.values() for line in some], along):
@@ -141,6 +88,8 @@ def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
         rows.append((f"{at:.3g} s" if along == "wall_time" else f"{at:,.0f}", *cells))
     heads = {"step": "step", "tokens": "tokens", "wall_time": "training time"}
     note = "Mean ± standard deviation (seeds) of the last value at or before; nothing is interpolated."
+    if comparison.shared_seeds:
+        note += f" Seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
     return Grid(metric, (heads[along], *lines), tuple(rows), note)
 
 

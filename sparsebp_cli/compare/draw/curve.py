@@ -34,7 +34,7 @@ def place(point: Point, along: Along) -> float | None:
 
 
 def draw_curves(axes: Axes, comparison: Comparison, metric: str, along: Along) -> None:
-    """Draw one line a run that counts; a group's name stands once.
+    """Draw one line a run that counts and has a seed that the groups share; a group's name stands once.
 
     Args:
         axes: Empty.
@@ -45,8 +45,7 @@ def draw_curves(axes: Axes, comparison: Comparison, metric: str, along: Along) -
     for number, group in enumerate(comparison.groups):
         lines = [
             [(x, point.value) for point in run.curves.get(metric, ()) if (x := place(point, along)) is not None]
-            for run in comparison.runs
-            if run.group == group.group and run.counts
+            for run in comparison.beside(group)
         ]
         lines = [line for line in lines if line]
         for index, line in enumerate(lines):

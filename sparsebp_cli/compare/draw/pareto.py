@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.draw.style import grid_lines, legend_name, legend_room, line_style, quality_label
-from sparsebp_cli.compare.view import find_trades
+from sparsebp_cli.compare.trade import find_trades
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def _draw(axes: Axes, comparison: Comparison, cost: str, scale: float) -> None:
             linestyle="none",
             label=legend_name(trade.label),
         )
-        if not trade.beaten_by:
+        if trade.is_paired and not trade.beaten_by:
             front.append((x * scale, y))
     if len(front) > 1:
         front.sort()

@@ -182,12 +182,12 @@ function pareto(host) {
   host.append(bar, figure);
   function paint() {
     const key = cost(), scale = key === "step_seconds" ? 1000 : 1e-6, word = key === "step_seconds" ? "milliseconds a step" : "peak memory, MB";
-    const all = data.trades.map((t, g) => ({ g, label: t.label, x: t.costs[key] === null ? null : t.costs[key] * scale, y: t.quality, sd: t.sd || 0 })).filter(p => p.x !== null && p.y !== null);
+    const all = data.trades.map((t, g) => ({ g, label: t.label, x: t.costs[key] === null ? null : t.costs[key] * scale, y: t.quality, sd: t.sd || 0, paired: t.is_paired })).filter(p => p.x !== null && p.y !== null);
     figure.replaceChildren();
     if (!all.length) return;
     const sign = data.better === "higher" ? -1 : 1;
     const better = (a, b) => a.x <= b.x && sign * a.y <= sign * b.y && (a.x < b.x || sign * a.y < sign * b.y);
-    const front = data.better ? all.filter(p => !all.some(q => better(q, p))).sort((a, b) => a.x - b.x) : [];
+    const front = data.better ? all.filter(p => p.paired && !all.some(q => q.paired && better(q, p))).sort((a, b) => a.x - b.x) : [];
     const f = frame(figure, `${data.metric} against ${word}`, widen(extent(all.map(p => p.x)), .16), widen(extent(all.flatMap(p => [p.y - p.sd, p.y + p.sd])), .12), { xlabel: word, ylabel: `${data.metric}${data.better ? `, ${data.better} is better` : ""}` });
     if (front.length > 1) f.inside.append(draw("path", { d: `M${front.map(p => `${f.px(p.x)} ${f.py(p.y)}`).join("L")}`, fill: "none", stroke: "var(--soft)", "stroke-dasharray": "4 3" }));
     const points = [], taken = [];

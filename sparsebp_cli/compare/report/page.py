@@ -15,7 +15,8 @@ from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
-from sparsebp_cli.compare.view import View, find_trades, view_grids
+from sparsebp_cli.compare.trade import find_trades
+from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import metric
 
@@ -218,8 +219,8 @@ def _data(comparison: Comparison) -> dict[str, Any]:
         "groups": [group.label for group in comparison.groups],
         "runs": [
             {"group": number[run.group], "seed": run.seed, "id": run.run_id, "curves": run.curves}
-            for run in comparison.runs
-            if run.counts
+            for group in comparison.groups
+            for run in comparison.beside(group)
         ],
         "trades": [asdict(trade) for trade in find_trades(comparison)],
         "differences": [

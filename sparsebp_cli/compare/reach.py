@@ -1,0 +1,104 @@
+"""How soon runs came to a value of the metric, and what may be said where some never did.
+
+A run that never came there took longer than it was given, and how much longer nobody knows: leaving it out would keep
+the winners. So where anything is censored there is no interval, and the mean is a bound: such runs count as long as
+they trained. Whoever evaluates ten times as often sees the crossing earlier, so only the steps count at which all
+evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sparsebp_cli.compare.figure import by_seed
+from sparsebp_cli.compare.loaded import LoadedRun, Point
+from sparsebp_cli.compare.measured import Reach
+from sparsebp_cli.compare.statistics import paired_ratio, spread
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be reached.
+
+    Args:
+        metric: Name of the quality metric.
+        target: The value.
+        higher_is_better: Which way is past it.
+        steps: At which all runs evaluated that came so far; see :func:`find_common_steps`.
+    """
+
+    metric: str
+    target: float
+    higher_is_better: bool
+    steps: frozenset[int]
+
+    def find(self, run: LoadedRun) -> Point | None:
+        """Return the first evaluation at or past the value; None: there was none. Nothing is interpolated."""
+        for point in run.curve(self.metric):
+            past = point.value >= self.target if self.higher_is_better else point.value <= self.target
+            if past and point.step in self.steps:
+                return point
+        return None
+
+
+def find_common_steps(runs: Sequence[LoadedRun], name: str) -> frozenset[int]:
+    """Return the steps at which every run evaluated that was still under way then.
+
+    Args:
+        runs: All that count.
+        name: Of the metric.
+
+    Returns:
+        The steps.
+    """
+    evaluated = [steps for run in runs if (steps := {point.step for point in run.curve(name)})]
+    last = {id(steps): max(steps) for steps in evaluated}
+    return frozenset(
+        step for step in set().union(*evaluated) if all(step in steps for steps in evaluated if last[id(steps)] >= step)
+    )
+
+
+def measure_reach(
+    goal: Goal, runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], lost: int = 0, baseline_lost: int = 0
+) -> Reach:
+    """Return how soon a group came to a value.
+
+    Args:
+        goal: The value.
+        runs: That count.
+        baseline: The baseline's; empty for the baseline itself.
+        lost: Runs of the group that ended and do not count: they failed or diverged, and never came there.
+        baseline_lost: The same of the baseline.
+
+    Returns:
+        The figures: means and a ratio where every run arrived, a bound where some did not.
+    """
+    found = {run.run_id: point for run in (*runs, *baseline) if (point := goal.find(run))}
+    mine = [found[run.run_id] for run in runs if run.run_id in found]
+    is_whole = len(mine) == len(runs) > 0 and not lost
+    is_baseline_whole = all(run.run_id in found for run in baseline) and not baseline_lost
+
+    def seconds(run: LoadedRun) -> float | None:
+        return found[run.run_id].seconds or None
+
+    def longest(run: LoadedRun) -> Point | None:
+        curve = run.curve(goal.metric)
+        return found.get(run.run_id) or (curve[-1] if curve else None)
+
+    bounds = [point for run in runs if (point := longest(run))]
+    steps, times = [float(point.step) for point in bounds], [point.seconds for point in bounds]
+    return Reach(
+        reached=len(mine),
+        of=len(runs) + lost,
+        steps=spread(steps) if is_whole else None,
+        seconds=spread(times) if is_whole else None,
+        ratio=(
+            paired_ratio(by_seed(runs, seconds), by_seed(baseline, seconds))
+            if baseline and is_whole and is_baseline_whole
+            else None
+        ),
+        at_least_steps=None if is_whole or not steps else sum(steps) / len(steps),
+        at_least_seconds=None if is_whole or not times else sum(times) / len(times),
+        censored=not is_whole or not is_baseline_whole,
+    )

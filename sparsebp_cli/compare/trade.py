@@ -1,0 +1,101 @@
+"""Groups between quality and cost, placed so that nothing here contradicts a verdict.
+
+Groups with different seeds have means of different things: dense with three harder seeds looks worse than a policy that
+lost every pair. So a group stands at the baseline's mean plus its paired difference, its costs at the baseline's times
+their paired ratio, and one group beats another over the seeds that both have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+
+from sparsebp_cli.compare.comparison import Comparison, Group
+
+COSTS = ("step_seconds", "peak_bytes")
+
+
+@dataclass(frozen=True)
+class Trade:
+    """A group between quality and cost.
+
+    Args:
+        label: Of the group.
+        quality: The baseline's mean plus the paired difference; the group's own mean where no seed is shared.
+        sd: Standard deviation over seeds.
+        costs: ``step_seconds`` (median) and ``peak_bytes``, by the ratio to the baseline; None where not measured.
+        beaten_by: Labels of groups that are nowhere worse and somewhere better, by these numbers alone.
+        is_paired: Whether it shares seeds with the baseline; if not, it is beaten by nothing and beats nothing.
+    """
+
+    label: str
+    quality: float | None
+    sd: float | None
+    costs: dict[str, float | None]
+    beaten_by: tuple[str, ...]
+    is_paired: bool = True
+
+
+def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
+    """Return every group with its costs, and which others beat it.
+
+    Args:
+        comparison: What was compared.
+        *costs: Which of ``step_seconds`` and ``peak_bytes`` count; none: both.
+
+    Returns:
+        In the order of the groups. Without a known direction of the metric, nothing beats anything.
+    """
+    sign = {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
+    counted = costs or COSTS
+    base = comparison.groups[0]
+    seeds = {group.label: _by_seed(comparison, group) for group in comparison.groups}
+    placed = {group.label: _place(group, base) for group in comparison.groups}
+
+    def beats(other: str, mine: str) -> bool:
+        if not (placed[other].is_paired and placed[mine].is_paired) or not sign:
+            return False
+        shared = seeds[other].keys() & seeds[mine].keys()
+        pairs = [(placed[other].costs[cost], placed[mine].costs[cost]) for cost in counted]
+        if not shared or any(a is None or b is None for a, b in pairs):
+            return False
+        gains = [sign * fmean(seeds[mine][seed] - seeds[other][seed] for seed in sorted(shared))]
+        gains += [b - a for a, b in pairs if a is not None and b is not None]
+        return all(gain >= 0.0 for gain in gains) and any(gain > 0.0 for gain in gains)
+
+    return [
+        Trade(
+            trade.label,
+            trade.quality,
+            trade.sd,
+            trade.costs,
+            tuple(other for other in placed if other != trade.label and beats(other, trade.label)),
+            trade.is_paired,
+        )
+        for trade in placed.values()
+    ]
+
+
+def _place(group: Group, base: Group) -> Trade:
+    own, difference = group.quality.final, group.quality.difference
+    is_paired = group.baseline or (difference is not None and difference.n > 0)
+    quality = own.mean if own else None
+    if not group.baseline and is_paired and difference and base.quality.final:
+        quality = base.quality.final.mean + difference.mean
+    costs = {"step_seconds": group.speed.step.median if group.speed.step else None, "peak_bytes": group.cost.peak_bytes}
+    bases = {"step_seconds": base.speed.step.median if base.speed.step else None, "peak_bytes": base.cost.peak_bytes}
+    ratios = {"step_seconds": group.speed.step_ratio, "peak_bytes": group.cost.peak_ratio}
+    for cost, ratio in ratios.items():
+        there = bases[cost]
+        if not group.baseline and ratio is not None and ratio.n > 0 and there is not None and costs[cost] is not None:
+            costs[cost] = there * ratio.mean
+    return Trade(group.label, quality, own.sd if own else None, costs, (), is_paired)
+
+
+def _by_seed(comparison: Comparison, group: Group) -> Mapping[int, float]:
+    return {
+        run.seed: run.quality
+        for run in comparison.runs
+        if run.group == group.group and run.counts and run.seed is not None and run.quality is not None
+    }
