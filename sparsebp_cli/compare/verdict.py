@@ -164,8 +164,8 @@ def _speed(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> list[str]:
     """Step times against the baseline's; on a busy machine only what was timed in turns."""
     if speed.step is None or baseline.step is None:
         return ["no step times to compare"]
-    if busy := [some for some in (speed.busy, baseline.busy) if some is not None]:
-        return [f"no statement about step time: {tell_busy(busy)}", *_in_turns(speed)]
+    if speed.busy is not None or baseline.busy is not None:
+        return [f"no statement about step time: {_busy(speed.busy, baseline.busy)}", *_in_turns(speed)]
     said = [_step(speed, baseline.step)]
     if hardware:
         different = ", ".join(hardware)
@@ -173,14 +173,15 @@ def _speed(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> list[str]:
     return said
 
 
-def tell_busy(busy: Sequence[Busy]) -> str:
-    """Return ``the machine was busy in 3 of 6 runs (31% of the CPU time of a quiet one, load 9.8 a CPU)``."""
-    shares = [some.cpu_share for some in busy if some.cpu_share is not None]
-    loads = [some.load for some in busy if some.load is not None]
-    told = [f"{min(shares):.0%} of the CPU time of a quiet one"] if shares else []
-    told += [f"load {max(loads):.1f} a CPU"] if loads else []
-    runs, of = sum(some.runs for some in busy), sum(some.of for some in busy)
-    return f"the machine was busy in {runs} of {of} runs ({', '.join(told)})"
+def _busy(own: Busy | None, baselines: Busy | None) -> str:
+    found = {"its": own, "the baseline's": baselines}
+    told = {whose: busy for whose, busy in found.items() if busy is not None}
+    runs = " and ".join(f"{busy.runs} of {whose} {busy.of} runs" for whose, busy in told.items())
+    shares = [busy.cpu_share for busy in told.values() if busy.cpu_share is not None]
+    loads = [busy.load for busy in told.values() if busy.load is not None]
+    how = [f"{min(shares):.0%} of the CPU time of a quiet one"] if shares else []
+    how += [f"load {max(loads):.1f} a CPU"] if loads else []
+    return f"the machine was busy in {runs} ({', '.join(how)})"
 
 
 def _in_turns(speed: Speed) -> list[str]:
@@ -216,16 +217,11 @@ def _step(speed: Speed, baseline: Quartiles) -> str:
 def _realised(share: Quartiles | None) -> str:
     if share is None or share.median <= 0.0:
         return ""
-    if is_impossible(share):
+    if share.low > 1.0:  # and not by the spread of the probes
         return f", more than the policy can save ({share.median:.0%} of the possible saving): one of the two is wrong"
     if share.median > 1.0:
         return ", all of the possible saving was realised, as far as the probes can tell"
     return f", {share.median:.0%} of the possible saving was realised"
-
-
-def is_impossible(share: Quartiles | None) -> bool:
-    """Whether more than the possible saving was realised, and not by the spread of the probes."""
-    return share is not None and share.low > 1.0
 
 
 def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[str]:

@@ -81,6 +81,10 @@ class DatasetSection(Section):
     )
     label_column: str = Field("label", description="Column of classification: integers from 0, or names.")
     max_examples: PositiveInt | None = Field(None, description="Use the first so many rows of each split.")
+    max_train_examples: PositiveInt | None = Field(
+        None,
+        description="Train on the first so many examples, blocks of packed text; what is held out stays. null: all.",
+    )
 
     @model_validator(mode="after")
     def _test_is_apart(self) -> Self:

@@ -112,6 +112,7 @@ def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase, colu
         train, held_out = train[:-num_held_out], train[-num_held_out:]
         if section.test_fraction is not None:
             held_out, test = _cut_test(held_out, section)
+    train = train[: section.max_train_examples]
     if section.format == "completion" and not section.completion_only_loss:
         train = [replace(example, labels=example.input_ids) for example in train]
     has_test = section.test_split is not None or section.test_fraction is not None

@@ -46,7 +46,7 @@ def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_in_place_of_step_t
         add(run, "host/load", [9.8] * 20)
     group = sparse(runs)
     assert "step time -50" not in group.verdict
-    told = "the machine was busy in 3 of 6 runs (30% of the CPU time of a quiet one, load 9.8 a CPU)"
+    told = "the machine was busy in 3 of its 3 runs (30% of the CPU time of a quiet one, load 9.8 a CPU)"
     assert f"no statement about step time: {told}" in group.verdict
     assert "forward and backward take -40 % [-40, -40] (median and quartiles of 6 probes)" in group.verdict
     assert group.speed.busy is not None

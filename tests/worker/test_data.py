@@ -268,3 +268,11 @@ def test_a_test_split_is_another_one_and_given_in_one_way() -> None:
     for key in ("split", "eval_split"):
         with pytest.raises(ValueError, match=f"test_split must be another split than {key}, got a for both"):
             DatasetSection(name="x", test_split="a", **{key: "a"})
+
+
+def test_fewer_training_examples_leave_what_is_held_out_as_it_is(tmp_path, tokenizer) -> None:
+    options = {"name": str(write(tmp_path, ".jsonl")), "format": "completion", "max_seq_length": 64}
+    whole, cut = (build_data(DatasetSection(**options, **more), tokenizer) for more in ({}, {"max_train_examples": 10}))
+    assert [len(data.train) for data in (whole, cut)] == [36, 10]
+    assert [example.input_ids.tolist() for example in cut.train] == [e.input_ids.tolist() for e in whole.train[:10]]
+    assert [e.input_ids.tolist() for e in cut.held_out] == [e.input_ids.tolist() for e in whole.held_out]
