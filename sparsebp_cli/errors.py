@@ -5,6 +5,7 @@
     │   ├── RecipeError       2    the recipe: has file, line, column and key
     │   ├── PolicyError       2    a policy or its options: unknown, broken, out of range
     │   ├── UnsupportedError  2    a combination that is not built, refused by name before anything starts
+    │   ├── ChangedError      2    a run whose recipe, code or data are not those of its checkpoint
     │   └── DataError         2    a model or dataset that cannot be found, read or trusted
     ├── RunNotFoundError    102    no run (or more than one) answers to a name
     ├── RunBusyError        101    the run is being written by another process
@@ -20,7 +21,7 @@ The text of an error says what is wrong, the value got, and what is allowed, in 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 
@@ -64,6 +65,23 @@ class UnsupportedError(UsageError):
 
 class DataError(UsageError):
     """A model or dataset that cannot be found, read or trusted."""
+
+
+class ChangedError(UsageError):
+    """Recipe, code or data of a run are not those that its checkpoint was made under."""
+
+    def __init__(self, run_id: str, where: str, changes: Sequence[tuple[str, str, str]]) -> None:
+        """Name what changed.
+
+        Args:
+            run_id: The run.
+            where: What it is compared with.
+            changes: Field, its value then, its value now.
+        """
+        self.changes = [tuple(change) for change in changes]
+        shown = ", ".join(map(str, changes))
+        options = " ".join(f"--allow-change {change[0]}" for change in changes)
+        super().__init__(f"changed since {where}: {shown}; `sparsebp resume {run_id} {options}` goes on with it")
 
 
 class RunNotFoundError(SparseBPError):

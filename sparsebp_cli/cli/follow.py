@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sparsebp_cli.cli.display import Display, PlainDisplay, make_display
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
-from sparsebp_cli.cli.screen import console, print_line
+from sparsebp_cli.cli.screen import console, make_table, print_line
 from sparsebp_cli.cli.stored import read_recipe
 from sparsebp_cli.errors import DivergedError, UsageError
 from sparsebp_cli.run import History, RunFolder, State, read
@@ -43,7 +43,7 @@ def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[in
     codes: list[int] = []
     for number, job in enumerate(jobs):
         _follow(job, interrupts, seen[number] if seen else 0)
-        codes.append(_conclude(job, together=len(jobs) if number == len(jobs) - 1 else 0))
+        codes.append(conclude(job, together=len(jobs) if number == len(jobs) - 1 else 0))
         if interrupts.received:
             _tell_rest(jobs[number + 1 :])
             return interrupts.exit_code
@@ -131,8 +131,16 @@ def _tell_connection(job: Job, display: Display, lost: bool) -> bool:
     return is_lost
 
 
-def _conclude(job: Job, *, together: int) -> int:
-    """Print how a run ended; return its exit code."""
+def conclude(job: Job, *, together: int = 0) -> int:
+    """Print how a run ended, or why nothing is known of it.
+
+    Args:
+        job: The run.
+        together: See :func:`~sparsebp_cli.cli.summary.summarise`.
+
+    Returns:
+        The exit code.
+    """
     from sparsebp_cli.cli.summary import summarise
 
     state = job.status()
@@ -144,10 +152,25 @@ def _conclude(job: Job, *, together: int) -> int:
     print_line(f"error: run {job.run.run_id} {describe_end(job)}", stderr=True)
     if state is State.INTERRUPTED:
         print_line(f"`sparsebp resume {job.run.run_id}` goes on from the last checkpoint", stderr=True)
+    elif changes := _find_changes(job.run):
+        from rich.text import Text
+
+        table = make_table("field", "then", "now")
+        for change in changes:
+            table.add_row(*(Text(value) for value in change))
+        console(stderr=True).print(table)
+        return UsageError.exit_code
     elif state is State.FAILED:
         print_line(f"its output is in {job.run.log_file}", stderr=True)
         return FAILED_WITH.get(job.exit_code() or 0, EXIT_CODES[state])
     return EXIT_CODES.get(state, NOT_FINISHED)
+
+
+def _find_changes(run: RunFolder) -> list[list[str]]:
+    """Return what a resume was refused for: field, then, now."""
+    ends = History.load(run.path).ends
+    found = ends[-1].get("changes") if ends else None
+    return [[str(value) for value in change] for change in found] if isinstance(found, list) else []
 
 
 def _tell_rest(jobs: Sequence[Job]) -> None:

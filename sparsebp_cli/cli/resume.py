@@ -2,32 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated
+
 import typer
 
-from sparsebp_cli.cli.follow import follow_all
+from sparsebp_cli.cli.follow import conclude, follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Detach, ManyRuns
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored import find_all
 from sparsebp_cli.cli.submitted import submit_all
-from sparsebp_cli.run import State
+from sparsebp_cli.errors import RunBusyError, UsageError
+from sparsebp_cli.run import JournalWriter, RunFolder, State
 
 
-def resume(runs: ManyRuns, detach: Detach = False) -> None:
-    """Go on with runs from their last good checkpoints, under the same ids."""
+def resume(
+    runs: ManyRuns,
+    detach: Detach = False,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="Go on although this field, or this section, is not as it was: training.seed, code, data. Repeat.",
+        ),
+    ] = None,
+    cancelled: Annotated[bool, typer.Option("--cancelled", help="Go on with cancelled runs too.")] = False,
+) -> None:
+    """Go on with runs from their last good checkpoints, under the same ids.
+
+    A run whose recipe, code or data are not those of its checkpoint is refused, with a table of what changed.
+    """
     folders = find_all(runs)
     for folder in folders:
         if folder.state() is State.FINISHED:
             print_line(f"{folder.run_id} is finished already")
     folders = [folder for folder in folders if folder.state() is not State.FINISHED]
+    if not cancelled:
+        _refuse_cancelled(folders)
     if not folders:
         return
+    if allow_change:
+        for folder in folders:
+            _allow(folder, allow_change)
     seen = [journal.stat().st_size if (journal := f.path / "journal.jsonl").exists() else 0 for f in folders]
     with Interrupts() as interrupts:
         jobs = submit_all(folders)
         if detach:
             for job in jobs:
                 print_line(job.run.run_id)
-            return
+            # One that has come to its end, or whose target does not answer, is told as without --detach.
+            codes = [conclude(job) for job in jobs if job.status() not in {State.QUEUED, State.RUNNING}]
+            raise typer.Exit(next((code for code in codes if code), 0))
         code = follow_all(jobs, interrupts, seen=seen)
     raise typer.Exit(code)
+
+
+def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
+    """A run that somebody stopped for good goes on only if somebody says so; no run is started before all are asked."""
+    names = [folder.run_id for folder in folders if folder.state() is State.CANCELLED]
+    if names:
+        shown, word = " ".join(names), "were" if len(names) > 1 else "was"
+        raise UsageError(f"{shown} {word} cancelled; `sparsebp resume {shown} --cancelled` goes on all the same")
+
+
+def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
+    """Write into the journal which changes the next attempt accepts. It travels with the run to wherever that is."""
+    if not folder.state().over:
+        raise RunBusyError(f"run {folder.run_id} is {folder.state()}: changes are allowed to a run that is over")
+    with folder.lock("target"), JournalWriter(folder.path) as journal:
+        journal.attempt = max(journal.attempt - 1, 1)
+        journal.write("allow", fields=list(fields))

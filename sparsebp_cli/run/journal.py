@@ -12,8 +12,11 @@ Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 19
               each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
     examples  ``step``, ``split`` (validation or test; absent: validation), ``values``: ``loss`` of every example, how
               many ``targets`` it has, and of which of the ``documents`` (rows of the split) it is, in their order
+    seal      ``values``: recipe, versions and digest of the data that an attempt runs under
+    allow     ``fields`` of the seal that a user allowed to change before the next attempt
     note      ``level`` (info, warning, error), ``text``
-    end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``
+    end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``; ``changes`` where a resume was
+              refused for them: field, its value then, its value now
 
 A resumed run repeats the steps since its checkpoint. The first value of a (metric, step) counts; readers and the
 tracking store use the same rule, so sending late, twice or in pieces gives one table.

@@ -171,6 +171,7 @@ FIELDS: dict[str, dict[str, Check]] = {
             tokens_per_step=_is_figure,
             eval_examples=_is_figure,
             dataset_digest=lambda value: value is None or _is_text(value),
+            changes=_is_list_of(_is_dict_with(field=_is_text, then=_is_text, now=_is_text, step=_is_count)),
         )
     },
     "layers": {"step": _is_count, "values": _is_dict_of(_is_dict_of(_is_figure))},
@@ -187,6 +188,8 @@ FIELDS: dict[str, dict[str, Check]] = {
         "values": lambda value: _EXAMPLES(value) and _DOCUMENTS(value),
     },
     "note": {"level": _is_text, "text": _is_text},
+    "seal": {"values": lambda value: isinstance(value, dict)},
+    "allow": {"fields": _is_list_of(_is_text)},
     "end": {
         "status": lambda value: value in ENDS if isinstance(value, str) else False,
         "step": _is_count,

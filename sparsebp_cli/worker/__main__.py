@@ -14,7 +14,7 @@ import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
-from sparsebp_cli.errors import RunBusyError, SparseBPError
+from sparsebp_cli.errors import ChangedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unbuilt
 from sparsebp_cli.run import JournalWriter, RunFolder, State
@@ -81,7 +81,8 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
         if not isinstance(error, SparseBPError):
             traceback.print_exc()
         print(f"error: {text}", file=sys.stderr)
-        journal.write("end", status=State.FAILED, step=training.step if training else 0, text=text)
+        refused = {"changes": error.changes} if isinstance(error, ChangedError) else {}
+        journal.write("end", status=State.FAILED, step=training.step if training else 0, text=text, **refused)
         return code
     if stop.signal is not None and not training.is_done:
         journal.write("end", status=State.INTERRUPTED, step=training.step, text=tell_stop(stop.signal, training.step))

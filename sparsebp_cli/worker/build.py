@@ -31,6 +31,7 @@ from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.trainable import NO_DENSE, freezes
+from sparsebp_cli.worker.unchanged import Guard
 
 NO_PROBE = (
     "target.sharding: fsdp2 runs without probes (measure.probe_every): weights that are gathered for a layer cannot be "
@@ -57,10 +58,12 @@ def build_training(
     Raises:
         DataError: Model, data or optimizer cannot be had as the recipe says.
         CheckpointError: There are checkpoints and none is good.
+        ChangedError: The checkpoint was made under another recipe, other code or other data.
     """
     recipe = plan.recipe
     checkpoints = CheckpointFolder(run.path / "checkpoints", recipe.checkpoint.keep_last, writes=ranks.is_first)
     snapshot, damaged = _load_checkpoint(checkpoints, ranks)
+    guard = Guard(plan, run, journal, ranks, snapshot)
     journal.write("attempt", from_step=snapshot.step if snapshot else 0, environment=describe_environment())
     for text in damaged:
         journal.write("note", level="warning", text=f"{text}; going on from step {snapshot.step if snapshot else 0}")
@@ -71,6 +74,7 @@ def build_training(
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
+    guard.hold_data(data.digest())
     is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
     model = build_model(recipe.model, tokenizer, len(data.label_names) if is_classification else None)
@@ -134,6 +138,7 @@ def build_training(
         "test": data.test,
         "checkpoints": checkpoints,
         "tokenizer": tokenizer,
+        "seal": guard.seal,
         "ranks": ranks,
     }
     return parts, snapshot

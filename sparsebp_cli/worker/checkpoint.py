@@ -25,7 +25,7 @@ from torch import Tensor
 
 from sparsebp_cli.errors import CheckpointError
 
-MANIFEST = "manifest.json"
+MANIFEST, SEAL = "manifest.json", "seal.json"
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 
@@ -52,6 +52,7 @@ class Snapshot:
         optimizer: The optimizer's ``state_dict()``.
         rest: JSON content: schedule, policy state, counters.
         ranks: What each process has of its own, by rank; one process alone is rank 0.
+        seal: What it was made under, as JSON; None: an older version made it.
     """
 
     step: int
@@ -59,6 +60,7 @@ class Snapshot:
     optimizer: dict[str, Any]
     rest: dict[str, Any]
     ranks: list[RankState]
+    seal: dict[str, Any] | None = None
 
 
 class CheckpointFolder:
@@ -195,6 +197,8 @@ def _write(part: Path, snapshot: Snapshot) -> None:
     for rank, own in enumerate(snapshot.ranks):
         state[_of_rank("random", rank)] = {"python": own.rng["python"], "numpy": own.rng["numpy"]}
     (part / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    if snapshot.seal is not None:
+        (part / SEAL).write_text(json.dumps(snapshot.seal, indent=1), encoding="utf-8")
     listed = {file.name: _sha256(file) for file in sorted(part.iterdir())}
     (part / MANIFEST).write_text(json.dumps({"format": 1, "sha256": listed}, indent=1), encoding="utf-8")
     for file in part.iterdir():
@@ -209,12 +213,14 @@ def _read(place: Path) -> Snapshot:
         number, _, name = key.partition(".")
         by_number.setdefault(int(number), {})[name] = value
     num_ranks = sum(_of_rank("random", rank) in state for rank in range(len(state)))
+    seal = place / SEAL
     return Snapshot(
         step=state["step"],
         weights=load_file(place / "weights.safetensors"),
         optimizer={"state": by_number, "param_groups": state["optimizer_groups"]},
         rest=state["rest"],
         ranks=[_read_rank(place, rank, state[_of_rank("random", rank)]) for rank in range(num_ranks)],
+        seal=json.loads(seal.read_bytes()) if seal.exists() else None,
     )
 
 

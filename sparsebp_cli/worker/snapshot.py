@@ -32,7 +32,7 @@ def take_snapshot(training: Training) -> Snapshot:
     rest = {"schedule": training.schedule.state_dict(), "engine": engine, "tokens": training.tokens}
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
-    return Snapshot(training.step, weights, optimizer, rest, own)
+    return Snapshot(training.step, weights, optimizer, rest, own, training.seal.to_json())
 
 
 def restore(training: Training, snapshot: Snapshot) -> None:
@@ -43,7 +43,7 @@ def restore(training: Training, snapshot: Snapshot) -> None:
         snapshot: Of this very plan.
 
     Raises:
-        UnsupportedError: As many processes did not write it.
+        UnsupportedError: As many processes did not write it, or it is of another model or optimizer.
     """
     ranks = training.ranks
     if len(snapshot.ranks) != ranks.count:
@@ -51,15 +51,40 @@ def restore(training: Training, snapshot: Snapshot) -> None:
             f"the checkpoint of step {snapshot.step} is of {len(snapshot.ranks)} processes, got target.processes: "
             f"{ranks.count}; each has draws of its own to go on with"
         )
-    for name, tensor in _weights(training).items():
-        fill(tensor, snapshot.weights[name])
-    load_optimizer(training.optimizer, snapshot.optimizer)
-    training.schedule.load_state_dict(snapshot.rest["schedule"])
+    _check_fit(training, snapshot)
     own = snapshot.ranks[ranks.rank]
-    cut = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
-    training.engine.load_state_dict(snapshot.rest["engine"] | {"cut": cut})
+    try:
+        for name, tensor in _weights(training).items():
+            fill(tensor, snapshot.weights[name])
+        load_optimizer(training.optimizer, snapshot.optimizer)
+        training.schedule.load_state_dict(snapshot.rest["schedule"])
+        cut = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
+        training.engine.load_state_dict(snapshot.rest["engine"] | {"cut": cut})
+    except (LookupError, ValueError, RuntimeError, TypeError) as error:  # whatever optimizers and policies raise
+        raise UnsupportedError(
+            f"the checkpoint of step {snapshot.step} does not fit the plan: {type(error).__name__}: {error}"
+        ) from error
     training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
     restore_rng(own.rng)
+
+
+def _check_fit(training: Training, snapshot: Snapshot) -> None:
+    """Refuse a checkpoint of another model, of other optimizer options or of a longer run."""
+    before = f"the checkpoint of step {snapshot.step} does not fit the plan"
+    max_steps = training.plan.recipe.training.max_steps
+    if snapshot.step > max_steps:
+        raise UnsupportedError(f"{before}: it is behind training.max_steps, {max_steps}")
+    mine = {name: tuple(tensor.shape) for name, tensor in _weights(training).items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in snapshot.weights.items()}
+    for name in [*mine, *theirs]:
+        if mine.get(name) != theirs.get(name):
+            told = [
+                f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
+            ]
+            raise UnsupportedError(f"{before}: {name} has {told[0]} there, {told[1]} in the plan's model")
+    groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
+    if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
+        raise UnsupportedError(f"{before}: it is of another optimizer than {training.plan.recipe.training.optim}")
 
 
 def _weights(training: Training) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
@@ -65,6 +66,7 @@ class Training:
         test: Evaluation examples that are read once, after the last step; may be empty.
         checkpoints: Of this run.
         tokenizer: Saved beside the trained model.
+        seal: What its checkpoints are made under.
         ranks: This process among those that train together. Losses, tokens and their rate are those of all together,
             seconds and bytes of the rank that has most; the probe's work is the first rank's.
         step: Optimizer steps done.
@@ -85,6 +87,7 @@ class Training:
     test: list[Example]
     checkpoints: CheckpointFolder
     tokenizer: Any
+    seal: Seal
     ranks: Ranks = field(default_factory=Ranks)
     step: int = 0
     tokens: int = 0

@@ -1,0 +1,157 @@
+"""A run that goes on is held to what its checkpoint was made under, before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import sparsebp_cli
+from sparsebp_cli.errors import ChangedError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, Change, Seal, is_free
+from sparsebp_cli.policy import find_policies
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import History, JournalWriter, RunFolder, read
+from sparsebp_cli.worker.checkpoint import Snapshot
+from sparsebp_cli.worker.process import Ranks
+
+PACKAGES = ("sparsebp", "torch", "transformers")
+
+
+class Guard:
+    """Compares what a run was made under with what it is now. Each difference is refused, allowed or free."""
+
+    def __init__(
+        self, plan: Plan, run: RunFolder, journal: JournalWriter, ranks: Ranks, snapshot: Snapshot | None
+    ) -> None:
+        """Compare recipe and code with those of the checkpoint; without one, with those that the journal has.
+
+        Args:
+            plan: Of this attempt.
+            run: Its folder.
+            journal: Receives what was accepted.
+            ranks: The first of them looks, and all of them go by it.
+            snapshot: What this attempt goes on from.
+
+        Raises:
+            ChangedError: Something changed that nobody allowed.
+        """
+        self.seal = Seal(plan.recipe.model_dump(mode="json"), find_code(plan.recipe))
+        self._run, self._journal, self._ranks = run, journal, ranks
+        self._accepted: list[dict[str, object]] = list(History.load(run.path).facts.get("changes", []))
+        self._allowed = _read_allowed(run)
+        self._told: set[str] = set()
+        self._step = snapshot.step if snapshot else 0
+        self._where = f"the checkpoint of step {self._step}" if snapshot else "the start of the run"
+        self._before = Seal.from_json(snapshot.seal or {}) if snapshot else _read_seal(run)
+        if snapshot and self._before is None:
+            self._note("info", f"{self._where} names no recipe, code and data: nothing was compared")
+        self._hold()
+
+    def hold_data(self, digest: str) -> None:
+        """Compare the data, and write into the journal what this attempt runs under.
+
+        Args:
+            digest: Of all examples.
+
+        Raises:
+            ChangedError: The data changed, and nobody allowed it.
+        """
+        self.seal = replace(self.seal, data=digest)
+        self._hold()
+        if _read_seal(self._run) != self.seal:
+            self._journal.write("seal", values=self.seal.to_json())
+
+    def _hold(self) -> None:
+        refused: list[Change] = []
+        if self._ranks.is_first and self._before is not None:
+            changes = [change for change in self._before.changes(self.seal) if change.field not in self._told]
+            refused = [change for change in changes if not self._accept(change)]
+        refused = self._ranks.hear(refused)
+        if refused:
+            raise ChangedError(self._run.run_id, self._where, refused)
+
+    def _accept(self, change: Change) -> bool:
+        known = change._asdict()
+        was_accepted = any(known.items() <= entry.items() for entry in self._accepted)
+        if is_free(change):
+            self._note("info", f"changed since {self._where}, and no number depends on it: {change}")
+        elif not was_accepted:
+            # Other data follow from another dataset: one decision, not two.
+            if not (change.is_under(self._allowed) or (change.field == "data" and self._has_other_source())):
+                return False
+            self._accepted.append(known | {"step": self._step})
+            self._journal.write("facts", values={"changes": self._accepted})
+            self._note("warning", f"changed since {self._where}, and allowed: {change}")
+        self._told.add(change.field)
+        return True
+
+    def _has_other_source(self) -> bool:
+        entries = (Change(str(entry["field"]), "", "") for entry in self._accepted)
+        return any(change.is_under(SECTIONS_OF_DATA) for change in entries)
+
+    def _note(self, level: str, text: str) -> None:
+        self._journal.write("note", level=level, text=text)
+
+
+def find_code(recipe: Recipe) -> dict[str, str]:
+    """Return the versions of all code that decides what a recipe computes.
+
+    Args:
+        recipe: Names the policies, which may be those of other packages.
+
+    Returns:
+        Package to version, and ``commit`` where ours runs from a repository.
+    """
+    found, code = find_policies(), {}
+    for name in PACKAGES:
+        try:
+            code[name] = version(name)
+        except PackageNotFoundError:  # run from its sources
+            code[name] = "unknown"
+    for entry in recipe.policy:
+        if entry.name in found:
+            package, _, number = found[entry.name].source.partition(" ")
+            code.setdefault(package, number)
+    commit = _find_commit(Path(sparsebp_cli.__path__[0]).parent / ".git")
+    return code | ({"commit": commit} if commit else {})
+
+
+def _find_commit(git: Path) -> str:
+    """Read the commit that is checked out from files alone: no program is run for it."""
+    try:
+        if git.is_file():  # of a worktree
+            git = git.parent / git.read_text(encoding="utf-8").partition("gitdir: ")[2].strip()
+        head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref: "):
+            return head
+        name = head.removeprefix("ref: ")
+        common = git / "commondir"
+        top = git / common.read_text(encoding="utf-8").strip() if common.exists() else git
+        if (top / name).exists():
+            return (top / name).read_text(encoding="utf-8").strip()
+        packed = (top / "packed-refs").read_text(encoding="utf-8").splitlines()
+        return next((line.partition(" ")[0] for line in packed if line.endswith(f" {name}")), "")
+    except (OSError, ValueError):
+        return ""
+
+
+def _read_seal(run: RunFolder) -> Seal | None:
+    """Return the last seal that the journal has."""
+    last = None
+    for record, _ in read(run.path):
+        if record["kind"] == "seal":
+            last = Seal.from_json(record["values"])
+    return last
+
+
+def _read_allowed(run: RunFolder) -> set[str]:
+    """Return the fields that a user allowed to change since the last attempt."""
+    allowed: set[str] = set()
+    for record, _ in read(run.path):
+        if record["kind"] == "attempt":
+            allowed = set()
+        elif record["kind"] == "allow":
+            allowed |= set(record["fields"])
+    return allowed
