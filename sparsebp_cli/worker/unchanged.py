@@ -6,7 +6,6 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import sparsebp_cli
 from sparsebp_cli.errors import ChangedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, Change, Seal, is_free
@@ -114,7 +113,7 @@ def find_code(recipe: Recipe) -> dict[str, str]:
         if entry.name in found:
             package, _, number = found[entry.name].source.partition(" ")
             code.setdefault(package, number)
-    commit = _find_commit(Path(sparsebp_cli.__path__[0]).parent / ".git")
+    commit = _find_commit(Path(__file__).parents[2] / ".git")
     return code | ({"commit": commit} if commit else {})
 
 
