@@ -26,6 +26,13 @@ MEMORY = (
     (metric.SAVED_BYTES, "saved for backward"),
 )
 
+FIDELITY = (
+    (metric.COSINE, "cosine"),
+    (metric.RELATIVE_ERROR, "relative error"),
+    (metric.SIGN_AGREEMENT, "same sign"),
+    (metric.INDEPENDENT_COSINE, "cosine with other examples"),
+    (metric.DENSE_INDEPENDENT_COSINE, "of dense at the same cost"),
+)
 STEP_MEMORY = (
     (metric.PEAK_WEIGHT_BYTES, "weights"),
     (metric.PEAK_GRADIENT_BYTES, "gradients"),
@@ -112,14 +119,15 @@ def _proof(history: History) -> str:
 
 
 def _fidelity(history: History) -> str:
-    told = ((metric.COSINE, "cosine"), (metric.RELATIVE_ERROR, "relative error"), (metric.SIGN_AGREEMENT, "same sign"))
-    parts = [f"{word} {value:.4f}" for which, word in told if (value := history.last(which.name)) is not None]
+    """Medians over the steps, as a comparison shows them; one step alone may be an unusual one."""
+    parts = [f"{word} {value:.4f}" for which, word in FIDELITY if (value := history.median(which.name)) is not None]
     bias, chance, variance = (
-        history.last(which.name) for which in (metric.BIAS, metric.BIAS_STANDARD_ERROR, metric.VARIANCE)
+        history.median(which.name) for which in (metric.BIAS, metric.BIAS_STANDARD_ERROR, metric.VARIANCE)
     )
     if bias is not None and chance is not None and variance is not None:
         parts.append(f"bias {bias:.4f} ({chance:.4f} by chance), variance {variance:.4f}")
-    return ", ".join(parts)
+    steps = len(history.series(metric.COSINE.name))
+    return ", ".join(parts) + (f" (medians of {steps} steps)" if steps > 1 else "")
 
 
 def _step_time(history: History) -> str:

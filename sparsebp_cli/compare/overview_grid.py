@@ -128,7 +128,7 @@ def _work(comparison: Comparison) -> Grid:
             )
         )
     columns = ["group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error"]
-    note = "Cosine and relative error: to the dense gradient of the same batch."
+    note = "Cosine and relative error: to the dense gradient of the same batch, medians over the steps of all runs."
     if other:
         columns += ["cosine, other batch", "of dense, equal cost"]
         note += (

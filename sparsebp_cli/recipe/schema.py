@@ -175,7 +175,21 @@ class MeasureSection(Section):
     fidelity_draws: PositiveInt = Field(
         1, description="Gradients that a random policy draws each time; from 2 on, its bias and variance are told."
     )
+    independent_examples: PositiveInt | None = Field(
+        None,
+        description="Other training examples, with whose dense gradient the policy's and that of dense with the "
+        "smaller batch of the same cost are compared, where fidelity is; costs dense passes over them. null: none.",
+    )
     warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that no time statistic counts.")
+
+    @model_validator(mode="after")
+    def _independent_beside_fidelity(self) -> Self:
+        if self.independent_examples is not None and self.fidelity_every is None:
+            raise ValueError(
+                f"independent_examples: {self.independent_examples} needs fidelity_every, which says at which steps; "
+                "got null"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_size(self) -> Self:

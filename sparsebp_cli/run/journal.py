@@ -25,7 +25,9 @@ tracking store use the same rule, so sending late, twice or in pieces gives one 
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -249,6 +251,11 @@ class History:
     def series(self, name: str) -> dict[int, float]:
         """Return a metric's values by step, in the order of steps; empty when it was never logged."""
         return {step: value for step, (_, value) in sorted(self.metrics.get(name, {}).items())}
+
+    def median(self, name: str) -> float | None:
+        """Return the median of a metric's finite values over the steps at which it was measured; None without any."""
+        values = [value for value in self.series(name).values() if math.isfinite(value)]
+        return statistics.median(values) if values else None
 
     def last(self, name: str) -> float | None:
         """Return a metric's value at its highest step; None when it was never logged."""

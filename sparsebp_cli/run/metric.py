@@ -70,10 +70,11 @@ CEILING = Metric("speed/ceiling", "x", "higher")
 SPEEDUP = Metric("speed/speedup", "x", "higher", timing=True)  # forward + backward against dense, in the same run
 REALISED_SHARE = Metric("speed/realised_share", "share", "higher", timing=True)
 COSINE = Metric("fidelity/cosine", "", "higher")
+INDEPENDENT_COSINE = Metric("fidelity/independent_cosine", "", "higher")  # with the dense gradient of other examples
+DENSE_INDEPENDENT_COSINE = Metric("fidelity/dense_independent_cosine", "", "higher")  # of dense at the policy's cost
+DENSE_INDEPENDENT_EXAMPLES = Metric("fidelity/dense_independent_examples", "examples")  # that dense has at that cost
 RELATIVE_ERROR = Metric("fidelity/relative_error", "", "lower")
 SIGN_AGREEMENT = Metric("fidelity/sign_agreement", "share", "higher")
-INDEPENDENT_COSINE = Metric("fidelity/independent_cosine", "", "higher")  # with the gradient of a large other batch
-DENSE_INDEPENDENT_COSINE = Metric("fidelity/dense_independent_cosine", "", "higher")  # of dense, at the policy's cost
 BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity_draws
 BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
 VARIANCE = Metric("fidelity/variance", "", "lower")

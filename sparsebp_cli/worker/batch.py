@@ -65,6 +65,24 @@ class BatchOrder:
         batch = self[number]
         return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch, self.candidates)
 
+    def others(self, number: int, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of examples that a micro-batch does not hold; the order of training stays as it is.
+
+        Args:
+            number: Of the micro-batch.
+            count: Examples that are wanted in all; of a small training set there may be fewer, or none.
+
+        Yields:
+            dict[str, Tensor]: Batches as large as the micro-batch; the last one may be short.
+        """
+        held = {self._example(position) for position in range(number * self.batch_size, (number + 1) * self.batch_size)}
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
+        shuffled = torch.randperm(len(self.examples), generator=generator).tolist()
+        drawn = [example for example in shuffled if example not in held][:count]
+        for start in range(0, len(drawn), self.batch_size):
+            chosen = [self.examples[example] for example in drawn[start : start + self.batch_size]]
+            yield collate(chosen, self.pad_token_id, self.columns)
+
     def _example(self, position: int) -> int:
         epoch, offset = divmod(position, len(self.examples))
         if epoch != self._epoch:

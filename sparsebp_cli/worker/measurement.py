@@ -15,8 +15,9 @@ from sparsebp_cli.backward.proof_table import COLUMNS, kept_share
 from sparsebp_cli.backward.report import Report, SiteReport
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
+from sparsebp_cli.worker.independent import IndependentBatches, IndependentComparison
 from sparsebp_cli.worker.peak import PeakMemory
-from sparsebp_cli.worker.probe import run_probe
+from sparsebp_cli.worker.probe import cost_ratio, count_cost, run_probe
 from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trainable import trainable_parameters
@@ -56,12 +57,13 @@ class Measurement:
     def __post_init__(self) -> None:
         self._layers = LayerNumbers(self.model)
 
-    def before(self, step: int, forward: Callable[[], Tensor]) -> Values:
+    def before(self, step: int, forward: Callable[[], Tensor], independent: IndependentBatches | None = None) -> Values:
         """Measure what is due at a step, before it is made.
 
         Args:
             step: Its number, from 1.
             forward: The loss of its first micro-batch.
+            independent: That micro-batch and other examples, where fidelity is to be held against these as well.
 
         Returns:
             Metric values by name; empty when nothing is due.
@@ -79,8 +81,11 @@ class Measurement:
                 self._judge(step, probe.proof)
             if fidelity_due:
                 dense, policy = dense or rehearsal.run("dense"), policy or rehearsal.run("policy")
-                fidelity = self._compare(rehearsal, dense, policy)
+                others = None if independent is None else IndependentComparison(rehearsal, independent)
+                fidelity = self._compare(rehearsal, dense, policy, others)
                 values |= _fidelity_values(fidelity.overall())
+                if others is not None:
+                    values |= self._independent_values(rehearsal, others)
             assert policy is not None
             self.journal.write("layers", step=step, values=self._layer_values(policy.report, fidelity))
         if self._proof is not None:
@@ -124,15 +129,31 @@ class Measurement:
         """At every so many steps, and once after warm-up, for short runs."""
         return every is not None and (step % every == 0 or step == self.recipe.measure.warmup_steps + 1)
 
-    def _compare(self, rehearsal: Rehearsal, dense: Outcome, policy: Outcome) -> GradientComparison:
+    def _compare(
+        self, rehearsal: Rehearsal, dense: Outcome, policy: Outcome, others: IndependentComparison | None
+    ) -> GradientComparison:
         draws = self.recipe.measure.fidelity_draws
         comparison = GradientComparison(dense.gradients, self._layers.part_of, num_draws=draws)
-        comparison.add_draw(policy.gradients)
+        told = [comparison] if others is None else [comparison, others.policy]
+        for one in told:
+            one.add_draw(policy.gradients)
         for draw in range(2, draws + 1):
-            comparison.add_draw(rehearsal.run("policy", draw).gradients)
+            gradients = rehearsal.run("policy", draw).gradients
+            for one in told:
+                one.add_draw(gradients)
             if not comparison.is_random:
                 break  # all further draws are this one
         return comparison
+
+    def _independent_values(self, rehearsal: Rehearsal, others: IndependentComparison) -> Values:
+        proof = self._proof  # of this step, where a probe was due as well
+        ratio = count_cost(rehearsal) if proof is None else cost_ratio(proof.dense, proof.policy)
+        examples = others.add_dense(ratio)
+        return {
+            metric.INDEPENDENT_COSINE.name: others.policy.overall().cosine,
+            metric.DENSE_INDEPENDENT_COSINE.name: others.dense_cosine,
+            metric.DENSE_INDEPENDENT_EXAMPLES.name: float(examples),
+        }
 
     def _layer_values(self, report: Report, fidelity: GradientComparison | None) -> dict[str, dict[str, float | None]]:
         kept = _kept_by_part(report, self._layers)

@@ -65,6 +65,33 @@ def run_probe(rehearsal: Rehearsal, stopwatch: Stopwatch) -> Probe:
     return Probe(values, proof, left["dense"], left["policy"])
 
 
+def count_cost(rehearsal: Rehearsal) -> float:
+    """Return what a step of the policy costs over a dense one, in FLOPs of forward and backward as counted.
+
+    Args:
+        rehearsal: Entered.
+
+    Returns:
+        The ratio.
+    """
+    (dense, _, _), (policy, _, _) = _count(rehearsal, "dense"), _count(rehearsal, "policy")
+    return cost_ratio(dense, policy)
+
+
+def cost_ratio(dense: PassCount, policy: PassCount) -> float:
+    """Return what one pass costs over another, in FLOPs of forward and backward.
+
+    Args:
+        dense: The other.
+        policy: The one.
+
+    Returns:
+        The ratio.
+    """
+    one, other = (count.flops.forward.total() + count.backward_flops.total() for count in (policy, dense))
+    return one / other
+
+
 def _time(rehearsal: Rehearsal, stopwatch: Stopwatch, way: Way) -> tuple[float, Outcome]:
     with rehearsal.on(way) as backward:
         start = stopwatch.now()

@@ -33,6 +33,7 @@ from sparsebp_cli.worker.evaluate import (
 )
 from sparsebp_cli.worker.figure import held_bytes, kept_share, tell_route
 from sparsebp_cli.worker.finite import finite_loss, finite_norm, finite_result, finite_state
+from sparsebp_cli.worker.independent import IndependentBatches
 from sparsebp_cli.worker.loss import part_of_mean
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.memory import StepMemory
@@ -143,7 +144,7 @@ class Training:
         if self.step == 0:
             self._log(self._evaluate())
         while self.step < recipe.training.max_steps and not self._is_asked():
-            self._log(self.measurement.before(self.step + 1, self._first_loss), step=self.step + 1)
+            self._log(self._measure(), step=self.step + 1)
             values = self.memory.watch(self.step + 1, self._train_step)
             self.step += 1
             self._log(values | self.measurement.after(self.step))
@@ -216,16 +217,22 @@ class Training:
     def _loss(self, batch: Batch, targets: int) -> Tensor:
         return part_of_mean(self.model, batch, targets, self.accelerator.device, self.order.candidates)
 
+    def _plain_loss(self, batch: Batch, targets: int) -> Tensor:
+        """All targets count: without the engine nobody leaves out those that are no candidates."""
+        return part_of_mean(self.model, batch, targets, self.accelerator.device)
+
     def _clip(self, max_norm: float | None) -> float:
         if self.engine.eager is not None:  # has clipped, updated and looked at every gradient
             return self.engine.eager.gradient_norm
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
         return finite_norm(float(whole(norm)), self.bare, self.step + 1)
 
-    def _first_loss(self) -> Tensor:
-        """Of the first micro-batch of the coming step."""
-        batch, targets = self.order.share(self.step * self.plan.recipe.training.gradient_accumulation_steps)
-        return self._loss(batch, targets)
+    def _measure(self) -> dict[str, float | None]:
+        """What is due beside training, on the first micro-batch of the coming step."""
+        number = self.step * self.plan.recipe.training.gradient_accumulation_steps
+        count = self.measurement.recipe.measure.independent_examples
+        others = None if count is None else IndependentBatches(self.order, number, count, self._plain_loss)
+        return self.measurement.before(self.step + 1, lambda: self._loss(*self.order.share(number)), others)
 
     def _evaluate(self) -> dict[str, float]:
         """On validation; after the last step also on the test split."""

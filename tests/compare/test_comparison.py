@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from sparsebp_cli.cli.summary import summary_rows
 from sparsebp_cli.compare import Comparison, Group, compare_runs
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.plan.provenance import Provenance
-from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.run import History, JournalWriter, RunFolder
 
 MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
@@ -356,3 +357,14 @@ def test_comparing_needs_neither_torch_nor_mlflow(two_groups: list[RunFolder]) -
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_summary_of_a_run_and_the_comparison_show_the_same_cosine(make_run: MakeRun) -> None:
+    run = make_run("sparse", policy=[{"name": "topk", "keep": 0.1, "along": "rows"}], exact=False)
+    with JournalWriter(run.path) as journal:
+        for step, cosine in ((12, 0.3595), (14, 0.644), (16, 0.7)):
+            journal.write("metrics", step=step, values={"fidelity/cosine": cosine})
+    ((_, told),) = [row for row in summary_rows(History.load(run.path)) if row[0] == "fidelity"]
+    (group,) = compare_runs([run]).groups
+    assert group.cost.cosine == 0.7  # of 0.3595, 0.644, 0.7, 0.9 and 0.9
+    assert told == "cosine 0.7000 (medians of 5 steps)"

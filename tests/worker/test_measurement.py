@@ -26,7 +26,8 @@ GPT2 = {
     "attn_pdrop": 0.1,
 }
 DROPPING_LLAMA = LLAMA | {"attention_dropout": 0.2}
-OFTEN = {"probe_every": 1, "fidelity_every": 1, "fidelity_draws": 3, "eval_every": 1, "eval_batches": 2}
+OFTEN = {"probe_every": 1, "fidelity_every": 1, "fidelity_draws": 3, "independent_examples": 6}
+OFTEN |= {"eval_every": 1, "eval_batches": 2}
 NEVER = {"probe_every": None, "fidelity_every": None, "eval_every": 1, "eval_batches": 2}
 
 
@@ -78,7 +79,9 @@ def _compare_with_and_without(tiny_recipe, prepared, config, policy, backward) -
     for name in plain.metrics:
         if not METRICS[name].timing:
             assert measured.series(name) == plain.series(name), name
-    assert set(measured.series("fidelity/cosine")) == set(measured.series("speed/speedup")) == set(range(1, 7))
+    every_step = set(range(1, 7))
+    assert set(measured.series("fidelity/cosine")) == set(measured.series("speed/speedup")) == every_step
+    assert set(measured.series("fidelity/independent_cosine")) == every_step
     assert measured.layers.keys() == measured.metrics["fidelity/cosine"].keys()
 
 

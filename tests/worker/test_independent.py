@@ -1,0 +1,135 @@
+"""The gradient of a step held against that of other examples: by hand, and through runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sparsebp_cli.backward import attach
+from sparsebp_cli.policy import make_policy
+from sparsebp_cli.run import History
+from sparsebp_cli.worker.batch import BatchOrder
+from sparsebp_cli.worker.data import IGNORED, Example
+from sparsebp_cli.worker.independent import IndependentBatches, IndependentComparison, examples_at_cost
+from sparsebp_cli.worker.loss import part_of_mean
+from sparsebp_cli.worker.rehearsal import Rehearsal
+from tests.worker.conftest import LLAMA, work
+
+CPU = torch.device("cpu")
+
+
+def ragged_examples(number: int) -> list[Example]:
+    """Of several lengths, the first tokens masked, so that a mean over batches is not one over targets."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(number):
+        ids = random.integers(3, 60, int(random.integers(6, 20)))
+        labels = ids.copy()
+        labels[: int(random.integers(1, 5))] = IGNORED
+        found.append(Example(ids, labels))
+    return found
+
+
+def by_hand(model: Any, examples: list[Example]) -> torch.Tensor:
+    """The gradient of the mean loss over all targets of some examples, one example after the other."""
+    model.zero_grad()
+    total, targets = torch.zeros(()), 0
+    for example in examples:
+        ids = torch.from_numpy(example.input_ids)[None]
+        logits = model(input_ids=ids).logits[0, :-1]
+        wanted = torch.from_numpy(example.labels)[1:]
+        total = total + torch.nn.functional.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum")
+        targets += int((wanted != IGNORED).sum())
+    (total / targets).backward()
+    gradient = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+    model.zero_grad(set_to_none=True)
+    return gradient
+
+
+def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(one @ other / one.norm() / other.norm())
+
+
+@pytest.mark.parametrize("cost_ratio", [0.26, 0.5, 1.0, 1.3])
+def test_both_cosines_are_those_of_gradients_taken_one_example_at_a_time(cost_ratio: float) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, vocab_size=64)).train()
+    examples = ragged_examples(23)
+    order = BatchOrder(examples, 4, seed=3, pad_token_id=0)
+    engine = attach(model, [make_policy("topk", keep=0.5, along="rows")])
+    batches = IndependentBatches(order, 2, 9, partial(lambda batch, targets: part_of_mean(model, batch, targets, CPU)))
+    held = [order._example(position) for position in range(8, 12)]
+    permutation = torch.randperm(23, generator=torch.Generator().manual_seed(3 * 1_000_003 + 2)).tolist()
+    others = [number for number in permutation if number not in held][:9]
+    first = partial(part_of_mean, model, *order.share(2), CPU)
+    with Rehearsal(model, engine, first, torch.Tensor.backward) as rehearsal:
+        comparison = IndependentComparison(rehearsal, batches)
+        policy = rehearsal.run("policy").gradients
+        comparison.policy.add_draw(policy)
+        size = comparison.add_dense(cost_ratio)
+        found = comparison.policy.overall().cosine, comparison.dense_cosine
+    engine.detach()
+    assert size == {0.26: 2, 0.5: 2, 1.0: 4, 1.3: 4}[cost_ratio]
+    large = by_hand(model, [examples[number] for number in others])
+    parts = [held[start : start + size] for start in range(0, 4, size)]
+    dense = [cosine(by_hand(model, [examples[number] for number in part]), large) for part in parts]
+    assert found[1] == pytest.approx(sum(dense) / len(dense), abs=1e-5)
+    ours = torch.cat([policy[name].flatten().double() for name, _ in model.named_parameters()])
+    assert found[0] == pytest.approx(cosine(ours, large), abs=1e-5)
+
+
+def test_other_examples_are_none_of_the_micro_batch_and_leave_the_order_as_it_is() -> None:
+    examples = [Example(np.full(8, number), np.full(8, number)) for number in range(10)]
+    order, untouched = (BatchOrder(examples, 3, seed=1, pad_token_id=0) for _ in range(2))
+    state = torch.get_rng_state()
+    for number in range(8):
+        held = set(order[number]["input_ids"][:, 0].tolist())
+        drawn = [i for batch in order.others(number, 5) for i in batch["input_ids"][:, 0].tolist()]
+        assert len(drawn) == len(set(drawn)) == 5
+        assert not held & set(drawn)
+        assert torch.equal(order[number + 1]["input_ids"], untouched[number + 1]["input_ids"])
+    assert len([1 for batch in order.others(0, 100) for _ in batch["labels"]]) == 7  # all that there are
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_dense_gets_at_least_the_cost_of_the_policy() -> None:
+    for batch_size in (1, 4, 16):
+        for ratio in (0.01, 0.25, 0.461, 0.5, 0.999, 1.0, 1.2):
+            size = examples_at_cost(ratio, batch_size)
+            assert size / batch_size >= min(1.0, ratio) - 1e-9
+            assert size == 1 or (size - 1) / batch_size < ratio
+
+
+@pytest.mark.parametrize(
+    ("policy", "cheaper"),
+    [
+        ({"name": "dense"}, False),
+        ({"name": "tokens", "score": "random", "keep": 0.25, "mode": "detach"}, True),
+        ({"name": "uniform", "keep": 0.25, "start": 0.0, "end": 1.0, "interrupt": 0}, True),
+        ({"name": "random", "keep": 0.1, "along": "rows"}, True),
+    ],
+    ids=["dense", "tokens", "examples", "rows"],
+)
+def test_a_run_tells_both_for_every_kind_of_choice(tiny_recipe: Any, prepared: Any, policy: Any, cheaper: bool) -> None:
+    measure = {"probe_every": None, "fidelity_every": 2, "warmup_steps": 1, "independent_examples": 12}
+    training = {"max_steps": 2, "per_device_train_batch_size": 8}
+    run = prepared(tiny_recipe(policy=[policy], measure=measure, training=training))
+    assert work(run) == 0, run.log_file.read_text()
+    history = History.load(run.path)
+    ours, dense = (history.last(f"fidelity/{name}independent_cosine") for name in ("", "dense_"))
+    assert -1 <= ours <= 1
+    assert 0 < dense <= 1
+    examples = history.last("fidelity/dense_independent_examples")
+    assert 1 <= examples < 8 if cheaper else examples == 8
+    if not cheaper:
+        assert ours == pytest.approx(dense, abs=1e-6)
+
+
+def test_other_examples_need_steps_at_which_fidelity_is_measured(tiny_recipe: Any) -> None:
+    with pytest.raises(ValueError, match="independent_examples: 8 needs fidelity_every"):
+        tiny_recipe(measure={"independent_examples": 8, "fidelity_every": None})
