@@ -110,6 +110,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     return Engine(
         binding,
         decision,
+        model=model,
         optimizer=optimizer,
         reference=engine == "reference",
         stores=checkpointing == "none",

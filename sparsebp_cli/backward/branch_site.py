@@ -50,6 +50,10 @@ class BranchSite:
     def _policy(self) -> GradientSelector | None:
         return self.engine.policy_at(Site(self.branch.name, 0, (), self.branch.layer))
 
+    def dense_flops(self, batch_shape: tuple[int, ...], call: Call) -> float:
+        """Return what the dense backward of a forward in sparse recompute multiplies."""
+        return self._work(batch_shape, call).claim(None, 1.0).dense_flops
+
     def decide(self, grad_NO: Tensor, batch_shape: torch.Size, call: Call | None) -> tuple[Tensor, Selection | None]:
         """Ask the policy what is kept.
 
@@ -62,12 +66,13 @@ class BranchSite:
             The gradient to go on with, and what is kept; None for everything.
         """
         site = Site(self.branch.name, grad_NO.shape[1], tuple(batch_shape), self.branch.layer)
+        return self.engine.decide(site, grad_NO, self._work(tuple(batch_shape), call))
+
+    def _work(self, batch_shape: tuple[int, ...], call: Call | None) -> BranchWork:
         form: Literal["masked", "stored", "again", "whole"] = "masked"
         if call is not None:
             form = "whole" if call.whole else "stored" if call.stores else "again"
-        return self.engine.decide(
-            site, grad_NO, BranchWork(self.branch, form, tuple(batch_shape), self.input_needs_grad)
-        )
+        return BranchWork(self.branch, form, batch_shape, self.input_needs_grad)
 
 
 class BoundBefore(Bound):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from sparsebp_cli.backward.binding import Binding
-from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport
+from sparsebp_cli.backward.loss_graph import Products
+from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport, Whole
 from sparsebp_cli.backward.score.chosen import ChosenCounter
 from sparsebp_cli.policy import Selection, Site
 
@@ -25,6 +26,7 @@ class SiteCounter:
     dense_flops: float = 0.0
     claimed_flops: float = 0.0
     allowed_flops: float = 0.0
+    arrived_flops: float = 0.0
 
     def report(self, name: str) -> SiteReport:
         """Return the totals as plain numbers.
@@ -45,6 +47,7 @@ class SiteCounter:
             dense_flops=self.dense_flops,
             claimed_flops=self.claimed_flops,
             allowed_flops=self.allowed_flops,
+            arrived_flops=self.arrived_flops,
         )
 
 
@@ -62,6 +65,9 @@ class Counter:
     route: Route | None = None
     untaken_route: Route | None = None
     chosen: ChosenCounter = field(default_factory=ChosenCounter)
+    products: Products = field(default_factory=Products)
+    products_at_sites: float = 0.0  # FLOPs of the passes that `products` are of
+    num_read: int = 0  # such passes
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Counter:
@@ -86,7 +92,15 @@ class Counter:
         self.calls[name] = call + 1
         return call
 
-    def add(self, site: Site, grad_NO: Tensor, claim: Claim, allowed: float, selection: Selection | None) -> None:
+    def add(
+        self,
+        site: Site,
+        grad_NO: Tensor,
+        claim: Claim,
+        allowed: float,
+        selection: Selection | None,
+        dense_rows: int | None = None,
+    ) -> None:
         """Count one gradient.
 
         Args:
@@ -95,14 +109,20 @@ class Counter:
             claim: The site's work, dense and as the policy claims.
             allowed: What is claimed, with counts rounded up.
             selection: What is kept.
+            dense_rows: Rows of the dense backward that it stands for; None: its own.
         """
+        arrived, dense_flops, num_entries = claim.dense_flops, claim.dense_flops, grad_NO.numel()
+        if dense_rows is not None:
+            dense_flops = arrived * dense_rows / max(1, grad_NO.shape[0])
+            num_entries = dense_rows * grad_NO.shape[1]
         counter = self.sites.setdefault(site.name, SiteCounter())
         counter.layer = site.layer
         counter.calls += 1
         counter.rows += grad_NO.shape[0]
-        counter.entries += grad_NO.numel()
+        counter.entries += num_entries
         counter.kept = counter.kept + (grad_NO.numel() if selection is None else selection.num_kept(grad_NO))
-        counter.dense_flops += claim.dense_flops
+        counter.dense_flops += dense_flops
+        counter.arrived_flops += arrived
         counter.claimed_flops += claim.claimed_flops
         counter.allowed_flops += allowed
         self.last_dense_flops += claim.dense_flops
@@ -127,16 +147,30 @@ class Counter:
             The report.
         """
         kept, entries = self.kept()
+        whole = self._whole()
+        known = {*binding.not_covered, *binding.excluded}
+        elsewhere = () if whole is None else (name for name, _ in whole.elsewhere)
+        parameters = (name for name in elsewhere if name and name.rpartition(".")[0] not in known)
         return Report(
             sites=tuple(counter.report(name) for name, counter in self.sites.items()),
-            not_covered=binding.not_covered,
+            not_covered=(*binding.not_covered, *parameters),
             excluded=binding.excluded,
             kept_share=kept / entries if entries else None,
             num_backwards=self.num_backwards,
             notes=tuple(notes.values()),
             route=self.route,
             chosen=self.chosen.total,
+            whole=whole,
+            whole_unknown=", ".join(sorted(self.products.unknown)),
         )
+
+    def _whole(self) -> Whole | None:
+        products = self.products
+        if products.unknown or not products.total or not self.products_at_sites:
+            return None
+        ordered = sorted(products.by_parameter.items(), key=lambda pair: -pair[1])
+        shares = ((name, flops / products.total) for name, flops in ordered)
+        return Whole(self.products_at_sites / products.total, tuple(shares), self.num_read)
 
     def take_kept_share(self) -> float | None:
         """Return the kept share since the last call.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -24,6 +24,32 @@ _OUTSIDE = (
 )
 
 
+@dataclass
+class ShortForward:
+    """A forward that runs some positions or examples in place of all, for the count of what was left out.
+
+    Args:
+        num_rows: Positions of the batch that it was given, B*T; None: it runs all of them.
+        scale: Examples of the batch over those that it runs.
+    """
+
+    num_rows: int | None = None
+    scale: float = 1.0
+    _called: set[str] = field(default_factory=set)
+
+    def dense_rows(self, name: str, num_rows: int) -> int:
+        """Return the rows of the dense forward that a call of a linear stands for.
+
+        Args:
+            name: The linear's. Of several calls for parts of the positions, the first stands for all of them.
+            num_rows: Of the call.
+        """
+        if self.num_rows is not None:
+            num_rows = 0 if name in self._called else self.num_rows
+            self._called.add(name)
+        return round(num_rows * self.scale)
+
+
 class Deciding:
     """Asks the policy while a backward is under way, and counts what it kept; an engine is one.
 
@@ -38,6 +64,8 @@ class Deciding:
         self._binding, self._decision, self._clock = binding, decision, clock
         self._counter = Counter.of(binding.names)
         self._step: Step | None = None  # the backward under way
+        self.leaves_out = False  # whether a forward has left something out so far
+        self.forward: ShortForward | None = None  # the forward under way, where it leaves something out
 
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""
@@ -65,13 +93,16 @@ class Deciding:
             return None
         return self._decision.policy_at(site, self.now())
 
-    def decide(self, site: Site, grad_NO: Tensor, work: Work) -> tuple[Tensor, Selection | None]:
+    def decide(
+        self, site: Site, grad_NO: Tensor, work: Work, dense_rows: int | None = None
+    ) -> tuple[Tensor, Selection | None]:
         """Ask the policy, and count. Called by the sites.
 
         Args:
             site: Where.
             grad_NO: The gradient of the site's output.
             work: What the site's dense backward is.
+            dense_rows: Rows of the dense backward that the gradient stands for; None: its own.
 
         Returns:
             The gradient to go on with, and what is kept of it; None for everything.
@@ -91,8 +122,26 @@ class Deciding:
         claim = allowed = work.claim(kind, budget)
         if self._clock.draw and grad_NO.numel() > 0:  # training does not wait for what only a probe reads
             allowed = work.claim(kind, allowed_share(budget, selection, grad_NO, site, pads=work.pads))
-        self._counter.add(site, grad_NO, claim, allowed.claimed_flops, selection)
+        self._counter.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
         return grad_NO, selection
+
+    @contextmanager
+    def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> Iterator[None]:
+        """Count sites as what a forward stands for that leaves positions or examples out. Called by the parts.
+
+        Args:
+            num_rows: B*T, where it runs some positions alone.
+            scale: Examples over those that it runs.
+
+        Yields:
+            None: As long as the forward lasts.
+        """
+        outer, self.leaves_out = self.forward, True
+        self.forward = ShortForward(num_rows, scale * (1.0 if outer is None else outer.scale))
+        try:
+            yield
+        finally:
+            self.forward = outer
 
     @contextmanager
     def probing(self, draw: int = 1, *, feedback: bool = True) -> Iterator[None]:

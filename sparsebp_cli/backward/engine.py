@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebp_cli.backward.binding import Binding
 from sparsebp_cli.backward.clock import Clock
@@ -16,9 +16,16 @@ from sparsebp_cli.backward.deciding import Deciding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager import EagerUpdate
 from sparsebp_cli.backward.eager.choice import refuse_scaling
+from sparsebp_cli.backward.loss_graph import has_site
+from sparsebp_cli.backward.parameter import ParameterPart
 from sparsebp_cli.backward.part import Asking, Part, Reading
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Step
+
+_UNSEEN = (
+    "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
+    "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
+)
 
 
 class Engine(Deciding):
@@ -30,6 +37,7 @@ class Engine(Deciding):
     Args:
         binding: The model's sites.
         decision: Who decides; None for dense.
+        model: That the sites are in.
         optimizer: Its steps advance the step number; None: every backward does.
         reference: Mask, then multiply densely.
         stores: Whether branches keep their linears' outputs; else their inputs, and the kept rows are multiplied again.
@@ -38,11 +46,12 @@ class Engine(Deciding):
         parts: What carries out the policies that are not asked at sites.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what attach puts together
         self,
         binding: Binding,
         decision: Decision | None,
         *,
+        model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         reference: bool,
         stores: bool = True,
@@ -51,6 +60,7 @@ class Engine(Deciding):
         parts: Sequence[Part] = (),
     ) -> None:
         super().__init__(binding, decision, Clock(optimizer, seed, num_steps, self._start_step))
+        self._model = model
         self.reference, self.stores, self.parts = reference, stores, tuple(parts)
         self._attached = True
         self.eager = next((part for part in self.parts if isinstance(part, EagerUpdate)), None)
@@ -70,17 +80,19 @@ class Engine(Deciding):
                 in this one's pass; else it does not matter.
 
         Raises:
-            UsageError: The engine is detached, a backward is under way, or a policy that chooses tokens or examples
-                was never asked, since the loss does not come from the model's own forward.
+            UsageError: The engine is detached, a backward is under way, or no policy would be asked, since the loss
+                does not come from the attached model's own forward.
         """
         if not self._attached:
             raise UsageError("this engine is detached: attach the model again")
         if self._step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
-        for part in self.parts:
-            if self.enabled and isinstance(part, Asking):
-                part.check_asked()
+        if self.enabled:
+            self._check_seen(loss)
         self._counter.start_backward()
+        reads = self._reads_graph()
+        if reads:
+            self._counter.products.add(loss, self._name_parameters())
         self._step = self.now()
         try:
             if self.eager is None:
@@ -92,6 +104,9 @@ class Engine(Deciding):
                 self.eager.run(loss, partial(self._differentiate, loss, backward), updates=updates)
         finally:
             self._step = None
+        if reads:
+            self._counter.products_at_sites += self._counter.last_dense_flops
+            self._counter.num_read += 1
         if self.enabled:
             self._counter.num_backwards += 1
             self._clock.count_backward()
@@ -99,6 +114,36 @@ class Engine(Deciding):
     def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: Any) -> None:
         with self._binding.around(loss) as instead:
             (backward or torch.Tensor.backward)(loss if instead is None else instead, **options)
+
+    def _check_seen(self, loss: Tensor) -> None:
+        for part in self.parts:
+            if isinstance(part, Asking):
+                part.check_asked()
+        asks = self._decision is not None or any(isinstance(part, Asking) for part in self.parts)
+        # What is frozen may lie between all sites and the loss; at nodes every node is one.
+        frozen = any(isinstance(part, ParameterPart) for part in self.parts)
+        if asks and not frozen and self._binding.names and not has_site(loss, self):
+            raise UsageError(_UNSEEN)
+
+    def _reads_graph(self) -> bool:
+        """Whether the graph of the pass that begins is one of those that are read: ever fewer, so that it costs
+        nothing; and none where what a policy left out before the forward is not in the graph."""
+        number = self._counter.num_backwards + 1
+        if not self.enabled or self._clock.draw or number & (number - 1):
+            return False
+        unknown = self._counter.products.unknown
+        if self.leaves_out:
+            unknown.add("positions or examples are left out before the backward")
+        if any(isinstance(part, ParameterPart) for part in self.parts):
+            unknown.add("a policy chooses which parameters are trained")
+        return bool(self._binding.names) and not unknown
+
+    def _name_parameters(self) -> dict[int, str]:
+        """Return the names of parameters by ``id``; of a shared one, the name of a place that the report lists."""
+        listed = {*self._binding.not_covered, *self._binding.excluded}
+        names = [(name, p) for name, p in self._model.named_parameters(remove_duplicate=False)]
+        names.sort(key=lambda pair: pair[0].rpartition(".")[0] in listed)
+        return {id(p): name for name, p in names}
 
     def columns(self, **columns: Tensor) -> None:
         """Give token policies what a script's own loss takes out of the batch before the model sees it.

@@ -107,6 +107,23 @@ class Conv1DForm(Form):
 
 
 @final
+class MatmulForm(Form):
+    """A subclass of ``torch.nn.Linear`` that adds its bias after the product, as Falcon's: the weight is (O, D)."""
+
+    output_dim = 0
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output = x @ weight.T
+        return output if bias is None else output + bias
+
+    def by_output(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
+        return grad_NO.t().mm(x_ND)
+
+
+@final
 class SelectedLinear(Function):
     """A linear layer whose backward asks what to keep. Saves the input only for wgrad and the weight only for dgrad."""
 
@@ -156,7 +173,7 @@ class _Order(NamedTuple):
 
 def _order(form: Form, x: Tensor, *, frozen: bool) -> _Order:
     if x.is_contiguous():
-        return _Order()
+        return _Order(flat_bias=not isinstance(form, MatmulForm))
     flat_bias = x.dim() == 2 or isinstance(form, Conv1DForm)  # else the bias is added after the product
     folds = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
     if not folds:

@@ -116,7 +116,7 @@ class Proof:
         """What all policies together claim to leave of the dense backward; None when none claims anything."""
         if not self._base:
             return None
-        return sum(self.left_flops.values()) - self.report.dense_flops + self.report.claimed_flops
+        return sum(self.left_flops.values()) - self.report.arrived_flops + self.report.claimed_flops
 
     @property
     def claimed_forward_flops(self) -> float:
@@ -146,7 +146,7 @@ class Proof:
         or at the sites where it was more, if that is larger. 0 for a claim that was kept."""
         if not self._base:
             return None
-        executed, before, dense = self.policy.backward_flops.total(), self._before(), self.report.dense_flops
+        executed, before, dense = self.policy.backward_flops.total(), self._before(), self.report.arrived_flops
         allowed = sum(site.allowed_flops for site in self.report.sites)
         over_all = _excess(executed, sum(before.values()), dense, allowed)
         return max(over_all, sum(self._excess_by_site().values())) / self._base
@@ -154,7 +154,7 @@ class Proof:
     @property
     def _base(self) -> float:
         """What shares are of."""
-        return float(self.dense.backward_flops.total()) if self.claims else self.report.dense_flops
+        return float(self.dense.backward_flops.total()) if self.claims else self.report.arrived_flops
 
     @property
     def rows_share(self) -> float | None:
@@ -203,10 +203,10 @@ class Proof:
         executed, before = self.policy.backward_flops, self._before()
         return {
             site.name: _excess(
-                _inside(site.name, executed), _inside(site.name, before), site.dense_flops, site.allowed_flops
+                _inside(site.name, executed), _inside(site.name, before), site.arrived_flops, site.allowed_flops
             )
             for site in self.report.sites
-            if site.dense_flops and _inside(site.name, before)
+            if site.arrived_flops and _inside(site.name, before)
         }
 
     def _before(self) -> dict[str, float]:

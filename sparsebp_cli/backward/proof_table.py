@@ -56,12 +56,12 @@ def _claimed(proof: Proof, name: str, sites: list[SiteReport], left: Mapping[str
     dense = proof.dense.backward_flops[name]
     if not proof.claims or name not in proof.row_flops or not dense:
         return claimed_share(sites)
-    return (left[name] + sum(site.claimed_flops - site.dense_flops for site in sites)) / dense
+    return (left[name] + sum(site.claimed_flops - site.arrived_flops for site in sites)) / dense
 
 
 def claimed_share(sites: Iterable[SiteReport]) -> float | None:
     """Return what a policy claims to leave of the dense backward FLOPs of some sites; None when they have none."""
-    claims = [(site.claimed_flops, site.dense_flops) for site in sites]
+    claims = [(site.claimed_flops, site.arrived_flops) for site in sites]
     dense = sum(dense for _, dense in claims)
     return sum(claimed for claimed, _ in claims) / dense if dense else None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.backward.score.chosen import Chosen
@@ -70,12 +73,13 @@ class SiteReport:
         layer: Number of its decoder layer, from 0; None outside of the layers.
         calls: How often a gradient arrived.
         rows: Rows of all these gradients together.
-        entries: Entries of all these gradients together.
+        entries: Entries of these gradients in the dense backward, positions and examples that were left out included.
         kept_share: Kept entries over all entries; None when no gradient arrived.
-        dense_flops: Of the dense backward of this site.
-        claimed_flops: What the policy claims to leave of ``dense_flops``.
+        dense_flops: Of the dense backward of this site, positions and examples that were left out included.
+        claimed_flops: What the policies claim to leave of ``dense_flops``.
         allowed_flops: The same, in a probe with counts rounded up to whole rows, columns or blocks and examples padded
             to the longest: what is executed beyond that was not claimed.
+        arrived_flops: Of ``dense_flops``, those of gradients that arrived.
     """
 
     name: str
@@ -87,21 +91,43 @@ class SiteReport:
     dense_flops: float
     claimed_flops: float
     allowed_flops: float
+    arrived_flops: float
 
 
 @dataclass(frozen=True)
+class Whole:
+    """The whole dense backward: every product in the autograd graphs of the first, second, fourth, eighth ... pass.
+
+    A forward that a checkpointed layer runs again is no part of it.
+
+    Args:
+        sites_share: Of its FLOPs, those at sites, in [0, 1].
+        elsewhere: Of its FLOPs, the share with each parameter that is not at a site, the largest first; an empty name
+            is for products with no parameter, as those of queries and keys.
+        num_passes: Passes whose graph was read.
+    """
+
+    sites_share: float
+    elsewhere: tuple[tuple[str, float], ...]
+    num_passes: int
+
+
+@dataclass(frozen=True, repr=False)
 class Report:
-    """What happened since the model was attached.
+    """What happened since the model was attached. ``print(report)`` shows a short table.
 
     Args:
         sites: Every site, in the model's order.
-        not_covered: Places that compute in their own way (quantised, sharded): their backward is dense.
+        not_covered: Places that compute in their own way (quantised, sharded), and parameters that the backward was
+            seen to multiply with elsewhere, such as those of experts: their backward is dense.
         excluded: Places that the user left out.
         kept_share: Kept entries over all entries, over all sites; None when no gradient arrived.
         num_backwards: Backward passes that went through the engine.
         notes: How the engine carries the policy out, where that is its own choice; one sentence each.
         route: Where a router let the gradient go; None without a router, and before the first backward.
         chosen: What was chosen of the batches before their forward, and what that cost; None where nothing was.
+        whole: The whole dense backward; None where it is not known.
+        whole_unknown: Why it is not known; empty where it is.
     """
 
     sites: tuple[SiteReport, ...]
@@ -112,6 +138,8 @@ class Report:
     notes: tuple[str, ...] = ()
     route: Route | None = None
     chosen: Chosen | None = None
+    whole: Whole | None = None
+    whole_unknown: str = ""
 
     @property
     def never_called(self) -> tuple[str, ...]:
@@ -120,10 +148,121 @@ class Report:
 
     @property
     def dense_flops(self) -> float:
-        """Of the dense backward of all sites."""
+        """Of the dense backward of all sites, and not of the whole model."""
         return sum(site.dense_flops for site in self.sites)
+
+    @property
+    def arrived_flops(self) -> float:
+        """Of ``dense_flops``, those of gradients that arrived: not of positions or examples that were left out."""
+        return sum(site.arrived_flops for site in self.sites)
 
     @property
     def claimed_flops(self) -> float:
         """What the policy claims to leave of ``dense_flops``."""
         return sum(site.claimed_flops for site in self.sites)
+
+    @property
+    def claimed_share(self) -> float | None:
+        """What the policies claim to leave of the *sites'* dense backward; None when no gradient arrived at one."""
+        return self.claimed_flops / self.dense_flops if self.dense_flops else None
+
+    @property
+    def whole_share(self) -> float | None:
+        """What the policies claim to leave of the *whole* dense backward; None where that is not known."""
+        if self.whole is None or self.claimed_share is None:
+            return None
+        return 1.0 - (1.0 - self.claimed_share) * self.whole.sites_share
+
+    def __repr__(self) -> str:
+        """Return the main figures in one line."""
+        shares = f"whole_share={_digits(self.whole_share)}, kept_share={_digits(self.kept_share)}"
+        return f"Report(num_backwards={self.num_backwards}, sites={len(self.sites)}, {shares})"
+
+    def __str__(self) -> str:
+        """Return a table of about ten lines; :meth:`details` has every site."""
+        heading = f"{_count(self.num_backwards, 'backward pass', 'es')}, {_count(len(self.sites), 'site')}"
+        rows = [(name, text) for name, text in self._rows() if text]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([heading, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+    def details(self) -> str:
+        """Return the table, every name in it, and a line for each site.
+
+        Returns:
+            Text of several lines.
+        """
+        lines = [str(self)]
+        for title, names in (("not covered", self.not_covered), ("never called", self.never_called)):
+            lines += [f"{title}:", *(f"  {name}" for name in names)] if names else []
+        if self.whole is not None and self.whole.elsewhere:
+            lines += ["of the whole backward, not at sites:"]
+            lines += [f"  {share:7.2%}  {name or _OTHERS}" for name, share in self.whole.elsewhere]
+        lines += ["notes:", *(f"  {note}" for note in self.notes)] if self.notes else []
+        width = max((len(site.name) for site in self.sites), default=0)
+        lines += [f"{'site':<{width}}  {'calls':>7}  {'kept':>7}  {'claimed':>7}  {'dense FLOPs':>11}"]
+        for site in self.sites:
+            claimed = site.claimed_flops / site.dense_flops if site.dense_flops else None
+            figures = (
+                f"{site.calls:>7}  {_percent(site.kept_share):>7}  {_percent(claimed):>7}  {site.dense_flops:>11.4g}"
+            )
+            lines.append(f"{site.name:<{width}}  {figures}")
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, str]]:
+        if self.whole is not None and self.whole_share is not None:
+            yield (
+                "whole backward",
+                f"{self.whole_share:.1%} of its FLOPs remain, as claimed; "
+                f"sites have {self.whole.sites_share:.1%} of the dense ones",
+            )
+        elif self.num_backwards:
+            yield "whole backward", f"not known{f': {self.whole_unknown}' if self.whole_unknown else ''}"
+        if self.claimed_share is not None:
+            yield (
+                "sites' backward",
+                f"{self.claimed_share:.1%} of its FLOPs remain, as claimed; "
+                f"{_percent(self.kept_share)} of gradient entries are kept",
+            )
+        if self.chosen is not None:
+            yield "chosen", self.chosen.describe()
+        if self.route is not None:
+            nodes = (
+                f"{self.route.nodes_reached:.1f} of {self.route.num_nodes / self.route.num_backwards:.1f} nodes a pass"
+            )
+            yield "route", f"{nodes}, {_count(len(self.route.parameters), 'parameter')}"
+        shares = {} if self.whole is None else dict(self.whole.elsewhere)
+        yield "not covered", _name(self.not_covered, shares)
+        yield "never called", _name(self.never_called if self.num_backwards else ())
+        yield "excluded", _name(self.excluded, shares)
+        for note in self.notes[:2]:
+            yield "note", note
+        if len(self.notes) > 2:
+            yield "note", f"and {len(self.notes) - 2} more"
+        yield "every site", "report.details()"
+
+
+_NUMBER = re.compile(r"\.\d+(?=\.|$)")
+_OTHERS = "with no parameter, such as queries times keys"
+
+
+def _digits(share: float | None) -> str:
+    return "None" if share is None else f"{share:.4g}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
+def _name(names: Sequence[str], shares: Mapping[str, float] | None = None) -> str:
+    """Return the names of the largest shares of the whole backward, with those of all layers as one."""
+    together = Counter[str]()
+    for name in names:
+        known = {} if shares is None else shares
+        together[_NUMBER.sub(".*", name)] += known.get(name, known.get(f"{name}.weight", 0.0))  # type: ignore[assignment]
+    shown = [f"{name} ({share:.1%})" if share else name for name, share in together.most_common(3)]
+    more = len(together) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")

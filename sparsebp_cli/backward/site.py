@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from sparsebp_cli.backward.float8 import Float8Form, float8_class
 from sparsebp_cli.backward.kernel import Needs
 from sparsebp_cli.backward.layer import LayerNumbers
-from sparsebp_cli.backward.linear import Conv1DForm, Decider, Form, LinearForm
+from sparsebp_cli.backward.linear import Conv1DForm, Decider, Form, LinearForm, MatmulForm
 from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.backward.shared_cast import SharedCast
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
@@ -191,7 +191,11 @@ class BoundLinear(Bound):
         if kwargs or len(args) != 1:  # by the name that the class gives it: linear(input=x)
             args = signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
         _refuse_transforms(self.name)
-        return run_linear(self.module, args[0], self)
+        x = args[0]
+        if self.engine.forward is None or not torch.is_grad_enabled():
+            return run_linear(self.module, x, self)
+        num_rows = self.engine.forward.dense_rows(self.name, x.numel() // max(1, x.shape[-1]))
+        return run_linear(self.module, x, _InPlaceOf(self, num_rows))
 
     @property
     def reference(self) -> bool:
@@ -212,9 +216,47 @@ class BoundLinear(Bound):
         Returns:
             The gradient to go on with, and what is kept; None for everything.
         """
+        return self.ask(grad_NO, batch_shape, num_inputs, needs, None)
+
+    def ask(
+        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, dense_rows: int | None
+    ) -> tuple[Tensor, Selection | None]:
+        """Ask the policy about a gradient that stands for so many rows of the dense backward; None: for its own."""
         site = Site(self.name, grad_NO.shape[1], tuple(batch_shape), self.layer)
         work = LinearWork(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
-        return self.engine.decide(site, grad_NO, work)
+        return self.engine.decide(site, grad_NO, work, dense_rows)
+
+
+@final
+@dataclass(frozen=True)
+class _InPlaceOf:
+    """One call of a linear in a forward that runs some positions or examples; see
+    :class:`sparsebp_cli.backward.linear.Decider`.
+
+    Args:
+        linear: The site.
+        num_rows: Rows of the dense forward that the call stands for.
+    """
+
+    linear: BoundLinear
+    num_rows: int
+
+    @property
+    def form(self) -> Form:
+        return self.linear.form
+
+    @property
+    def reference(self) -> bool:
+        return self.linear.reference
+
+    @property
+    def engine(self) -> Engine:
+        return self.linear.engine
+
+    def decide(
+        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
+    ) -> tuple[Tensor, Selection | None]:
+        return self.linear.ask(grad_NO, batch_shape, num_inputs, needs, self.num_rows)
 
 
 def _refuse_transforms(name: str) -> None:
@@ -246,11 +288,14 @@ def run_linear(module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
 
 
 def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], Form]]:
-    linear, conv1d = LinearForm(), Conv1DForm()
+    linear, conv1d, matmul = LinearForm(), Conv1DForm(), MatmulForm()
     forms: dict[type[nn.Module], Callable[[nn.Module], Form]] = {nn.Linear: lambda _: linear}
     loaded = sys.modules.get("transformers.pytorch_utils")  # a model that has a Conv1D has loaded it
     if loaded is not None:
         forms[loaded.Conv1D] = lambda _: conv1d
+    falcon = sys.modules.get("transformers.models.falcon.modeling_falcon")
+    if falcon is not None:
+        forms[falcon.FalconLinear] = lambda _: matmul
     float8 = float8_class()
     if float8 is not None:
         shared = SharedCast()

@@ -37,8 +37,8 @@ class PolicyCallback(TrainerCallback):
         engine: ``fast`` or ``reference``.
         checkpointing: ``none`` or ``sparse``.
         seed: Of random decisions; None: ``args.seed``.
-        log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch are counted
-            and logged, at least 1; None: never.
+        log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch, dense
+            and with the policies, are counted and logged, at least 1; None: never.
         attach_options: Further arguments of ``attach``.
 
     Attributes:
@@ -204,12 +204,12 @@ class PolicyCallback(TrainerCallback):
 
     def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         if self._is_attached and self.engine is not None:
-            step, policies = self._trainer.state.global_step, self._choice.policies
+            step = self._trainer.state.global_step
             if "loss" in logs:
-                logs |= self._counted | take_values(self.engine, policies, max(1, step - self._logged))
+                logs |= self._counted | take_values(self.engine, max(1, step - self._logged))
                 self._logged, self._counted = step, {}
             elif "train_loss" in logs:  # at the end
-                logs |= all_values(self.engine, policies, max(1, step - self._began))
+                logs |= all_values(self.engine, max(1, step - self._began))
         return log(logs, *args, **kwargs)
 
     def _save(self, save: Callable[..., Any], output_dir: str) -> None:

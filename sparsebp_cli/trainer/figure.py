@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.backward.score.chosen import Chosen
-from sparsebp_cli.policy import GradientSelector, Policy
 from sparsebp_cli.run import metric
 
 
-def take_values(engine: Engine, policies: Iterable[Policy], num_steps: int) -> dict[str, float]:
+def take_values(engine: Engine, num_steps: int) -> dict[str, float]:
     """Return what happened since this was last called; waits for the device.
 
     Args:
         engine: Attached.
-        policies: That it carries out.
         num_steps: Optimizer steps since then, at least 1.
 
     Returns:
         Metric values by name, of what there is.
     """
-    return _values(engine.take_kept_share(), engine.take_chosen(), policies, num_steps)
+    return _values(engine.take_kept_share(), engine.take_chosen(), num_steps)
 
 
-def all_values(engine: Engine, policies: Iterable[Policy], num_steps: int) -> dict[str, float]:
+def all_values(engine: Engine, num_steps: int) -> dict[str, float]:
     """Return what happened since the model was attached; waits for the device.
 
     Args:
         engine: Attached, or detached since.
-        policies: That it carries out.
         num_steps: Optimizer steps since then, at least 1.
 
     Returns:
         Metric values by name, of what there is.
     """
     report = engine.report()
-    return _values(report.kept_share, report.chosen, policies, num_steps)
+    return _values(report.kept_share, report.chosen, num_steps)
 
 
-def _values(
-    kept_share: float | None, chosen: Chosen | None, policies: Iterable[Policy], num_steps: int
-) -> dict[str, float]:
+def _values(kept_share: float | None, chosen: Chosen | None, num_steps: int) -> dict[str, float]:
     values = {metric.KEPT_SHARE: kept_share}
     if chosen is not None:
-        if not any(isinstance(policy, GradientSelector) for policy in policies):
-            values[metric.KEPT_SHARE] = chosen.trained_share
         values[metric.TRAINED_SHARE] = chosen.trained_share
         values[metric.CARRIED_SHARE] = chosen.carried_share
         values[metric.SCORING_SECONDS] = chosen.scoring_seconds / num_steps if chosen.scoring_seconds else None

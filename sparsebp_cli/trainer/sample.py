@@ -9,9 +9,12 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.backward import Engine, ModuleTrace, count_flops
+from torch import distributed
+
+from sparsebp_cli.backward import Engine, FlopCount, ModuleTrace, count_flops
 from sparsebp_cli.run import metric
-from sparsebp_cli.worker.rehearsal import Rehearsal
+from sparsebp_cli.worker.rehearsal import Rehearsal, Way
+from sparsebp_cli.worker.trainable import freezes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 def count_step(
     model: nn.Module, engine: Engine, inputs: Mapping[str, Any], step: Callable[[Any], Any]
 ) -> dict[str, float]:
-    """Run a forward and backward under counters, and leave no trace of it.
+    """Run a forward and backward under counters, dense and with the policies, and leave no trace of it.
 
     Args:
         model: That is trained, as the trainer calls it.
@@ -33,17 +36,27 @@ def count_step(
     """
     if is_compiled(model) or any(parameter.grad is not None for parameter in model.parameters()):
         return {}
-    with (
-        Rehearsal(model, engine, _forward, _backward) as rehearsal,
-        rehearsal.on("policy", feedback=False),
-        ModuleTrace(model) as trace,
-        count_flops(trace) as flops,
-    ):
-        step(copy.copy(inputs))
-    return {
-        metric.FORWARD_FLOPS.name: float(flops.forward.total()),
-        metric.BACKWARD_EXECUTED.name: float(flops.backward.total() + flops.recomputed.total()),
+    counts: dict[Way, FlopCount] = {}
+    with Rehearsal(model, engine, _forward, _backward) as rehearsal:
+        for way in _ways(engine):
+            with rehearsal.on(way, feedback=False), ModuleTrace(model) as trace, count_flops(trace) as counts[way]:
+                step(copy.copy(inputs))
+    values = {
+        metric.FORWARD_FLOPS.name: float(counts["policy"].forward.total()),
+        metric.BACKWARD_EXECUTED.name: _backward_flops(counts["policy"]),
     }
+    return values | ({metric.BACKWARD_DENSE.name: _backward_flops(counts["dense"])} if "dense" in counts else {})
+
+
+def _ways(engine: Engine) -> tuple[Way, ...]:
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if several and freezes(engine):  # DDP waits for no gradient of what was frozen when it was made
+        return ("policy",)
+    return ("dense", "policy")
+
+
+def _backward_flops(count: FlopCount) -> float:
+    return float(count.backward.total() + count.recomputed.total())
 
 
 def is_compiled(model: nn.Module) -> bool:

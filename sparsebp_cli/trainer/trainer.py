@@ -26,9 +26,9 @@ class PolicyTrainer(Trainer):
         engine: ``fast`` or ``reference``.
         checkpointing: ``none`` or ``sparse``; activation checkpointing of whole layers is ``TrainingArguments``' own.
         policy_seed: Of random decisions; None: ``args.seed``.
-        log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch are counted
-            and logged, at least 1; the loss is computed once more for that, on a copy of the batch, and nothing else
-            changes. None: never.
+        log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch, dense
+            and with the policies, are counted and logged, at least 1; the loss is computed twice more for that, on
+            copies of the batch, and nothing else changes. None: never.
         attach_options: Further arguments of ``attach``.
         **kwargs: As for ``Trainer``.
 

@@ -18,6 +18,7 @@ SIZE = {"vocabulary": 512, "hidden": 64, "layers": 2, "steps": 4}
 QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 LOSS = ("loss", "grad_norm")
 FORWARD, BACKWARD = "flops/forward", "flops/backward_executed"
+DENSE = "flops/backward_dense"
 
 
 class Listener(TrainerCallback):
@@ -113,7 +114,9 @@ def test_executed_flops_fall_where_the_trainers_own_estimate_does_not_move(
     assert work["detach"] < 0.5 * work["exact"] < 0.5 * work["dense"]
     assert logs["detach"][0][BACKWARD] < 0.05 * logs["dense"][0][BACKWARD]
     share = 4 / 1022  # two of 511 in each example
-    assert [log["policy/kept_share"] for log in logs["detach"]] == pytest.approx([share] * 5)
+    assert [log["policy/trained_share"] for log in logs["detach"]] == pytest.approx([share] * 5)
+    assert all(0 < log["policy/kept_share"] < 0.02 for log in logs["detach"])  # of the sites' gradients
+    assert {log[DENSE] for log in (logs["detach"][0], logs["exact"][0])} == {logs["dense"][0][BACKWARD]}
     assert all(0 < log["policy/carried_share"] < 0.01 for log in logs["detach"])
     assert not any("time/scoring_seconds" in log for log in logs["detach"])  # the data says it
 

@@ -80,8 +80,9 @@ def test_a_reference_model_can_be_handed_in(door: Make, tmp_path: Path) -> None:
         return trainer
 
     trainer = train({"reference": reference})
-    for name in ("policy/kept_share", "policy/trained_share"):
-        assert [log[name] for log in trainer.state.log_history] == pytest.approx([0.25] * 4, abs=0.05)
+    trained = [log["policy/trained_share"] for log in trainer.state.log_history]
+    assert trained == pytest.approx([0.25] * 4, abs=0.05)
+    assert all(0.25 < log["policy/kept_share"] <= 1.0 for log in trainer.state.log_history)  # exact carries more
     seconds = [log["time/scoring_seconds"] for log in trainer.state.log_history]
     assert seconds[3] == pytest.approx(sum(seconds[:3]) / 3)
     assert all("policy/carried_share" in log for log in trainer.state.log_history)

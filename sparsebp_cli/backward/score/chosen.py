@@ -10,7 +10,7 @@ from torch import Tensor
 Number = int | float | Tensor  # tensors stay on their device until somebody reads them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Chosen:
     """Counts of one or more forwards; two can be added.
 
@@ -43,6 +43,26 @@ class Chosen:
     def carried_share(self) -> float | None:
         """Carried over real; None where nobody counted positions. Waits for the device."""
         return float(self.carried) / float(self.real) if float(self.real) else None
+
+    def describe(self) -> str:
+        """Return the counts in words, as plain numbers. Waits for the device."""
+        trained, carried = self.trained_share, self.carried_share
+        parts = (
+            []
+            if trained is None
+            else [f"{int(self.trained):,} of {int(self.targets):,} targets trained ({trained:.2%})"]
+        )
+        if carried is not None:
+            parts.append(f"{int(self.carried):,} of {int(self.real):,} positions carried ({carried:.2%})")
+        if self.examples:
+            parts.append(f"{self.chosen_examples:,} of {self.examples:,} examples")
+        return ", ".join(parts)
+
+    def __repr__(self) -> str:
+        """Return all counts as plain numbers. Waits for the device."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = (f"{name}={value.item() if isinstance(value, Tensor) else value}" for name, value in counts.items())
+        return f"Chosen({', '.join(plain)})"
 
     def __add__(self, other: Self) -> Self:
         """Return both together."""

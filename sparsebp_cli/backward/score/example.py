@@ -142,7 +142,8 @@ class BoundExamples(Bound):
         if arguments.get("num_items_in_batch") is not None:
             share = kept / targets.clamp(min=1)
             chosen["num_items_in_batch"] = (arguments["num_items_in_batch"] * share).clamp(min=1.0)
-        return self._inner(**chosen)
+        with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
+            return self._inner(**chosen)
 
     def tell_share(self) -> float:
         """Return the share of the last batch's examples that is chosen at this step; who they are does not matter."""

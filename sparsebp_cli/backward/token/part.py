@@ -191,9 +191,10 @@ class BoundDecoder(Bound):
             return call_module(self._model, **own)
 
     def _run_rows(self, own: dict[str, Any], plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
+        num_rows = marks.real.shape[0] * marks.real.shape[1]
         stack, head = Stack(self.part.decoder, plan, (marks.real.shape[0], marks.real.shape[1])), self.part.decoder.head
         cut = partial(_run_head, head, head.__dict__.get("forward"), len(plan.label_N))
-        with stack.installed(), replaced([(head, cut)]):
+        with stack.installed(), replaced([(head, cut)]), self.engine.short_forward(num_rows=num_rows):
             output = call_module(self._model, **own)
         return self._finish(output, plan, num_items, marks, with_loss=with_loss)
 

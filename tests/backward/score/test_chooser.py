@@ -153,7 +153,8 @@ def test_examples_first_then_their_tokens() -> None:
     assert (chosen.examples, chosen.chosen_examples) == (4, 2)
     assert int(chosen.trained) < 0.3 * int(targets_B.sum())
     assert "forward" not in model.__dict__
-    assert engine.report().kept_share == pytest.approx(0.5, abs=0.05)
+    # Of all: half of the examples, about half of their positions, and half of what arrives.
+    assert engine.report().kept_share == pytest.approx(0.125, abs=0.03)
 
 
 @pytest.mark.parametrize(
