@@ -10,7 +10,7 @@ from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console, make_table, print_line
 from sparsebp_cli.cli.stored import read_recipe
-from sparsebp_cli.errors import DivergedError, UsageError
+from sparsebp_cli.errors import DivergedError
 from sparsebp_cli.run import History, RunFolder, State, read
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 EXIT_CODES = {State.FINISHED: 0, State.FAILED: 100, State.CANCELLED: 103}
-FAILED_WITH = {2: UsageError.exit_code, 3: DivergedError.exit_code}  # the worker's exit codes
+FAILED_WITH = {3: DivergedError.exit_code}  # the worker's exit codes
 NOT_FINISHED = 101
 WAITING_FOR = {
     State.RUNNING: "",

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.checked import load_checked
 from sparsebp_cli.cli.follow import follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Changes, Detach, Like, OptionalRecipes, Seeds
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored import find_one, read_plan
+from sparsebp_cli.cli.stored import find_one
 from sparsebp_cli.cli.submitted import check_plans, submit_all
 from sparsebp_cli.cli.sweep import add_baselines, check_sweep
 from sparsebp_cli.cli.targets import complete_target
@@ -24,7 +25,6 @@ from sparsebp_cli.run import RunFolder, create_run, home
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
 
-PLAN = "plan.json"
 UNTIL = "More seeds (of --seeds, else 0-9) until this margin is decided: eval/loss=0.01."
 
 
@@ -92,19 +92,12 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
         The plans: all seeds of the first recipe, then those of the second.
     """
     from sparsebp_cli.plan import make_plan
-    from sparsebp_cli.recipe import load_recipe, load_stored, parse_seeds, with_seed
+    from sparsebp_cli.recipe import parse_seeds, with_seed
 
     numbers = parse_seeds(seeds) if seeds is not None else None
     plans = []
     for file in recipes:
-        origin = file
-        if file.name == PLAN:
-            stored = read_plan(RunFolder(file.parent))
-            recipe = load_stored(stored["recipe"], str(file), changes)
-            # The code is that of this folder now; paths were made absolute when the first plan was made.
-            origin = Path.cwd() / str(stored.get("provenance", {}).get("recipe_file") or PLAN)
-        else:
-            recipe = load_recipe(file, changes)
+        recipe, origin, _ = load_checked(file, changes)
         variants = [recipe] if numbers is None else [with_seed(recipe, number) for number in numbers]
         plans += [make_plan(variant, origin) for variant in variants]
     return plans

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from sparsebp_cli.cli.checked import load_checked
 from sparsebp_cli.cli.option import Changes, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored import describe_policies
@@ -11,13 +12,13 @@ from sparsebp_cli.errors import SparseBPError, UsageError
 
 
 def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None) -> None:
-    """Check recipes: one line each, and exit code 2 when one of them is wrong."""
-    from sparsebp_cli.recipe import load_recipe, parse_seeds
+    """Check recipes, what goes together in them, and the files that they name; exit code 2 when one is wrong."""
+    from sparsebp_cli.recipe import parse_seeds
 
     num_runs, wrong = len(parse_seeds(seeds)) if seeds is not None else 1, 0
     for file in recipes:
         try:
-            recipe = load_recipe(file, changes or [])
+            recipe, _, unknown = load_checked(file, changes or [])
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
             wrong += 1
@@ -27,5 +28,7 @@ def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None) -> 
         policy = describe_policies(recipe.model_dump(mode="json"))
         steps = f"{recipe.training.max_steps} steps, {num_runs} run{'s' * (num_runs > 1)}"
         print_line(f"ok {file}: {recipe.name}: model {model}, data {recipe.dataset.name}, policy {policy}, {steps}")
+        for text in unknown:
+            print_line(f"   not known from here: {text}")
     if wrong:
         raise typer.Exit(UsageError.exit_code)

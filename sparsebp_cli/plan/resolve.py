@@ -8,6 +8,7 @@ from pathlib import Path
 from sparsebp_cli.plan.plan import Plan
 from sparsebp_cli.plan.provenance import find_provenance
 from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.source import DATASETS, MODELS, find_here
 
 
 def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
@@ -25,11 +26,11 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
     model, dataset = recipe.model, recipe.dataset
     model = model.model_copy(
         update={
-            "name": _absolute(model.name, folder, "sparsebp.models"),
-            "tokenizer": _absolute(model.tokenizer, folder, "sparsebp.models"),
+            "name": _absolute(model.name, folder, MODELS),
+            "tokenizer": _absolute(model.tokenizer, folder, MODELS),
         }
     )
-    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folder, "sparsebp.datasets")})
+    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folder, DATASETS)})
     resolved = recipe.model_copy(update={"model": model, "dataset": dataset})
     return Plan(recipe=resolved, provenance=find_provenance(recipe_file, code_diff=recipe.tracking.code_diff))
 
@@ -37,8 +38,5 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
 def _absolute(name: str | None, folder: Path, group: str) -> str | None:
     if name is None or name.startswith("package:") or name in entry_points(group=group).names:
         return name  # an installed name comes first, whatever lies in the folder
-    path = Path(name).expanduser()
-    for start in (folder, Path.cwd()):
-        if (start / path).exists() and (start / path) != start:
-            return str((start / path).resolve())
-    return name
+    found = find_here(name, [folder, Path.cwd()])
+    return name if found is None else str(found)

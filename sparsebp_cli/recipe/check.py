@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.errors import PolicyError, RecipeError
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
-from sparsebp_cli.policy.finding import Finding, word_errors
+from sparsebp_cli.policy.finding import Finding, Location, word_errors
 from sparsebp_cli.recipe.composition import find_unbuilt
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.target import check_target, lay_over_named
 
 
-def check_recipe(tree: Node) -> Recipe:
+@dataclass(frozen=True)
+class PlacedRecipe:
+    """A recipe, and where each of its keys was written.
+
+    Args:
+        recipe: Resolved.
+        tree: What it was made of.
+    """
+
+    recipe: Recipe
+    tree: Node
+
+    def error(self, location: Location, text: str) -> RecipeError:
+        """Return an error at a key of the recipe.
+
+        Args:
+            location: The key's path.
+            text: What is wrong.
+
+        Returns:
+            The error, to be raised.
+        """
+        finding = Finding(location, text)
+        return _find_place(self.tree, finding).error(text, finding.key)
+
+
+def check_recipe(tree: Node) -> PlacedRecipe:
     """Check a recipe against the schema and its policies' options.
 
     Args:
         tree: The top mapping, short forms written out, base and changes merged in.
 
     Returns:
-        The recipe, resolved: every default is filled in, those of the policies too.
+        The recipe, resolved: every default is filled in, those of the policies too; and its places.
 
     Raises:
         RecipeError: The first thing that is wrong: the recipe's file before its base and ``--set``, then by line and
@@ -43,7 +69,7 @@ def check_recipe(tree: Node) -> Recipe:
         recipe = recipe.model_copy(update={"policy": policies, "target": target})
         findings += find_unbuilt(recipe, data)
     if recipe is not None and not findings:
-        return recipe
+        return PlacedRecipe(recipe, tree)
     placed = [(_find_place(tree, finding), finding) for finding in findings]
     place, first = min(placed, key=lambda pair: _rank(*pair, own_file=tree.place.file))
     raise place.error(first.text, first.key)

@@ -63,6 +63,11 @@ def refuse_unbuilt(recipe: Recipe) -> None:
         raise UnsupportedError(f"{finding.key}: {finding.text}")
 
 
+def has_own_worker(recipe: Recipe) -> bool:
+    """Return whether the worker that ships carries a recipe out."""
+    return bool(recipe.target.options.get("worker", OWN_WORKER) == OWN_WORKER)
+
+
 def _setup(recipe: Recipe, data: Mapping[str, Any] | None) -> Setup:
     values = {name: _read(recipe, section, key) for name, (section, key) in PLACES.items()}
     policies = [
@@ -90,7 +95,7 @@ def _spell(name: str, value: object) -> str:
 def _find_arguments(recipe: Recipe) -> Iterator[Finding]:
     """Find arguments that the optimizer does not take."""
     training = recipe.training
-    if recipe.target.options.get("worker", OWN_WORKER) != OWN_WORKER:
+    if not has_own_worker(recipe):
         return  # another worker reads them as it likes
     known = OPTIMIZERS[training.optim].arguments
     for name in training.optim_args:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sparsebp_cli.policy.phrase import shorten, show_with_type
 from sparsebp_cli.recipe.change import apply_change
-from sparsebp_cli.recipe.check import check_recipe
+from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import read_document
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import Recipe
@@ -37,6 +37,22 @@ def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: Anything is wrong, with ``file:line:column: key:`` as far as there is a place.
     """
+    return load_placed(file, changes).recipe
+
+
+def load_placed(file: Path, changes: Sequence[str] = ()) -> PlacedRecipe:
+    """Read a recipe as :func:`load_recipe` does, and keep where its keys were written.
+
+    Args:
+        file: As there.
+        changes: As there.
+
+    Returns:
+        The recipe and its places.
+
+    Raises:
+        RecipeError: As there.
+    """
     tree = _read_file(file)
     assert isinstance(tree.content, dict)
     base = tree.content.pop("base", None)
@@ -47,7 +63,7 @@ def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
     return check_recipe(_name_by_file(tree, file))
 
 
-def load_stored(content: Mapping[str, Any], source: str, changes: Sequence[str] = ()) -> Recipe:
+def load_stored(content: Mapping[str, Any], source: str, changes: Sequence[str] = ()) -> PlacedRecipe:
     """Read and check a recipe that a run keeps, as strictly as a file.
 
     Args:
@@ -56,7 +72,7 @@ def load_stored(content: Mapping[str, Any], source: str, changes: Sequence[str] 
         changes: As of :func:`load_recipe`.
 
     Returns:
-        The recipe, resolved.
+        The recipe and its places.
 
     Raises:
         RecipeError: A change cannot be made, or what comes of it is no recipe.

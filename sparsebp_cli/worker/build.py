@@ -19,6 +19,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import Policy, find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.chosen import find_candidates, find_columns
@@ -198,14 +199,12 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:
 
 
 def _check_fit(model: Any, tokenizer: Any, recipe: Recipe) -> None:
-    rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > rows:
-        raise DataError(f"the tokenizer has {len(tokenizer)} tokens, the model's embedding {rows} rows: not a pair")
+    refuse_mismatch(len(tokenizer), model.get_input_embeddings().num_embeddings)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and recipe.dataset.max_seq_length > longest:
-        raise DataError(
-            f"dataset.max_seq_length: must be at most {longest} for this model, got {recipe.dataset.max_seq_length}"
-        )
+    try:
+        refuse_too_long({"max_position_embeddings": longest}, recipe.dataset.max_seq_length)
+    except DataError as error:
+        raise DataError(f"dataset.max_seq_length: {error}") from None
 
 
 def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -> dict[str, Any]:

@@ -12,15 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run import home
+from sparsebp_cli.source import DATASETS, LOADERS, check_text, find_source, missing_column, missing_split
 from sparsebp_cli.worker.column import mark_tokens
-from sparsebp_cli.worker.model import find_source
 
-DATASETS = "sparsebp.datasets"
-LOADERS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
-LOADERS |= {".tsv": "csv", ".parquet": "parquet"}
 IGNORED = -100  # the label that transformers' losses leave out
 
 
@@ -206,7 +203,7 @@ def _load_splits(section: DatasetSection) -> dict[str, Any]:
 
 def _pick(splits: dict[str, Any], name: str, max_examples: int | None) -> Rows:
     if name not in splits:
-        raise DataError(f"the dataset has no split {name!r}; it has {', '.join(splits)}{did_you_mean(name, splits)}")
+        raise missing_split(name, splits)
     rows = splits[name]
     count = len(rows) if max_examples is None else min(max_examples, len(rows))
     return [rows[i] for i in range(count)]
@@ -214,8 +211,16 @@ def _pick(splits: dict[str, Any], name: str, max_examples: int | None) -> Rows:
 
 def _column(rows: Rows, name: str) -> list[Any]:
     if rows and name not in rows[0]:
-        raise DataError(f"the dataset has no column {name!r}; it has {', '.join(rows[0])}{did_you_mean(name, rows[0])}")
+        raise missing_column(name, rows[0])
     return [row[name] for row in rows]
+
+
+def _texts(rows: Rows, name: str) -> list[Any]:
+    """Return a column of texts; a list or a mapping would be trained on as Python writes it."""
+    texts = _column(rows, name)
+    for number, text in enumerate(texts):
+        check_text(text, name, number)
+    return texts
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any]) -> list[list[int]]:
@@ -229,7 +234,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any]) -> list[list[
 def _pack(
     rows: Rows, section: DatasetSection, tokenizer: PreTrainedTokenizerBase, columns: Collection[str] = ()
 ) -> list[Example]:
-    texts, length = _column(rows, section.text_column), section.max_seq_length
+    texts, length = _texts(rows, section.text_column), section.max_seq_length
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     documents = [[*ids, *end] for ids in _ids(tokenizer, texts)]
     blocks = _blocks(documents, length)
@@ -260,7 +265,7 @@ def _complete(
 ) -> list[Example]:
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    texts = [_column(rows, section.prompt_column), _column(rows, section.completion_column)]
+    texts = [_texts(rows, section.prompt_column), _texts(rows, section.completion_column)]
     prompts, completions = (_ids(tokenizer, part) for part in texts)
     marked = {
         name: mark_tokens(tokenizer, texts, _column(rows, name), name, start=len(start), end=len(end))
@@ -291,7 +296,7 @@ def _classify(
 ) -> list[Example]:
     number = {name: i for i, name in enumerate(names)}
     examples = []
-    texts = _column(rows, section.text_column)
+    texts = _texts(rows, section.text_column)
     labelled = zip(_ids(tokenizer, texts), _column(rows, section.label_column), strict=True)
     for row, (ids, label) in enumerate(labelled):
         if str(label) not in number:

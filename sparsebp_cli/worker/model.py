@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.recipe.schema import LoraSection, ModelSection
+from sparsebp_cli.source import MODELS, find_source, read_config
 from sparsebp_cli.worker.float8 import convert_to_float8
-
-MODELS = "sparsebp.models"
-
-
-def find_source(name: str, group: str) -> str | Path | Any:
-    """Find what a name in a recipe stands for.
-
-    Args:
-        name: An installed name, ``package:PACKAGE/PATH``, a local path or a hub id.
-        group: Entry-point group of installed names.
-
-    Returns:
-        The loaded entry point, a path that exists, or the hub id as it was.
-
-    Raises:
-        DataError: A path or package does not exist, or the entry point is broken.
-    """
-    for entry in entry_points(group=group):
-        if entry.name == name:
-            try:
-                return entry.load()
-            except Exception as error:
-                raise DataError(f"{name} ({entry.value}) is broken: {type(error).__name__}: {error}") from None
-    if name.startswith("package:"):
-        return _inside_package(name)
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise DataError(f"{name}: no such file or folder")
-    return name
-
-
-def _inside_package(name: str) -> Path:
-    package, _, inside = name.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise DataError(f"{name}: there is no installed package {package!r}")
-    root = Path(spec.submodule_search_locations[0]).resolve()
-    path = (root / inside).resolve()
-    if not path.is_relative_to(root) or not path.exists():
-        raise DataError(f"{name}: the package has no {inside!r}")
-    return path
 
 
 def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
@@ -113,7 +68,8 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, num_l
             model = auto.from_config(config, **options)
         else:
             source = _folder_or_id(section.name or "")
-            _refuse_hostile(source)
+            if isinstance(source, Path):
+                read_config(source)
             model = auto.from_pretrained(
                 source, revision=section.revision, trust_remote_code=False, use_safetensors=True, **options, **labels
             )
@@ -144,18 +100,6 @@ def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, in
         if key not in known:
             raise DataError(f"config.{key}: a {model_type} has no such setting{did_you_mean(key, known)}")
     return AutoConfig.for_model(**({"vocab_size": vocab_size} | values | labels))
-
-
-def _refuse_hostile(source: str | Path) -> None:
-    if not isinstance(source, Path):
-        return
-    try:
-        config = json.loads((source / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{source}: no readable config.json ({_first_line(error)})") from None
-    for key in config:
-        if key == "auto_map" or (key.startswith("_") and key != "_name_or_path"):
-            raise DataError(f"{source}/config.json: refused, because {key!r} can make other code run")
 
 
 def _with_adapters(model: PreTrainedModel, section: LoraSection, num_labels: int | None) -> Any:

@@ -26,8 +26,8 @@ name: {name}
 model: {{name: none}}
 dataset: {{name: none}}
 policy: [{{name: topk, keep: 0.1}}]
-training: {{max_steps: 30, optim_args: {{fake: {fake}}}}}
-tracking: {{uri: "file:///nowhere"}}  # refused before mlflow is imported, which takes seconds
+training: {{max_steps: 30}}
+tracking: {{uri: "file:///nowhere", tags: {{fake: {fake}}}}}  # refused before mlflow is imported, which takes seconds
 """
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]

@@ -192,5 +192,10 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
     done = call("validate", good, bad, "--seeds", "0-4")
     assert done.returncode == 2
     policy = "policy topk keep=0.1"
-    assert done.stdout == f"ok {good}: good: model none, data none, {policy}, 30 steps, 5 runs\n"
+    first, *unknown = done.stdout.splitlines()
+    assert first == f"ok {good}: good: model none, data none, {policy}, 30 steps, 5 runs"
+    assert [line.partition(";")[0] for line in unknown] == [
+        f"   not known from here: {key}: none is not on this machine, a hub may have it"
+        for key in ("model.name", "dataset.name")
+    ]
     assert done.stderr.startswith(f"error: {bad}:8:1: extra: ")

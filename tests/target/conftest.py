@@ -37,8 +37,8 @@ def make_run(fake: str = "ok", max_steps: int = 5, uri: str | None = UNUSABLE) -
             "name": f"fake-{fake}",
             "model": {"name": "none"},
             "dataset": {"name": "none"},
-            "training": {"max_steps": max_steps, "optim_args": {"fake": fake}},
-            "tracking": {"uri": uri},
+            "training": {"max_steps": max_steps},
+            "tracking": {"uri": uri, "tags": {"fake": fake}},
         }
     )
     plan = Plan(recipe=recipe)

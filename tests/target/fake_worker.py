@@ -1,6 +1,6 @@
 """A worker that keeps the promises of the real one (lock, journal, signals, exit codes) and trains nothing.
 
-``optim_args.fake`` of the plan says what it does: ``ok``, ``slow`` (until it is stopped), ``stubborn`` (never stops
+``tracking.tags.fake`` of the plan says what it does: ``ok``, ``slow`` (until it is stopped), ``stubborn`` (never stops
 by itself), ``fail`` (an exception without an ``end``), ``data-error``, ``silent`` (dies before it opens the journal).
 """
 
@@ -18,7 +18,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder
 def main() -> int:
     run = RunFolder(Path(sys.argv[1]).parent)
     recipe = json.loads(run.plan_file.read_bytes())["recipe"]
-    behaviour, max_steps = recipe["training"]["optim_args"].get("fake", "ok"), recipe["training"]["max_steps"]
+    behaviour, max_steps = recipe["tracking"]["tags"].get("fake", "ok"), recipe["training"]["max_steps"]
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda got, frame: asked.append(got))

@@ -77,7 +77,7 @@ def test_a_dense_recipe_has_no_baseline(sparsebp: Sparsebp) -> None:
 
 
 def test_runs_on_one_target_work_beside_each_other(sparsebp: Sparsebp) -> None:
-    slow = ("--set", "training.optim_args.fake=slow")
+    slow = ("--set", "tracking.tags.fake=slow")
     done = sparsebp("run", "r.yaml", "--seeds", "0-1", "--max-parallel", "2", *slow, "--detach")
     assert done.returncode == 0, done.stderr
     runs = list_runs()

@@ -1,0 +1,187 @@
+"""What the first rows of a data file tell: whether it can be read, which columns it has, what is in them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.policy.phrase import shorten, show_with_type
+
+LOADERS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+LOADERS |= {".tsv": "csv", ".parquet": "parquet"}
+NUM_ROWS = 100
+MOST_BYTES = 1024 * 1024  # that are read
+Rows = Sequence[Mapping[str, Any]]
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    """Read the first rows of a data file.
+
+    Args:
+        file: Of one of the suffixes in :data:`LOADERS`.
+
+    Returns:
+        At most :data:`NUM_ROWS`; none where the file is too large for its kind to be looked into.
+
+    Raises:
+        DataError: It cannot be read, is empty, or holds something else.
+    """
+    if file.suffix not in LOADERS:
+        raise DataError(f"{file}: cannot read {file.suffix or 'no suffix'}; allowed: {', '.join(LOADERS)}")
+    if not file.is_file():
+        raise DataError(f"{file}: is not a regular file")
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(MOST_BYTES)
+            is_whole = not stream.read(1)
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+    if not content.strip():
+        raise DataError(f"{file}: is empty")
+    kind = LOADERS[file.suffix]
+    if kind == "parquet":
+        return _read_parquet(file)
+    text = _decode(file, content, is_whole=is_whole)
+    if kind == "json":
+        return _read_json(file, text, is_whole=is_whole)
+    if kind == "csv":
+        return _read_csv(file, text)
+    return [{"text": text}]
+
+
+def check_rows(rows: Rows, needed: Iterable[str], label: str | None, spans: Collection[str] = ()) -> None:
+    """Look whether rows have what a recipe reads.
+
+    Args:
+        rows: The first ones, at least one.
+        needed: Columns of text.
+        label: Column of labels; None: there is none.
+        spans: Columns that mark characters.
+
+    Raises:
+        DataError: A column is missing, or holds something else.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in (*needed, *([label] if label else []), *spans):
+        if name not in columns:
+            raise missing_column(name, columns)
+    for number, row in enumerate(rows):
+        for name in needed:
+            check_text(row.get(name), name, number)
+        value = row.get(label) if label else 0
+        if isinstance(value, Mapping | list) or (isinstance(value, int) and value < 0):
+            raise DataError(
+                f"column {label!r}, row {number}: must be 0 or more, or a name, got {show_with_type(value)}"
+            )
+
+
+def check_text(value: object, column: str, row: int) -> None:
+    """Refuse what is no text, nor a number that can be written as one.
+
+    Args:
+        value: Of one row; None is an empty text.
+        column: Its column.
+        row: Its number, from 0.
+
+    Raises:
+        DataError: It is a list or a mapping.
+    """
+    if isinstance(value, Mapping | list | tuple):
+        raise DataError(f"column {column!r}, row {row}: must be text, got {show_with_type(value)}")
+
+
+def missing_column(name: str, columns: Collection[str]) -> DataError:
+    """Return the error for a column that is not there.
+
+    Args:
+        name: That was wanted.
+        columns: That are there.
+    """
+    return DataError(f"the dataset has no column {name!r}; it has {_list(columns)}{did_you_mean(name, columns)}")
+
+
+def missing_split(name: str, splits: Collection[str]) -> DataError:
+    """Return the error for a split that is not there.
+
+    Args:
+        name: That was wanted.
+        splits: That are there.
+    """
+    return DataError(f"the dataset has no split {name!r}; it has {_list(splits)}{did_you_mean(name, splits)}")
+
+
+def _list(names: Collection[str]) -> str:
+    return ", ".join(shorten(str(name)) for name in list(names)[:20])
+
+
+def _decode(file: Path, content: bytes, *, is_whole: bool) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if not is_whole and error.start > len(content) - 4:  # cut within a character
+            return content[: error.start].decode("utf-8-sig")
+        line = content[: error.start].count(b"\n") + 1
+        raise DataError(f"{file}, line {line}: not UTF-8 text: got byte 0x{content[error.start]:02x}") from None
+
+
+def _read_json(file: Path, text: str, *, is_whole: bool) -> list[dict[str, Any]]:
+    if text.lstrip().startswith("[") or (file.suffix == ".json" and is_whole):
+        whole = _parse_whole(text) if is_whole else None
+        if whole is not None:
+            return whole
+    rows: list[dict[str, Any]] = []
+    lines = text.splitlines() if is_whole else text.splitlines()[:-1]
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if file.suffix == ".json":  # one object over many lines, which is too large to be read here
+                return []
+            reason = getattr(error, "msg", "nested too deeply")
+            raise DataError(f"{file}, line {number}: no JSON: {reason}; got {shorten(line)!r}") from None
+        if not isinstance(row, dict):
+            if file.suffix == ".json":
+                return []
+            raise DataError(f"{file}, line {number}: must be a JSON object, got {show_with_type(row)}")
+        rows.append(row)
+        if len(rows) == NUM_ROWS:
+            break
+    return rows
+
+
+def _parse_whole(text: str) -> list[dict[str, Any]] | None:
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    rows = whole if isinstance(whole, list) else []
+    return [row for row in rows[:NUM_ROWS] if isinstance(row, dict)]
+
+
+def _read_csv(file: Path, text: str) -> list[dict[str, Any]]:
+    reader = csv.reader(io.StringIO(text), delimiter="\t" if file.suffix == ".tsv" else ",")
+    try:
+        header = next(reader, [])
+        rows = [dict(zip(header, row, strict=False)) for row, _ in zip(reader, range(NUM_ROWS), strict=False)]
+    except csv.Error as error:
+        raise DataError(f"{file}: no table: {error}") from None
+    if not rows:
+        raise DataError(f"{file}: has a header and no rows")
+    return [dict.fromkeys(header) | row for row in rows]
+
+
+def _read_parquet(file: Path) -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    try:
+        names = pyarrow.parquet.read_schema(file).names
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"{file}: no Parquet file: {str(error).splitlines()[0]}") from None
+    return [dict.fromkeys(names)]

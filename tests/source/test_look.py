@@ -1,0 +1,207 @@
+"""What a first look at model and data finds, and what it says that it cannot know."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.cli.checked import load_checked
+from sparsebp_cli.errors import RecipeError
+
+RECIPE = """\
+version: 1
+name: r
+model: {model}
+dataset: {data}
+target: {target}
+"""
+CONFIG = {"model_type": "llama", "max_position_embeddings": 64, "vocab_size": 4}
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"content": "<s>"}, {"content": "a"}]}
+Check = Callable[..., list[str]]
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """Check a recipe that lies in a folder of its own; return what is not known."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def check(data: str = "{name: austen}", model: str = "{name: austen-llama}", target: str = "local") -> list[str]:
+        file = tmp_path / "recipes" / "r.yaml"
+        file.write_text(RECIPE.format(model=model, data=data, target=target))
+        return load_checked(file, [])[2]
+
+    return check
+
+
+@pytest.fixture
+def refuse(check: Check, tmp_path: Path) -> Callable[..., str]:
+    """Check a recipe that is wrong; return the line, without the folder."""
+
+    def refuse(*words: str, **more: str) -> str:
+        with pytest.raises(RecipeError) as caught:
+            check(*words, **more)
+        assert "\n" not in str(caught.value)
+        return str(caught.value).replace(str(tmp_path), "")
+
+    return refuse
+
+
+def write(folder: Path, name: str, content: str | bytes) -> None:
+    (folder / "recipes" / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def write_model(folder: Path, name: str = "model", **changes: Any) -> Path:
+    place = folder / "recipes" / name
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(CONFIG | changes))
+    (place / "model.safetensors").write_bytes(b"")
+    (place / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    return place
+
+
+def test_a_misspelt_file_is_named_with_the_places_and_the_nearest(refuse: Any, tmp_path: Path) -> None:
+    write(tmp_path, "pairs.jsonl", '{"text": "a"}\n')
+    assert refuse("{name: pears.jsonl}") == (
+        "/recipes/r.yaml:4:17: dataset.name: no file or folder pears.jsonl; looked in: /recipes, /work; "
+        "did you mean pairs.jsonl?"
+    )
+    assert "did you mean pairs.jsonl" in refuse("{name: ./pears.jsonl}")
+    assert "no file or folder ../../none/x.txt" in refuse("{name: ../../none/x.txt}")
+
+
+def test_names_that_a_hub_may_have_are_not_known_from_here(check: Check) -> None:
+    model, data = check("{name: org/data}", "{name: austen-lama}")
+    assert model.startswith("model.name: austen-lama is not on this machine, a hub may have it; looked in: ")
+    assert model.endswith("/hub; did you mean austen-llama?")
+    assert data.startswith("dataset.name: org/data is not on this machine")
+
+
+def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--small" / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert check(model="{name: org/small}") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "text"),
+    [
+        ("a.jsonl", "", "", "dataset.name: /recipes/a.jsonl: is empty"),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', "", "a.jsonl, line 2: no JSON: Expecting value; got '{\"text\": '"),
+        ("a.jsonl", "[1]\n[2]\n", "", "a.jsonl, line 1: must be a JSON object, got a list"),
+        ("a.jsonl", '{"txet": "a"}\n', "", "dataset.text_column: the dataset has no column 'text'; it has txet; did"),
+        ("a.jsonl", '{"text": ["a"]}\n', "", "column 'text', row 0: must be text, got a list"),
+        ("a.json", '[{"test": "a"}]', "", "the dataset has no column 'text'; it has test; did you mean test"),
+        ("a.json", '[\n {"test":\n "a"}\n]', "", "the dataset has no column 'text'; it has test; did you mean test"),
+        ("a.csv", "prompt,completion\n1,2\n", "", "the dataset has no column 'text'; it has prompt, completion"),
+        (
+            "a.tsv",
+            "prompt\tanswer\n1\t2\n",
+            ", format: completion",
+            "dataset.completion_column: the dataset has",
+        ),
+        ("a.csv", "text\n", "", "a.csv: has a header and no rows"),
+        ("a.txt", b"abc\xff", "", "a.txt, line 1: not UTF-8 text: got byte 0xff"),
+        ("a.txt", "abc", ", format: completion", "dataset.prompt_column: the dataset has no column 'prompt'; it has"),
+        ("a.txt", "abc", ", eval_split: test", "dataset.eval_split: the dataset has no split 'test'; it has train"),
+        ("a.jsonl", '{"text": "a"}', ", format: classification", "dataset.label_column: the dataset has no column 'la"),
+        ("a.jsonl", '{"text": "a", "label": -1}', ", format: classification", "row 0: must be 0 or more, or a name"),
+        ("a.bin", "abc", "", "cannot read .bin; allowed: .txt"),
+        ("a.parquet", "PAR1abc", "", "a.parquet: no Parquet file: "),
+    ],
+)
+def test_rows_that_a_run_could_not_read_are_refused(
+    refuse: Any, tmp_path: Path, name: str, content: str | bytes, options: str, text: str
+) -> None:
+    write(tmp_path, name, content)
+    line = refuse(f"{{name: {name}{options}}}")
+    assert line.startswith("/recipes/r.yaml:4:")
+    assert text in line
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", '{"text": null}\n\n{"text": 3, "more": 1}\n'),
+        ("a.jsonl", '{"more": 1}\n{"text": "a"}\n'),
+        ("a.json", '{"text": "a"}\n{"text": "b"}\n'),
+        ("a.json", '[{"text": "a"},\n {"text": "b"}]'),
+        ("a.csv", 'text,more\n"a\nb",1\n'),
+        ("a.md", "\ufeffabc"),
+        ("a.txt", "é" * 600_000),
+        ("a.jsonl", '{"text": "%s"}\n' % ("a" * 2_000_000)),
+    ],
+)
+def test_rows_that_a_run_can_read_are_accepted(check: Check, tmp_path: Path, name: str, content: str) -> None:
+    write(tmp_path, name, content)
+    assert not [line for line in check(f"{{name: {name}}}") if "too large" not in line]
+
+
+def test_what_is_no_regular_file_is_not_opened(refuse: Any, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "recipes" / "a.jsonl")
+    assert "a.jsonl: is not a regular file" in refuse("{name: a.jsonl}")
+
+
+def test_installed_datasets_are_looked_into(refuse: Any) -> None:
+    assert "has no column 'prompt'; it has text" in refuse("{name: austen, format: completion}")
+    assert "dataset.eval_split: the dataset has no split 'tset'; it has" in refuse("{name: austen, eval_split: tset}")
+
+
+@pytest.mark.parametrize(
+    ("config", "removed", "text"),
+    [
+        ({"auto_map": {}}, "", "config.json: refused, because 'auto_map' can make other code run"),
+        ({"vocab_size": 2}, "", "the tokenizer has 3 tokens, the model's embedding 2 rows: not a pair"),
+        ({}, "config.json", "model: no readable config.json"),
+        ({}, "model.safetensors", "model: no weights in safetensors; it has config.json, tokenizer.json"),
+        ({}, "tokenizer.json", "model: no tokenizer; it has config.json, model.safetensors"),
+        ({"max_position_embeddings": 32}, "", "dataset.max_seq_length: must be at most 32 for this model, got 64"),
+        ({"max_position_embeddings": None, "n_positions": 16}, "", "must be at most 16 for this model, got 64"),
+        ({"text_config": {"max_position_embeddings": 8}}, "", "must be at most 8 for this model, got 64"),
+    ],
+)
+def test_models_that_a_run_could_not_load_are_refused(
+    refuse: Any, tmp_path: Path, config: dict[str, Any], removed: str, text: str
+) -> None:
+    place = write_model(tmp_path, **config)
+    if removed:
+        (place / removed).unlink()
+    assert text in refuse("{name: austen, max_seq_length: 64}", "{name: model}")
+
+
+def test_a_good_model_and_a_reference_are_accepted(check: Check, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    assert check("{name: austen, max_seq_length: 64}", "{name: ../recipes/model}") == []
+
+
+def test_sequences_longer_than_a_config_are_refused(refuse: Any) -> None:
+    model = "{config: {model_type: llama, max_position_embeddings: 32}, tokenizer: austen-llama}"
+    assert "dataset.max_seq_length: must be at most 32" in refuse("{name: austen, max_seq_length: 64}", model)
+
+
+def test_files_that_are_not_here_may_be_where_a_run_works(check: Check) -> None:
+    (line,) = check("{name: /data/text.jsonl}", target="{kind: slurm}")
+    assert line.startswith("dataset.name: no file or folder /data/text.jsonl; looked in: /data")
+    assert line.endswith("; where the run works there may be one")
+
+
+def test_a_look_imports_neither_torch_nor_transformers(check: Check, tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", '{"text": "a"}\n')
+    check("{name: a.jsonl}")
+    code = (
+        "import sys; from pathlib import Path; from sparsebp_cli.cli.checked import load_checked\n"
+        f"load_checked(Path({str(tmp_path / 'recipes' / 'r.yaml')!r}), ['policy=topk', 'policy.0.keep=0.5'])\n"
+        "print({'torch', 'transformers', 'datasets', 'mlflow'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
