@@ -10,7 +10,7 @@ from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console, make_table, print_line
 from sparsebp_cli.cli.stored import read_recipe
-from sparsebp_cli.errors import DivergedError
+from sparsebp_cli.errors import DivergedError, UsageError
 from sparsebp_cli.run import History, RunFolder, State, read
 
 if TYPE_CHECKING:
