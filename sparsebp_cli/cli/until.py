@@ -88,12 +88,12 @@ def _order(plans: Sequence[Plan]) -> list[str]:
 
 
 def _finished() -> dict[tuple[str, int], RunFolder]:
-    """Group and seed to the newest finished run: what is there is not run again."""
+    """Group and seed to the first finished run, the one that counts: what is there is not run again."""
     from sparsebp_cli.errors import RunNotFoundError
     from sparsebp_cli.plan import Plan
 
     found = {}
-    for run in reversed(list_runs()):
+    for run in list_runs():  # newest first
         try:
             plan = Plan.load(run.plan_file)
         except RunNotFoundError:

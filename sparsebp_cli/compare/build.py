@@ -14,11 +14,12 @@ from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_so
 from sparsebp_cli.compare.control import EQUAL_COST, Search, find_controls
 from sparsebp_cli.compare.equal import COURSES, compare_at_equal, find_unequal
 from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
+from sparsebp_cli.compare.family import Family, correct_family, count_statements
 from sparsebp_cli.compare.figure import by_seed, measure_cost, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.margin import NotWorse, decide_all
+from sparsebp_cli.compare.margin import NotWorse, decide_all, withhold
 from sparsebp_cli.compare.measured import Quality, Reach
 from sparsebp_cli.compare.memory import find_curve
 from sparsebp_cli.compare.question import (
@@ -38,6 +39,7 @@ from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
 DIVERGED = "diverged"
+NO_CHANGE = ("name", "policy.", "tracking.", "target.", "checkpoint.", "measure.")  # of which a result does not depend
 BROKEN = 1e150  # its square is no number any more: a run that came to this has diverged as well as one at infinity
 MOST_POINTS_IN_ALL = 40_000  # of one metric over all runs: what a page can hold
 
@@ -73,15 +75,16 @@ def compare_runs(
     for run in loaded:
         members.setdefault(run.group, []).append(run)
     first = find_baseline(members, question.baseline, label_groups(members))
-    members = {first: members[first]} | members
-    return _Builder(loaded, members, first, question).build()
+    usual = find_baseline(members, None, {})
+    return _Builder(loaded, {first: members[first]} | members, first, usual, question).build()
 
 
 class _Builder:
     """What the parts of a comparison share."""
 
-    def __init__(self, loaded: list[LoadedRun], members: Members, first: str, question: Question) -> None:
+    def __init__(self, loaded: list[LoadedRun], members: Members, first: str, usual: str, question: Question) -> None:
         self.loaded, self.members, self.first, self.question = loaded, members, first, question
+        self.usual = usual
         self.metric = choose_metric(loaded, question.metric)
         for name in question.curves:
             if name not in names.METRICS:  # one of ours that these runs do not have is an empty curve
@@ -112,7 +115,14 @@ class _Builder:
             runs=tuple(self._describe(run) for some in self.members.values() for run in some),
             controls=controls,
             confounds=find_confounds({self.labels[group]: some for group, some in self.counted.items()}),
-            warnings=(*self._other_examples(), *self._mixed(), *find_warnings(self.loaded, groups, self.metric)),
+            families=self._count(groups, controls),
+            warnings=(
+                *self._other_examples(),
+                *self._mixed(),
+                *self._tell_baseline(),
+                *self._tell_repeats(),
+                *find_warnings(self.loaded, groups, self.metric),
+            ),
         )
 
     def _reduce(self, run: LoadedRun, steps: set[int] | None = None) -> float | None:
@@ -126,9 +136,9 @@ class _Builder:
         if run.missing_steps:
             return f"half sent: the store has {run.steps} of {run.steps_planned} steps; `sparsebp sync` sends the rest"
         if not run.finished:
+            if run.broke_down and not run.repeats:
+                return f"{DIVERGED}: {run.broke_down.splitlines()[0]}"
             text = str(run.history.ends[-1].get("text", "")) if run.history.ends and run.state.over else ""
-            if text.startswith(f"{DIVERGED}: "):
-                return text.splitlines()[0]
             return f"{run.state}: {text.splitlines()[0]}" if text.strip() else str(run.state)
         value = self.values[run.run_id]
         if value is not None and not abs(value) < BROKEN:
@@ -136,7 +146,7 @@ class _Builder:
                 "after the last step" if self.question.reducer.kind == "final" else f"({self.question.reducer.name})"
             )
             return f"{DIVERGED}: {self.metric} is {value} {where}"
-        return f"a newer run of this seed counts: {run.superseded_by}" if run.superseded_by else ""
+        return f"repeats seed {run.seed}, of which the first run counts: {run.repeats}" if run.repeats else ""
 
     def _difference(self, group: str, other: str) -> Difference | None:
         if have_other_examples(self.counted[group], self.counted[other]):
@@ -161,6 +171,43 @@ class _Builder:
             return ""
         return f"evaluated at other steps than the baseline, so the difference is over the {len(common)} that both have"
 
+    def _diverged(self, group: str) -> list[LoadedRun]:
+        runs = self.members[group]
+        return [run for run in runs if self.reasons[run.run_id].startswith(DIVERGED) and not run.repeats]
+
+    def _withhold(self, group: str, decision: NotWorse | None) -> NotWorse | None:
+        """A run that diverged is worse than any margin; of one that did not finish nobody knows."""
+        if self.question.margin is None or have_other_examples(self.counted[group], self.counted[self.first]):
+            return decision
+        seeds = {run.seed for run in self.counted[group]}
+        theirs = {run.seed for run in self._diverged(self.first)}
+        diverged = [run for run in self._diverged(group) if run.seed not in theirs]
+        over = [run for run in self.members[group] if run.state.over and not run.repeats and run.seed not in seeds]
+        return withhold(decision, self.question.margin, len(diverged), len(over) - len(diverged))
+
+    def _tell_repeats(self) -> list[str]:
+        """Every value of a seed that was run more than once: how far repeating it alone moves the result."""
+        lines = []
+        for group, runs in self.members.items():
+            for first in (run for run in runs if any(other.repeats == run.run_id for other in runs)):
+                again = [first, *(run for run in runs if run.repeats == first.run_id)]
+                values = [value for run in again if (value := self.values[run.run_id]) is not None]
+                shown, found = ", ".join(f"{value:.5g}" for value in values), spread(values)
+                inside = f", standard deviation {found.sd:.2g}" if found and found.sd is not None else ""
+                lines.append(
+                    f"{self.labels[group]}: seed {first.seed} was run {len(again)} times "
+                    f"({self.metric} {shown}{inside}); the first counts, run {first.run_id}"
+                )
+        return lines
+
+    def _tell_baseline(self) -> list[str]:
+        if self.usual == self.first:
+            return []
+        return [
+            f"the baseline was chosen: {self.labels[self.first]}; without --baseline it is {self.labels[self.usual]}. "
+            "A baseline chosen after its result was seen makes differences that chance alone explains"
+        ]
+
     def _other_examples(self) -> list[str]:
         there = self.counted[self.first]
         return [
@@ -175,7 +222,7 @@ class _Builder:
         steps = find_common_steps([run for some in self.counted.values() for run in some], self.metric)
         goal = Goal(self.metric, target, self.way == "higher", steps)
         lost = [
-            sum(not run.superseded_by and run.state.over for run in self.members[g]) - len(self.counted[g])
+            sum(not run.repeats and run.state.over for run in self.members[g]) - len(self.counted[g])
             for g in (group, self.first)
         ]
         there = self.counted[self.first] if group != self.first else []
@@ -202,7 +249,7 @@ class _Builder:
             policies=tuple(str(entry["name"]) for entry in newest.policies),
             exact=next((run.exact for run in runs if run.exact is not None), None),
             seeds=tuple(sorted(run.seed for run in here if run.seed is not None)),
-            states=dict(Counter(str(run.state) for run in runs if not run.superseded_by)),
+            states=dict(Counter(str(run.state) for run in runs if not run.repeats)),
             changes=find_changes(self.members[self.first][-1], newest, self.question.grouping),
             recipe=newest.recipe,
             quality=quality,
@@ -214,15 +261,16 @@ class _Builder:
         )
 
     def _correct(self, groups: Sequence[Group]) -> list[Group]:
-        """Several groups against one baseline are several chances: each kind of statement is corrected by itself."""
-        quality = correct_all([group.quality.difference for group in groups])
-        step = correct_all([group.speed.step_ratio for group in groups])
+        """Several groups against one baseline are several chances, and so are quality, step time and memory."""
+        claims = ([g.quality.difference for g in groups], [g.speed.step_ratio for g in groups])
+        kinds = (*claims, [group.cost.peak_ratio for group in groups])
+        quality, step, peak = correct_family(kinds, ratios=(False, True, True))
         backward = correct_all([group.speed.backward_ratio for group in groups])
-        peak = correct_all([group.cost.peak_ratio for group in groups])
         examples = correct_examples([group.quality.examples for group in groups])
         decisions: list[NotWorse | None] = [None] * len(groups)
         if self.question.margin is not None:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
+        decisions[1:] = [self._withhold(g.group, d) for g, d in zip(groups[1:], decisions[1:], strict=True)]
         return [
             replace(
                 group,
@@ -232,6 +280,25 @@ class _Builder:
             )
             for i, group in enumerate(groups)
         ]
+
+    def _count(self, groups: Sequence[Group], controls: Sequence[Control]) -> tuple[Family, ...]:
+        """Families with at least one statement."""
+        claims = [d for g in groups for d in (g.quality.difference, g.speed.step_ratio, g.cost.peak_ratio)]
+        margins = sum(g.quality.not_worse is not None and g.quality.not_worse.p is not None for g in groups)
+        examples = [e.difference for g in groups for e in g.quality.examples]
+        counts = {
+            "quality, step time and memory": count_statements(claims),
+            "the margin": margins,
+            "dense at as many steps": self._count_controls(controls, "dense"),
+            "random at the same budget": self._count_controls(controls, "random"),
+            "dense at equal cost": self._count_controls(controls, *EQUAL_COST),
+            "held-out examples": count_statements(examples),
+        }
+        return tuple(Family(name, count) for name, count in counts.items() if count)
+
+    @staticmethod
+    def _count_controls(controls: Sequence[Control], *kinds: str) -> int:
+        return count_statements([control.difference for control in controls if control.kind in kinds])
 
     def _find_controls(self) -> tuple[Control, ...]:
         sign = {"lower": 1.0, "higher": -1.0}.get(self.way, 0.0)
@@ -260,11 +327,14 @@ class _Builder:
 
     def _conclude(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
         runs = self.members[group.group]
-        diverged = sum(self.reasons[run.run_id].startswith(DIVERGED) and not run.superseded_by for run in runs)
+        diverged = len(self._diverged(group.group))
         here, there = self.counted[group.group], self.counted[self.first]
-        lost = sum(not run.superseded_by and run.state.over for run in runs) - len(here) - diverged
+        lost = sum(not run.repeats and run.state.over for run in runs) - len(here) - diverged
+        same = all(change.key.startswith(NO_CHANGE) for change in group.changes)
+        rounding = bool(group.exact and baseline.exact and same)
         sources = find_sources(here, there)
-        doubts = Doubts(lost, diverged, find_hardware(here, there), have_other_examples(here, there), sources)
+        other_examples = have_other_examples(here, there)
+        doubts = Doubts(lost, diverged, find_hardware(here, there), other_examples, sources, rounding)
         if group.baseline:
             return replace(group, verdict="; ".join(filter(None, ("baseline", tell_lost(doubts)))) + ".")
         mine = [control for control in controls if control.group == group.group]

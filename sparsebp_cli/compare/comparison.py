@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sparsebp_cli.compare.family import Family
 from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Cost, Layers, Quality, Speed, StepMemory
 from sparsebp_cli.compare.statistics import Difference
@@ -64,7 +65,7 @@ class Group:
         policies: Names, in the recipe's order.
         exact: Whether every policy is exact; None when no run came far enough to say and a plugin is missing.
         seeds: Those that count, in order.
-        states: State to number of runs, superseded ones left out.
+        states: State to number of runs, repeated ones left out.
         changes: To the baseline's recipe.
         recipe: The resolved recipe of the newest run; of somebody else's run, its parameters.
         quality: See :class:`Quality`.
@@ -167,6 +168,7 @@ class Comparison:
         runs: Every run that was given.
         controls: What each policy has to be seen beside, found or missing.
         confounds: See :class:`Confound`.
+        families: Statements that are corrected together. Any false one in a family has a chance of at most 5%.
         warnings: One line each.
     """
 
@@ -182,6 +184,7 @@ class Comparison:
     runs: tuple[RunLine, ...]
     controls: tuple[Control, ...]
     confounds: tuple[Confound, ...]
+    families: tuple[Family, ...]
     warnings: tuple[str, ...]
 
     @property

@@ -140,19 +140,14 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     Returns:
         Lines.
     """
-    lines = [
-        f"run {run.run_id} (seed {run.seed}) is not counted: run {run.superseded_by} repeats it and is newer"
-        for run in runs
-        if run.superseded_by
-    ]
-    lines += [f"run {run.run_id}: {text}" for run in runs if (text := run.history.tell_unreadable())]
+    lines = [f"run {run.run_id}: {text}" for run in runs if (text := run.history.tell_unreadable())]
     for run in runs:
         for change in run.history.facts.get("changes", []):
             values = f"{change['then']}, from step {change['step']} on {change['now']}"
             lines.append(
                 f"run {run.run_id} was resumed with a change that somebody allowed: {change['field']} ({values})"
             )
-    counted = [run for run in runs if run.finished and not run.superseded_by]
+    counted = [run for run in runs if run.finished and not run.repeats]
     if pairs := ran_together(counted):
         first, second = pairs[0]
         lines.append(

@@ -82,6 +82,8 @@ def figures(comparison: Comparison, group: Group) -> dict[str, Any]:
         f"{comparison.metric}.n": final.n if final else 0,
         **_of_difference(f"{comparison.metric}.delta", quality.difference),
         "margin.answer": quality.not_worse.answer if quality.not_worse else None,
+        "margin.equivalent": quality.not_worse.equivalent if quality.not_worse else None,
+        "margin.anytime": quality.not_worse.anytime if quality.not_worse else None,
         f"{metric.STEP_SECONDS.name}.median": speed.step.median if speed.step else None,
         **_of_difference(f"{metric.STEP_SECONDS.name}.ratio", speed.step_ratio),
         f"{metric.CEILING.name}": speed.ceiling,

@@ -20,14 +20,14 @@ def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[Load
         grouping: What decides which of them form a group.
 
     Returns:
-        Them, with those that a newer run of the same seed replaces marked so.
+        Them, with those marked that repeat an earlier run of their seed.
     """
     loaded: dict[str, LoadedRun] = {}
     for run in runs:
         if run.run_id not in loaded:
             loaded[run.run_id] = run if isinstance(run, LoadedRun) else load_folder(run)
     placed = grouping.apply(list(loaded.values()))
-    _mark_superseded(placed)
+    _mark_repeats(placed)
     return placed
 
 
@@ -47,17 +47,16 @@ def load_folder(run: RunFolder) -> LoadedRun:
     return LoadedRun.of_plan(plan, history, find_state(run, history))
 
 
-def _mark_superseded(runs: Sequence[LoadedRun]) -> None:
-    """Of the finished runs of one seed, the newest counts."""
-    newest: dict[tuple[str, int], LoadedRun] = {}
+def _mark_repeats(runs: Sequence[LoadedRun]) -> None:
+    """Of the runs of one seed the first that finished or diverged counts: no later one can be chosen by its result."""
+    first: dict[tuple[str, int], LoadedRun] = {}
     for run in runs:
-        run.superseded_by = ""
-    seeded = [run for run in runs if run.finished and run.seed is not None]
-    for run in sorted(seeded, key=lambda run: (run.created, run.run_id)):
+        run.repeats = ""
+    ended = [run for run in runs if run.seed is not None and (run.finished or run.broke_down)]
+    for run in sorted(ended, key=lambda run: (run.created, run.run_id)):
         assert run.seed is not None
-        if older := newest.get((run.group, run.seed)):
-            older.superseded_by = run.run_id
-        newest[run.group, run.seed] = run
+        kept = first.setdefault((run.group, run.seed), run)
+        run.repeats = "" if kept is run else kept.run_id
 
 
 def ran_together(runs: Sequence[LoadedRun]) -> list[tuple[LoadedRun, LoadedRun]]:

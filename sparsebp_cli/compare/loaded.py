@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
+
+DIVERGED = re.compile(r"diverged: |the (loss|gradient norm) is (nan|-?inf)")  # older runs do not say the word
 
 
 class Point(NamedTuple):
@@ -44,7 +47,7 @@ class LoadedRun:
         dirty: Whether there were uncommitted changes.
         recipe_file: Name of the recipe's file.
         source: Where it was read: empty for its folder, else the store's address without password.
-        superseded_by: A newer run of the same seed in the same group; empty when this one counts.
+        repeats: The first run of this seed in this group that came to an end; empty when this is that one.
         seed_key: Where its recipe or its parameters say the seed; empty: nowhere.
         steps_logged: The highest step of any metric, as a store says; None: the metrics tell.
     """
@@ -63,7 +66,7 @@ class LoadedRun:
     dirty: bool = False
     recipe_file: str = ""
     source: str = ""
-    superseded_by: str = ""
+    repeats: str = ""
     seed_key: str = "training.seed"
     steps_logged: int | None = None
 
@@ -114,6 +117,12 @@ class LoadedRun:
     def finished(self) -> bool:
         """Whether it went to its end, and all of it was read."""
         return self.state is State.FINISHED and not self.missing_steps
+
+    @property
+    def broke_down(self) -> str:
+        """What ended a run whose loss or gradient was no number any more; empty for every other run."""
+        text = str(self.history.ends[-1].get("text", "")) if self.history.ends else ""
+        return text.removeprefix("diverged: ") if self.state is State.FAILED and DIVERGED.match(text) else ""
 
     @property
     def missing_steps(self) -> int:

@@ -1,7 +1,13 @@
-"""Not worse by more than a margin: yes, no, or not to be said yet, and then about how many seeds more would say it.
+"""Not worse by more than a margin, and equal within it: yes, no, or not to be said yet.
 
 The null hypothesis is that the true difference lies exactly on the margin. A two-sided t test of it, corrected like
-the others for the number of groups, decides for the side on which the mean lies.
+the others for the number of groups, decides for the side on which the mean lies. *Equal within the margin* asks the
+same of both margins at once (D. Schuirmann, A Comparison of the Two One-Sided Tests Procedure, 1987).
+
+These answers hold for a number of seeds that was fixed beforehand. The same question has a second answer that holds
+however often one looks: the t test's Bayes factor with a normal prior of the effect is an e-process (T. Lai, On
+Confidence Sequences, 1976; H. Wang and A. Ramdas, Anytime-valid t-tests and confidence sequences, 2023). Under the
+null hypothesis it ever exceeds 20 with a chance of at most 5%.
 """
 
 from __future__ import annotations
@@ -11,12 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from sparsebp_cli.compare.family import standard_error
 from sparsebp_cli.compare.statistics import Difference, holm
 from sparsebp_cli.errors import UsageError
 
 POWER = 0.8  # chance that so many seeds decide, were the true difference the observed one
 MOST_SEEDS = 200
 LEVEL = 0.05
+PRIOR = 1.0  # standard deviation of the e-process's prior, in standard deviations of the pairs
+
+Answer = Literal["yes", "no", "inconclusive"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +40,21 @@ class NotWorse:
         p_holm: After correction over all groups; None where there is nothing to correct.
         more_seeds: About how many more shared seeds would decide, at the mean and spread seen so far; None when the
             answer is there, cannot be foretold, or would take more than 200.
+        equivalent: Whether the difference is smaller than the margin either way.
+        anytime: The answer that holds however often one has looked while seeds were added.
+        looks: Of a trial of ``run --until-ci`` whose answer this is: after how many seeds it looked; else empty.
+        withheld: Why the answer is not that of the numbers; empty when it is.
     """
 
     margin: float
-    answer: Literal["yes", "no", "inconclusive"]
+    answer: Answer
     p: float | None = None
     p_holm: float | None = None
     more_seeds: int | None = None
+    equivalent: Answer = "inconclusive"
+    anytime: Answer = "inconclusive"
+    looks: tuple[int, ...] = ()
+    withheld: str = ""
 
 
 def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float]:
@@ -76,26 +94,64 @@ def decide_all(
     Returns:
         In the same order.
     """
-    raw = [None if d is None else _test(_worsening(d, worse_is_up), d, margin) for d in differences]
+    worsenings = [None if d is None else _worsening(d, worse_is_up) for d in differences]
+    raw = [
+        None if w is None or d is None else _test(w, d, margin) for w, d in zip(worsenings, differences, strict=True)
+    ]
     corrected = holm(raw) if sum(p is not None for p in raw) > 1 else [None] * len(raw)
+    decisive = [p if p_holm is None else p_holm for p, p_holm in zip(raw, corrected, strict=True)]
+    equal = holm([_test_both(w, d, margin) for w, d in zip(worsenings, differences, strict=True)])
+    anytime = holm([_test_anytime(w, d, margin) for w, d in zip(worsenings, differences, strict=True)])
     found: list[NotWorse | None] = []
-    for difference, p, p_holm in zip(differences, raw, corrected, strict=True):
-        if difference is None:
+    for i, (difference, worsening) in enumerate(zip(differences, worsenings, strict=True)):
+        if difference is None or worsening is None:
             found.append(None)
             continue
-        worsening = _worsening(difference, worse_is_up)
-        decision = NotWorse(margin, "inconclusive", p, p_holm)
-        decisive = p if p_holm is None else p_holm
         if difference.low == difference.high == 0.0:
-            decision = NotWorse(margin, "yes")
-        elif decisive is not None and decisive < level:
-            decision = replace(decision, answer="yes" if worsening < margin else "no")
-        elif p is not None and difference.sd is not None:
+            found.append(NotWorse(margin, "yes", equivalent="yes", anytime="yes"))
+            continue
+        p = raw[i]
+        decision = NotWorse(
+            margin,
+            _answer(decisive[i], level, holds=worsening < margin),
+            p,
+            corrected[i],
+            equivalent=_answer(equal[i], level, holds=abs(worsening) < margin),
+            anytime=_answer(anytime[i], level, holds=worsening < margin),
+        )
+        if decision.answer == "inconclusive" and p is not None and difference.sd:
             tests = sum(x is not None for x in raw)
             needed = seeds_needed(abs(worsening - margin) / difference.sd, difference.n, level / tests)
             decision = replace(decision, more_seeds=None if needed is None else needed - difference.n)
         found.append(decision)
     return found
+
+
+def withhold(decision: NotWorse | None, margin: float, diverged: int, lost: int) -> NotWorse | None:
+    """Take back an answer that is of survivors only.
+
+    Args:
+        decision: Of the runs that count; None where none does.
+        margin: How much worse still counts as not worse.
+        diverged: Runs that diverged on a seed on which the baseline did not: worse than any margin.
+        lost: Runs that did not finish and were not made again, or diverged as the baseline did.
+
+    Returns:
+        ``no`` with a run that diverged, never ``yes`` with one that was lost.
+    """
+    if diverged > 0:
+        told = f"{diverged} run{'s' * (diverged > 1)} diverged, which counts as worse than any margin"
+        return NotWorse(margin, "no", equivalent="no", anytime="no", withheld=told)
+    if decision is None or lost <= 0 or "yes" not in {decision.answer, decision.equivalent, decision.anytime}:
+        return decision
+    return replace(
+        decision,
+        answer=_not_yes(decision.answer),
+        equivalent=_not_yes(decision.equivalent),
+        anytime=_not_yes(decision.anytime),
+        more_seeds=None,
+        withheld=f"{lost} run{'s' * (lost > 1)} gave no result",
+    )
 
 
 def seeds_needed(effect: float, already: int, level: float = LEVEL) -> int | None:
@@ -127,10 +183,38 @@ def _worsening(difference: Difference, worse_is_up: bool) -> float:
     return difference.mean if worse_is_up else -difference.mean
 
 
+def _not_yes(answer: Answer) -> Answer:
+    return "inconclusive" if answer == "yes" else answer
+
+
+def _answer(p: float | None, level: float, *, holds: bool) -> Answer:
+    if p is None or not p < level:
+        return "inconclusive"
+    return "yes" if holds else "no"
+
+
 def _test(worsening: float, difference: Difference, margin: float) -> float | None:
+    """Two-sided p of the null hypothesis that the true difference is the margin."""
     from scipy import stats
 
-    if difference.p is None or not difference.sd:
+    if (found := standard_error(difference)) is None:
         return None
-    standard_error = difference.sd / math.sqrt(difference.n)
-    return float(2 * stats.t.sf(abs(worsening - margin) / standard_error, difference.n - 1))
+    return float(2 * stats.t.sf(abs(worsening - margin) / found[0], found[1]))
+
+
+def _test_both(worsening: float | None, difference: Difference | None, margin: float) -> float | None:
+    """Inside both margins the larger p of the two tests; outside that of the margin that was left behind."""
+    if worsening is None or difference is None:
+        return None
+    nearer = margin if worsening >= 0.0 else -margin
+    return _test(worsening, difference, nearer)
+
+
+def _test_anytime(worsening: float | None, difference: Difference | None, margin: float) -> float | None:
+    """One over the e-value: the Bayes factor of the t statistic against the margin, right Haar prior of the spread."""
+    if worsening is None or difference is None or difference.p is None or not difference.sd:
+        return None
+    n, wide = difference.n, 1 + difference.n * PRIOR**2
+    square = n * ((worsening - margin) / difference.sd) ** 2 / (n - 1)
+    log_e = 0.5 * n * (math.log1p(square) - math.log1p(square / wide)) - 0.5 * math.log(wide)
+    return math.exp(-max(log_e, 0.0))

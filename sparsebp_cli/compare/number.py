@@ -50,17 +50,19 @@ def of_difference(value: Difference | None) -> str:
     """Return ``+0.050 [+0.031, +0.069]``; without an interval where there is none."""
     if value is None:
         return NONE
-    if value.low is None or value.high is None:
+    low, high = value.shown
+    if low is None or high is None:
         return f"{value.mean:+.3g}"
-    mean, low, high = _alike(value.low, value.high, value.mean, value.low, value.high)
-    return f"{mean} [{low}, {high}]"
+    mean, first, last = _alike(low, high, value.mean, low, high)
+    return f"{mean} [{first}, {last}]"
 
 
 def show_interval(value: Difference) -> str:
     """Return ``+0.031 to +0.069``."""
-    if value.low is None or value.high is None:
+    low, high = value.shown
+    if low is None or high is None:
         return NONE
-    return " to ".join(_alike(value.low, value.high, value.low, value.high))
+    return " to ".join(_alike(low, high, low, high))
 
 
 def _alike(low: float, high: float, *values: float) -> list[str]:
@@ -112,7 +114,7 @@ def of_change(value: Difference | None) -> str:
     """Return a ratio as ``-18.4 % [-19.6, -17.1]``; without an interval where there is none."""
     if value is None:
         return NONE
-    mean, low, high = (None if x is None else f"{100 * (x - 1.0):+.1f}" for x in (value.mean, value.low, value.high))
+    mean, low, high = (None if x is None else f"{100 * (x - 1.0):+.1f}" for x in (value.mean, *value.shown))
     return f"{mean} %" if low is None or high is None else f"{mean} % [{low}, {high}]"
 
 

@@ -69,10 +69,10 @@ def _speed(comparison: Comparison) -> Grid:
     columns = ("group", "step", "fwd + bwd + opt", "to baseline", "cost", "ceiling", "realised")
     note = (
         "Step: median [quartiles], without warm-up, evaluation and checkpoints; beside it the medians of forward, "
-        "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% t "
-        "interval on the logarithm]; busy: the machine had other work then. Cost: of a step in dense steps of its "
-        "batch, by probes inside each run, where dense and policy take turns. Ceiling (a factor) and realised share: "
-        "of forward and backward, by the same probes."
+        "backward and optimizer. To baseline: geometric mean of the ratios of whole steps, paired by seed [95% "
+        "interval on the logarithm, simultaneous as that of quality is]; busy: the machine had other work then. Cost: "
+        "of a step in dense steps of its batch, by probes inside each run, where dense and policy take turns. Ceiling "
+        "(a factor) and realised share: of forward and backward, by the same probes."
     )
     return Grid("Speed", columns, tuple(rows), note)
 

@@ -47,7 +47,7 @@ def _quality(comparison: Comparison) -> Grid:
     which = f", {comparison.better} is better" if comparison.better else ""
     columns = ("group", "runs", comparison.metric, "to baseline", "pairs", *(["p"] if corrected else []))
     title = f"Quality: {comparison.metric}, {comparison.reducer}{which}"
-    note = "Mean ± standard deviation (seeds). The difference is paired by seed, with a 95% t interval from 3 seeds up."
+    note = "Mean ± standard deviation (seeds). The difference is paired by seed, with a 95% interval from 3 seeds up."
     for group in comparison.groups:
         difference = group.quality.difference
         if difference is not None and difference.dropped:
@@ -55,7 +55,7 @@ def _quality(comparison: Comparison) -> Grid:
     if comparison.shared_seeds:
         note += f" Means are over the seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
     if corrected:
-        note += " p: corrected for the number of groups (Holm); each interval stands alone."
+        note += f" {_tell_families(comparison)}"
     if comparison.metric in COURSES.values():
         note += " One split did both: choices that were made by it are flattered on it."
     if comparison.reducer == "best":
@@ -70,19 +70,38 @@ def _beside(comparison: Comparison, group: Group) -> Spread | None:
     return spread([run.quality for run in comparison.beside(group) if run.quality is not None])
 
 
+def _tell_families(comparison: Comparison) -> str:
+    counts = ", ".join(f"{family.statements} on {family.name}" for family in comparison.families)
+    several = len(comparison.families) > 1
+    each = f" in each of these {len(comparison.families)} families" if several else ""
+    in_all = f", in all of them together at most {5 * len(comparison.families)}%" if several else ""
+    return (
+        "Intervals to the baseline are simultaneous and p is corrected (Holm), over quality, step time and memory of "
+        "all groups; both rest on the larger of a group's own spread and that of all groups. Statements that are "
+        f"tested: {counts}. The chance that any of them is false is at most 5%{each}{in_all}."
+    )
+
+
 def _margin(comparison: Comparison) -> Grid:
     rows = []
     for group in comparison.groups:
         if decision := group.quality.not_worse:
             p = decision.p if decision.p_holm is None else decision.p_holm
             more = show.NONE if decision.more_seeds is None else f"about {decision.more_seeds}"
-            rows.append((group.label, decision.answer, show.of_p_value(p), more if decision.answer[0] == "i" else ""))
+            more = more if decision.answer == "inconclusive" and not decision.withheld else ""
+            anytime = decision.answer if decision.looks else decision.anytime
+            cells = (decision.answer, show.of_p_value(p), decision.equivalent, anytime, more)
+            rows.append((group.label, *cells))
     title = "" if comparison.margin is None else f"Not worse by more than {comparison.margin:g}?"
     note = (
-        "p: that the true difference is the margin, corrected for the number of groups. More seeds: so many more would "
-        "decide with a chance of 80%, were true difference and spread those seen; a dash: more than 200, or unknown."
+        "p: that the true difference is the margin, corrected for the number of groups. Equal within: neither worse "
+        "nor better by more than the margin. Both answers are of one look at a number of seeds that was fixed "
+        "beforehand; at any look: the first answer, if one looks again after every seed. More seeds: so many more "
+        "would decide in one look with a chance of 80%, were true difference and spread those seen; a dash: more than "
+        "200, or unknown."
     )
-    return Grid(title, ("group", "answer", "p", "more seeds"), tuple(rows), note, aside=2)
+    columns = ("group", "answer", "p", "equal within", "at any look", "more seeds")
+    return Grid(title, columns, tuple(rows), note, aside=2)
 
 
 def _at_equal(comparison: Comparison) -> Grid:

@@ -16,6 +16,7 @@ from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 
 COUNTS = {1: "one seed", 2: "two seeds"}
 LEVEL = 0.05
+ROUNDING = 0.005  # of the metric's value: training makes the rounding of an exact policy larger, but never so large
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Doubts:
         hardware: In what its machines differ from the baseline's.
         other_examples: Whether it was evaluated on other examples than the baseline.
         sources: What else differs from the baseline and could explain a difference, a sentence each.
+        rounding: Whether all its policies and the baseline's are exact and nothing else in the recipe differs.
     """
 
     lost: int = 0
@@ -35,6 +37,7 @@ class Doubts:
     hardware: tuple[str, ...] = ()
     other_examples: bool = False
     sources: tuple[str, ...] = ()
+    rounding: bool = False
 
 
 def give_verdict(
@@ -61,8 +64,11 @@ def give_verdict(
         A few short sentences.
     """
     is_plain = quality.unequal is None or quality.difference is None
-    found = _quality(quality.difference, metric, way) if is_plain else _unequal(quality, metric)
-    parts = [found, quality.coarsened, _examples(quality), _margin(quality.not_worse)]
+    found = _quality(quality, metric, way, exact=doubts.rounding) if is_plain else _unequal(quality, metric)
+    if doubts.diverged and quality.difference is not None:
+        found = f"of the seeds that did not diverge: {found}"
+    examples = "" if doubts.rounding else _examples(quality)
+    parts = [found, quality.coarsened, examples, _margin(quality.not_worse)]
     if doubts.other_examples:
         parts = [f"evaluated on other examples than the baseline: no statement about {metric}"]
     parts += _speed(speed, baseline, doubts.hardware)
@@ -98,30 +104,61 @@ def _unequal(quality: Quality, metric: str) -> str:
 
 
 def _level(difference: Difference | None, metric: str) -> str:
-    text = _quality(difference, metric, "")
-    if not differs(difference) or difference is None:
-        return text
+    if difference is None or not differs(difference):
+        return _state(difference, None, metric, "")
     word = "higher" if difference.mean > 0 else "lower"
-    inside = f"95% interval {show_interval(difference)}, {difference.n} seeds"
-    return f"{metric} is {word} by {abs(difference.mean):.3g} ({inside})"
+    return f"{metric} is {word} by {abs(difference.mean):.3g} ({_tell_interval(difference)})"
 
 
-def _quality(difference: Difference | None, metric: str, way: Way) -> str:
+def _quality(quality: Quality, metric: str, way: Way, *, exact: bool) -> str:
+    if exact and quality.difference is not None:
+        return _rounding(quality, quality.difference, metric)
+    return _state(quality.difference, quality.not_worse, metric, way)
+
+
+def _state(difference: Difference | None, margin: NotWorse | None, metric: str, way: Way) -> str:
     if difference is None:
         return "no quality to compare"
     if difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
         return f"{COUNTS.get(difference.n, 'no shared seed')}: no statement about quality"
-    if difference.low == difference.high == 0.0:
-        return f"{metric} is identical on all {difference.n} seeds"
     if difference.p is None:
+        if difference.low == difference.high == 0.0:
+            return f"{metric} is identical on all {difference.n} seeds"
         same = f"differs by the same {difference.mean:+.3g} on all {difference.n} seeds"
         return f"{metric} {same}: seeds change nothing here, so there is no statement"
-    inside = f"95% interval {show_interval(difference)}, {difference.n} seeds"
+    return _decided(difference, margin, metric, way)
+
+
+def _decided(difference: Difference, margin: NotWorse | None, metric: str, way: Way) -> str:
+    inside = f"({_tell_interval(difference)}{_ranks(difference)})"
+    if margin is not None and margin.equivalent == "yes":
+        word = f", {_word(difference, way).removeprefix('is ')}" if differs(difference) else ""
+        return f"{metric} is equal within the margin of {margin.margin:g}{word} {inside}"
     if differs(difference):
-        return f"{metric} {_word(difference, way)} ({inside})"
-    if not difference.low <= 0.0 <= difference.high:
-        inside += f", corrected for the number of groups, p = {difference.decisive_p:.2g}"
-    return f"no difference in {metric} was shown ({inside}), which is not proof of equality"
+        small = margin is not None and margin.equivalent == "inconclusive"
+        more = f", not shown to be more than the margin of {margin.margin:g}" if margin and small else ""
+        return f"{metric} {_word(difference, way)} {inside}{more}"
+    return f"no difference in {metric} was shown {inside}, which is not proof of equality"
+
+
+def _rounding(quality: Quality, difference: Difference, metric: str) -> str:
+    size = f"{difference.mean:+.2g} in {metric}"
+    scale = ROUNDING * abs(quality.final.mean if quality.final else 0.0)
+    if differs(difference) and abs(difference.mean) > scale:
+        return f"declared exact, but {size} ({_tell_interval(difference)}) is far more than rounding: a fault"
+    return f"exact: what differs is rounding ({size})"
+
+
+def _tell_interval(difference: Difference) -> str:
+    kind = "95% interval" if difference.family_low is None else "simultaneous 95% interval"
+    return f"{kind} {show_interval(difference)}, {difference.n} seeds"
+
+
+def _ranks(difference: Difference) -> str:
+    """A mean that a few pairs decide is not what ranks say."""
+    if difference.rank_p is None or difference.p is None or (difference.p < LEVEL) == (difference.rank_p < LEVEL):
+        return ""
+    return f"; a signed-rank test disagrees, p = {difference.rank_p:.2g} against {difference.p:.2g}"
 
 
 def _word(difference: Difference, way: Way) -> str:
@@ -155,8 +192,16 @@ def _margin(decision: NotWorse | None) -> str:
     if decision is None:
         return ""
     text = f"not worse by more than the margin of {decision.margin:g}: {decision.answer}"
+    if decision.withheld:
+        return f"{text} ({decision.withheld})"
+    if decision.looks:
+        return f"{text} (after looks at {', '.join(map(str, decision.looks))} seeds, fixed beforehand)"
     if decision.more_seeds is not None:
-        text += f" (about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would decide)"
+        return (
+            f"{text} (about {decision.more_seeds} seed{'s' * (decision.more_seeds > 1)} more would decide in one look)"
+        )
+    if decision.answer not in {decision.anytime, "inconclusive"}:
+        return f"{text} (in one look; if one has looked before: {decision.anytime})"
     return text
 
 
@@ -200,9 +245,7 @@ def _step(speed: Speed, baseline: Quartiles) -> str:
         if ratio.low == ratio.high == 1.0:
             return "step times are equal"
         if ratio.p is not None and not differs(ratio):
-            outside = not ratio.low <= 1.0 <= (ratio.high or ratio.low)
-            why = f", corrected for the number of groups, p = {ratio.decisive_p:.2g}" if outside else ""
-            return f"no difference in step time was shown ({of_change(ratio)}{why})"
+            return f"no difference in step time was shown ({of_change(ratio)})"
         text = f"step time {of_change(ratio)}"
         faster = ratio.mean < 1.0
     elif speed.step.high < baseline.low or speed.step.low > baseline.high:

@@ -126,18 +126,19 @@ def test_a_finished_run_whose_quality_is_not_finite_has_diverged(
     assert 8 not in group_named(found, "topk-rows").seeds
 
 
-def test_of_two_finished_runs_of_one_seed_the_newer_counts_with_a_warning(make_run: MakeRun) -> None:
+def test_of_two_finished_runs_of_one_seed_the_first_counts_and_all_values_are_told(make_run: MakeRun) -> None:
     old, new = make_run(loss=5.0), make_run(loss=3.0)
     failed = make_run(end="failed", text="no room")
     found = compare_runs([new, failed, old])
     final = found.groups[0].quality.final
     assert final is not None
-    assert (final.mean, final.n) == (3.0, 1)
-    assert f"run {old.run_id} (seed 0) is not counted: run {new.run_id} repeats it and is newer" in found.warnings
+    assert (final.mean, final.n) == (5.0, 1)
+    told = "dense: seed 0 was run 2 times (eval/loss 5, 3, standard deviation 1.4); the first counts"
+    assert f"{told}, run {old.run_id}" in found.warnings
     assert {run.run_id: run.counts for run in found.runs} == {
-        new.run_id: True,
+        new.run_id: False,
         failed.run_id: False,
-        old.run_id: False,
+        old.run_id: True,
     }
 
 

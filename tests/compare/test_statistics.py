@@ -104,8 +104,8 @@ def test_holm_counts_the_tests_that_were_made_alone() -> None:
 
 def test_under_three_shared_seeds_there_is_a_difference_and_no_interval() -> None:
     found = paired_difference({0: 2.0, 1: 4.0}, {0: 1.0, 1: 1.0, 2: 9.0})
-    assert found == Difference(2.0, n=2, sd=math.sqrt(2.0), dropped=(2,))
-    assert paired_difference({0: 2.0, 5: 9.0}, {0: 1.0}) == Difference(1.0, n=1, dropped=(5,))
+    assert found == Difference(2.0, n=2, sd=math.sqrt(2.0), dropped=(2,), pairs=((0, 1.0), (1, 3.0)))
+    assert paired_difference({0: 2.0, 5: 9.0}, {0: 1.0}) == Difference(1.0, n=1, dropped=(5,), pairs=((0, 1.0),))
 
 
 def test_without_a_shared_seed_the_means_are_subtracted_and_no_pair_is_claimed() -> None:
@@ -116,7 +116,7 @@ def test_without_a_shared_seed_the_means_are_subtracted_and_no_pair_is_claimed()
 
 def test_equal_differences_give_an_interval_without_width_and_no_test() -> None:
     found = paired_difference({0: 1.5, 1: 2.5, 2: 3.5}, {0: 1.0, 1: 2.0, 2: 3.0})
-    assert found == Difference(0.5, 0.5, 0.5, 3, 0.0)
+    assert found == Difference(0.5, 0.5, 0.5, 3, 0.0, pairs=((0, 0.5), (1, 0.5), (2, 0.5)))
     rounded = summarise([0.1, 0.1 + 1e-16, 0.1 - 1e-16])
     assert (rounded.p, rounded.sd) == (None, 0.0)
 
