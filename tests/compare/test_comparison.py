@@ -328,7 +328,7 @@ def test_higher_is_better_is_not_confused_with_lower_is_better(make_run: MakeRun
     runs = [make_run(seed=s, **data, metrics={"eval/accuracy": 0.8 + s / 100}) for s in range(3)]
     runs += [make_run("b", s, **TOPK, **data, metrics={"eval/accuracy": 0.7 + s / 100 + s / 1000}) for s in range(3)]
     verdict = compare_runs(runs, margin=0.2).groups[1].verdict
-    assert "eval/accuracy is worse by 0.099" in verdict
+    assert "eval/accuracy is equal within the margin of 0.2, worse by 0.099" in verdict
     assert "; not worse by more than the margin of 0.2: yes" in verdict
 
 

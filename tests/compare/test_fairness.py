@@ -141,7 +141,7 @@ def test_an_interval_that_excludes_zero_is_no_finding_after_the_correction(make_
     assert difference.low > 0.0
     assert difference.p_holm > 0.05
     assert together.verdict.startswith("no difference in eval/loss was shown")
-    assert "corrected for the number of groups, p = " in together.verdict
+    assert "(simultaneous 95% interval -0.010 to +0.039, 3 seeds)" in together.verdict
 
 
 def test_seeds_that_are_in_no_pair_are_named(make_run: MakeRun) -> None:
