@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sparsebp_cli.errors import RunFailedError, SparseBPError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.engine import Engine
 from sparsebp_cli.target.errand import Errand, describe
 from sparsebp_cli.target.start import answer, folders, leave_client
@@ -69,7 +69,7 @@ class Dispatcher:
         try:
             for errand in [*self._waiting]:
                 if errand.adopt():
-                    self._follow(errand)
+                    self._take_over(errand)
         except UnreachableError as error:
             if not self._adopt_only:
                 self._give_up(forget=True)
@@ -140,6 +140,18 @@ class Dispatcher:
                 errand.take(handle)
                 self._follow(errand)
                 errand.turn()
+
+    def _take_over(self, errand: Errand) -> None:
+        """Follow a worker that is there; conclude one that ended while no dispatcher looked, and let its run go on."""
+        if self._adopt_only or not errand.conclude_ended():
+            self._follow(errand)
+            return
+        place = self._waiting.index(errand)
+        del self._waiting[place]
+        if errand.run.state() in {State.INTERRUPTED, State.FAILED}:
+            again = Errand(errand.run, self._engine, os.getpid())
+            again.wait()
+            self._waiting.insert(place, again)
 
     def _follow(self, errand: Errand) -> None:
         self._waiting.remove(errand)

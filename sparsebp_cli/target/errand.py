@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,17 @@ class Errand:
         self.take(handle)
         return True
 
+    def conclude_ended(self) -> bool:
+        """Conclude a worker that has ended by now.
+
+        Returns:
+            Whether it had, so that nothing is left to do and the run is held no more.
+        """
+        sight = self._engine.look(self.run, self._launch.handle)
+        if sight.phase is Phase.OVER:
+            self._conclude(sight)
+        return self.over
+
     def take(self, handle: str) -> None:
         """Take a worker over, known by its handle."""
         self._save(handle=handle)
@@ -94,6 +106,8 @@ class Errand:
             settle(self.run, None, after_attempt=self._launch.after_attempt, text=text, failed=True)
         if forget and self._before is None:
             self.run.target_file.unlink(missing_ok=True)
+        elif forget and self._before is not None:
+            self._before.save(self.run)  # a worker of before may live: it is not over because its place is silent
         else:
             self._save(sight=OVER)
         self._launch = replace(self._launch, sight=OVER)
@@ -115,6 +129,9 @@ class Errand:
             self.miss(str(error))
         except OSError as error:  # a full disk here: what is there stays there until there is room
             self.miss(f"what the run wrote cannot be kept here: {error}")
+        except Exception as error:  # a defect in the care for one run must not end that for the others
+            traceback.print_exc()
+            self.miss(f"{type(error).__name__}: {error}; the traceback is in watcher.log")
 
     def miss(self, problem: str) -> None:
         """Note that nothing is known of the run.

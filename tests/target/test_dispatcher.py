@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
-from sparsebp_cli.run import History, State
+from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.dispatcher import Dispatcher
+from sparsebp_cli.target.engine import Sight
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.testing import FakeTarget
 
@@ -130,6 +131,53 @@ def test_a_dispatcher_that_died_leaves_a_run_of_which_nothing_is_known_until_the
     again.run_to_end()
     assert run.state() is State.CANCELLED
     assert len(History.load(run.path).environments) == 1
+
+
+@pytest.mark.parametrize("code", [255, -9, 143, 1])
+def test_a_worker_that_ended_while_its_dispatcher_was_dead_is_concluded_and_goes_on(
+    fake: FakeTarget, code: int
+) -> None:
+    run = make_run("steady", max_steps=12)
+    dispatcher = Dispatcher([run], fake.engine)
+    dispatcher.begin()
+    until(lambda: (dispatcher.turn(), 2 in History.load(run.path).series("train/loss"))[1])
+    fake.engine.kill(run)
+    worker = fake.engine._workers[run.run_id]
+    assert worker.thread is not None
+    worker.thread.join()
+    worker.exit_code = code
+    dispatcher._live[0]._lock.release()  # the dispatcher dies, too
+    assert run.state() is State.UNREACHABLE
+    assert fake.submit(run).wait(60) is State.FINISHED
+    history = History.load(run.path)
+    assert len(history.environments) == 2
+    assert [end["status"] for end in history.ends] == ["failed" if code == 1 else "interrupted", "finished"]
+
+
+def test_a_dispatcher_outlives_an_error_that_nobody_foresaw(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
+    runs = [make_run("steady", max_steps=12), make_run("steady", max_steps=12)]
+    look, failed = fake.engine.look, []
+
+    def fail_once(run: RunFolder, handle: str) -> Sight:
+        if run == runs[0] and not failed:
+            failed.append(run)
+            raise ZeroDivisionError("a defect")
+        return look(run, handle)
+
+    monkeypatch.setattr(fake.engine, "look", fail_once)
+    jobs = fake.submit_all(runs, max_parallel=2)
+    assert [job.wait(60) for job in jobs] == [State.FINISHED] * 2
+    assert failed
+
+
+def test_a_resume_that_finds_no_line_leaves_the_run_as_unreachable_as_it_was(fake: FakeTarget) -> None:
+    run = make_run()
+    Launch(0, 1, sight="waiting").save(run)  # its start was not heard of
+    fake.engine.cut()
+    with pytest.raises(UnreachableError):
+        fake.submit(run)
+    assert run.state() is State.UNREACHABLE
 
 
 def test_adopting_starts_nothing(fake: FakeTarget) -> None:
