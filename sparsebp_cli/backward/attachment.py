@@ -99,15 +99,16 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     refuse_lazy(model)
+    layers = LayerNumbers(model)
     if isinstance(policy, EdgeRouter):
         binding: Binding = NodeBinding(model, exclude, Routing(policy))
     else:
-        decision = None if policy is None else Decision(policy, len(LayerNumbers(model).layers))
+        decision = None if policy is None else Decision(policy, len(layers.layers))
         dense = policy is None and sites == "linears"  # then a model needs no linear: a convolutional one in segments
         binding = LinearBinding(model, exclude, may_be_empty=True) if dense else _BINDINGS[sites](model, exclude)
     tokens = make_parts(policies, model, reference)
     eager = choose_update(wrapped, optimizer, update, clipping)
-    return Engine(
+    attached = Engine(
         binding,
         decision,
         model=model,
@@ -123,6 +124,15 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
             *([] if segments is None else [Segments(model, segments)]),
         ],
     )
+    if any(_names_layers(policy) for policy in policies):
+        attached.notes["layers"] = layers.describe()
+    return attached
+
+
+def _names_layers(policy: Policy) -> bool:
+    if isinstance(policy, GradientSelector):
+        return policy.layers is not None
+    return isinstance(policy, ParameterSelector) and policy.changes
 
 
 _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {

@@ -1,4 +1,4 @@
-"""Which decoder (or encoder) layer a module belongs to."""
+"""Which layer a module belongs to, of a decoder, an encoder, or both."""
 
 from __future__ import annotations
 
@@ -6,28 +6,35 @@ from torch import nn
 
 
 class LayerNumbers:
-    """The layers of a model: the entries of the list of modules that holds most of its parameters.
+    """The layers of a model, numbered from 0.
+
+    They are the entries of the list of modules that holds most of the model's parameters. Where that list lies in
+    one of two modules ``encoder`` and ``decoder`` beside each other, the layers are those of both, the encoder's first:
+    so -1 is the decoder's last.
 
     Args:
         model: Any module.
 
     Attributes:
-        prefix: The list's name and a dot; empty when the model is the list.
-        layers: Its entries; none when the model has no list.
+        layers: All of them; none when the model has no list.
+        names: The name of each.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
-        name, found = max(lists, key=lambda pair: _num_parameters(pair[1]), default=("", nn.ModuleList()))
-        self.prefix = f"{name}." if name else ""
-        self.layers: list[nn.Module] = list(found)
         self._names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        self._stacks = _find_stacks(model)
+        self.layers: list[nn.Module] = [layer for _, stack in self._stacks for layer in stack]
+        self.names = [_join(name, str(number)) for name, stack in self._stacks for number in range(len(stack))]
 
     def number_of(self, name: str) -> int | None:
         """Return the layer's number, from 0, of a module or parameter by its name; None outside of the layers."""
-        if not self.layers or not name.startswith(self.prefix):
-            return None
-        return int(name[len(self.prefix) :].partition(".")[0])
+        first = 0
+        for stack_name, stack in self._stacks:
+            prefix = _join(stack_name, "")
+            if name.startswith(prefix):
+                return first + int(name[len(prefix) :].partition(".")[0])
+            first += len(stack)
+        return None
 
     def owner_of(self, name: str) -> str:
         """Return the nearest module of a site, parameter or module by its name; empty for the model itself."""
@@ -38,7 +45,44 @@ class LayerNumbers:
     def part_of(self, name: str) -> str:
         """Return the layer that holds a site, parameter or module; outside of the layers its nearest module."""
         number = self.number_of(name)
-        return self.owner_of(name) if number is None else f"{self.prefix}{number}"
+        return self.owner_of(name) if number is None else self.names[number]
+
+    def describe(self) -> str:
+        """Return which layers have which numbers, in words."""
+        parts, first = [], 0
+        for name, stack in self._stacks:
+            last = first + len(stack) - 1
+            parts.append(f"{first} to {last} are those of {name or 'the model'}")
+            first = last + 1
+        return f"layers {', '.join(parts)}"
+
+
+def _find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    largest = _largest_list(model, "")
+    if largest is None:
+        return []
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        if "encoder" not in children or "decoder" not in children:
+            continue
+        pair = [_largest_list(children[side], _join(name, side)) for side in ("encoder", "decoder")]
+        stacks = [stack for stack in pair if stack is not None]
+        if len(stacks) == 2 and any(stack is largest[1] for _, stack in stacks) and stacks[0][1] is not stacks[1][1]:
+            return stacks
+    return [largest]
+
+
+def _largest_list(module: nn.Module, name: str) -> tuple[str, nn.ModuleList] | None:
+    lists = [
+        (".".join(part for part in (name, inner) if part), m)
+        for inner, m in module.named_modules()
+        if isinstance(m, nn.ModuleList) and len(m) > 0
+    ]
+    return max(lists, key=lambda pair: _num_parameters(pair[1]), default=None)
+
+
+def _join(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -70,7 +70,7 @@ class SiteReport:
 
     Args:
         name: The site's name.
-        layer: Number of its decoder layer, from 0; None outside of the layers.
+        layer: Number of its layer, from 0, an encoder's before a decoder's; None outside of the layers.
         calls: How often a gradient arrived.
         rows: Rows of all these gradients together.
         entries: Entries of these gradients in the dense backward, positions and examples that were left out included.

@@ -37,7 +37,9 @@ class Frozen(ParameterSelector):
         None, description="Parameters that are not: globs over names of parameters or modules, or /regex/."
     )
     turn: Literal["layers"] | None = Field(
-        None, description="Of what is trained, decoder layers take turns; null: all of it is trained at every step."
+        None,
+        description="Of what is trained, layers take turns, those of an encoder and of a decoder alike; null: all "
+        "of it is trained at every step.",
     )
     order: Literal["descending", "ascending", "random"] = Field(
         "descending", description="Of the turns: from the last layer, from the first, or another one each round."
@@ -80,7 +82,7 @@ class Frozen(ParameterSelector):
             return chosen
         layers = sorted({p.layer for p in parameters if p.name in chosen and p.layer is not None})
         if not layers:
-            raise PolicyError("turn: layers: no parameter that is trained lies in a decoder layer")
+            raise PolicyError("turn: layers: no parameter that is trained lies in a layer")
         resting = set(layers) - self._in_turn(layers, step)
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 

@@ -31,7 +31,7 @@ class Site:
         name: The module's name in the model, ``model.layers.3.mlp.down_proj``.
         num_features: O, the width of the output whose gradient is shown.
         batch_shape: The output's shape without the feature dimension, usually (B, T); its product is N.
-        layer: Number of the decoder layer that it belongs to, from 0; None outside of the layers.
+        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of them.
     """
 
     name: str
@@ -126,7 +126,9 @@ class GradientSelector(Policy):
     """
 
     layers: list[int] | None = Field(
-        None, description="Decoder layers where it is asked, from 0, or from the end as -1; null: everywhere."
+        None,
+        description="Layers where it is asked, from 0, or from the end as -1; an encoder's come before a decoder's. "
+        "null: everywhere.",
     )
     keep_warmup_steps: NonNegativeInt = Field(
         0, description="Optimizer steps over which the kept share falls from 1 to keep, by the same factor each step."

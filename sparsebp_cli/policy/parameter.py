@@ -15,7 +15,7 @@ class Parameter:
 
     Args:
         name: In the model; a shared one has its first name.
-        layer: Number of the decoder layer that it belongs to, from 0; None outside of the layers.
+        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of them.
         num_entries: How many numbers it holds, at least 0.
         aliases: Its further names, where modules share it: that of a tied head.
     """

@@ -107,7 +107,7 @@ def find_decoder(model: nn.Module) -> Decoder:
                 f"token selection does not know {_name(module)}: a plugin can tell its attention, as a tuple of "
                 f"BranchLayout under the entry-point group {GROUP} with the name {_name(module)}"
             )
-        layers.append(Layer(f"{numbers.prefix}{number}", module, core, found[1]))
+        layers.append(Layer(numbers.names[number], module, core, found[1]))
     if not layers:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
     decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
