@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: test-oldest test-k8s quickstart picture results setup test chaos browser check style fix docs bench image clean help
+.PHONY: test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -20,10 +20,13 @@ picture: .venv/runtime  ## record the two newest runs as the README's picture an
 	mv docs/picture/quickstart.part docs/picture/quickstart.md
 	$(BIN)/python docs/generate.py
 
-results: .venv/runtime  ## the study of docs/results: every part with three seeds, then the report (about half an hour)
-	$(BIN)/sparsebp run recipes/study/*.yaml --seeds 0-2
-	mkdir -p docs/results
-	$(BIN)/sparsebp compare --where experiment=study --baseline dense --margin eval/loss=0.02 --html docs/results/study.html > docs/results/study.txt
+results: results-study results-masked  ## both studies of docs/results, three seeds a part (about 45 minutes at two quiet cores)
+
+results-study: .venv/runtime  ## the study, dense at the cost of two of its parts, and the report
+	$(BIN)/python benchmarks/study.py recipes/study --baseline dense --margin 0.02 --controls tokens-random random-rows --out docs/results/study
+
+results-masked: .venv/runtime  ## masked fine-tuning, the loss mask at the cost of detach, and the report
+	$(BIN)/python benchmarks/study.py recipes/masked --baseline loss-mask --margin 0.02 --controls detach --out docs/results/masked
 
 setup: .venv/develop  ## install for development
 

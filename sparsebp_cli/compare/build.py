@@ -159,6 +159,17 @@ class _Builder:
         here, there = (by_seed(self.counted[g], value) for g in (group, other))
         return paired_difference(here, there)
 
+    def _preference(self, group: str, other: str) -> Difference | None:
+        """The difference by which a choice between runs is made: on the validation split, not the one reported."""
+        if self.course == self.metric or have_other_examples(self.counted[group], self.counted[other]):
+            return self._difference(group, other)
+
+        def last(run: LoadedRun) -> float | None:
+            return next(iter(run.evaluations(self.course)[-1:]), None)
+
+        here, there = (by_seed(self.counted[g], last) for g in (group, other))
+        return paired_difference(here, there)
+
     def _common_steps(self, group: str, other: str) -> set[int] | None:
         """The steps at which all runs of both were evaluated, where the reducer looks at several and theirs differ."""
         if self.question.reducer.kind == "final":
@@ -302,7 +313,9 @@ class _Builder:
 
     def _find_controls(self) -> tuple[Control, ...]:
         sign = {"lower": 1.0, "higher": -1.0}.get(self.way, 0.0)
-        controls = find_controls(Search(self.members, self.counted, self.labels, self._difference, sign))
+        controls = find_controls(
+            Search(self.members, self.counted, self.labels, self._difference, self._preference, sign)
+        )
         corrected: dict[int, Difference | None] = {}
         # Of dense at equal cost the best is named: its p value has to count all that it was chosen from.
         for kinds in (("dense",), ("random",), EQUAL_COST):

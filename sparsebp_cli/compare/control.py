@@ -65,6 +65,7 @@ class Search:
         counted: Group to its runs that count.
         labels: Group to what it is called.
         compare: The quality of a group minus that of another, on the seeds that both have.
+        prefer: The same on the split by which choices are made: validation, where there is a test split.
         sign: 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where nobody knows.
     """
 
@@ -72,6 +73,7 @@ class Search:
     counted: Members
     labels: Mapping[str, str]
     compare: Callable[[str, str], Difference | None]
+    prefer: Callable[[str, str], Difference | None]
     sign: float
 
     def control(
@@ -132,14 +134,14 @@ def _find_equal(group: str, search: Search, cost: StepCost, dense: Members, star
             changes = [*([] if start else ["policy=dense"]), *wanted[kind]]
             command = partial(_run, runs, start or newest, changes, _name(kind, wanted[kind]))
             controls.append(search.control(kind, group, "", command))
-    return _mark_best(controls, search.sign)
+    return _mark_best(group, controls, search)
 
 
 def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: Search) -> tuple[str, float]:
     """The nearest by cost; of several learning rates the best: that is what tuning means."""
 
     def lead(other: str) -> float:
-        difference = search.compare(group, other)
+        difference = search.prefer(group, other)
         return -math.inf if difference is None else search.sign * difference.mean
 
     if kind == "own_learning_rate":
@@ -147,13 +149,14 @@ def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: 
     return min(found, key=lambda pair: (pair[1], -lead(pair[0])))
 
 
-def _mark_best(controls: list[Control], sign: float) -> list[Control]:
+def _mark_best(group: str, controls: list[Control], search: Search) -> list[Control]:
     """Mark the control against which the policy looks worst, among those with enough seeds if there are any."""
-    held = [c for c in controls if c.difference is not None and c.difference.n > 0]
-    held = [c for c in held if c.difference and c.difference.n >= FEWEST_PAIRS] or held
-    if not held or not sign:
+    groups = {label: other for other, label in search.labels.items()}
+    held = [(c, d) for c in controls if c.found and (d := search.prefer(group, groups[c.found])) and d.n > 0]
+    held = [(c, d) for c, d in held if d.n >= FEWEST_PAIRS] or held
+    if not held or not search.sign:
         return controls
-    best = max(held, key=lambda c: sign * c.difference.mean if c.difference else -math.inf)
+    best, _ = max(held, key=lambda pair: search.sign * pair[1].mean)
     return [replace(c, is_best=c is best) for c in controls]
 
 

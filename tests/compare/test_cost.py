@@ -9,7 +9,7 @@ import pytest
 
 from sparsebp_cli.compare import Comparison, Group, compare_runs
 from sparsebp_cli.compare.cost import is_near, whole
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run import JournalWriter, RunFolder
 
 from .conftest import MakeRun
 
@@ -226,3 +226,22 @@ def test_models_that_differ_are_held_against_each_other_after_equal_time(make_ru
     entry = compare_runs(runs).groups[1].quality.at_equal[0]
     assert entry.by == "time"
     assert entry.amount == pytest.approx(20, rel=0.03)
+
+
+def test_the_best_control_is_chosen_on_validation_and_reported_on_test(make_run: MakeRun) -> None:
+    def tested(runs: list[RunFolder], loss: float) -> list[RunFolder]:
+        for number, run in enumerate(runs):
+            with JournalWriter(run.path, durable=False) as journal:
+                journal.write("metrics", step=20, values={"test/loss": loss + number / 100})
+        return runs
+
+    runs = study(make_run)
+    runs = [*tested(runs[:3], 3.0), *tested(runs[3:], 3.1)]
+    runs += tested(small(make_run, "dense-b8", 8, (-0.2, -0.21, -0.2)), 3.3)  # the best by validation
+    runs += tested(small(make_run, "dense-b8-lr", 8, (0.0, 0.0, 0.01), training={"learning_rate": 1.0}), 2.5)
+    found = compare_runs(runs)
+    assert found.metric == "test/loss"
+    assert controls(found)["smaller_batch"] == ("dense-b8", True)
+    difference = next(c.difference for c in found.controls if c.kind == "smaller_batch")
+    assert difference is not None
+    assert difference.mean == pytest.approx(-0.2)
