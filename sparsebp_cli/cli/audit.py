@@ -116,7 +116,7 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
     run.mkdir()
     recipe = recipe.model_copy(update={"measure": measure, "checkpoint": checkpoint})
     saved = plan.model_copy(update={"recipe": recipe}).save(run)
-    return [sys.executable, "-m", "sparsebp_cli.worker", str(saved)]
+    return [sys.executable, "-P", "-m", "sparsebp_cli.worker", str(saved)]
 
 
 def _give(report: AuditReport, output: Output, html: Path | None, command: str) -> None:

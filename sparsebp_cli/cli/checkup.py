@@ -58,7 +58,7 @@ def check_packages() -> Finding:
 
 def check_torch() -> list[Finding]:
     """Whether torch can be imported, and what it computes on."""
-    done = subprocess.run([sys.executable, "-c", TORCH], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-P", "-c", TORCH], capture_output=True, text=True, check=False)
     try:
         torch: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
@@ -101,7 +101,8 @@ def check_space() -> Finding:
 
 def check_store() -> Finding:
     """Whether the tracking store answers. Nothing is created."""
-    from sparsebp_cli.tracking import mask, resolve_uri
+    from sparsebp_cli.run.visible import mask
+    from sparsebp_cli.tracking import resolve_uri
     from sparsebp_cli.tracking.uri import is_server, is_sqlite, sqlite_file
 
     try:

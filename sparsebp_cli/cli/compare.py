@@ -148,7 +148,7 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> list[Lo
     """
     from sparsebp_cli.compare import choose, load_all, local_candidates, store_candidates
     from sparsebp_cli.run import home
-    from sparsebp_cli.tracking import mask
+    from sparsebp_cli.run.visible import mask
 
     if not words and where is None and place is None:
         raise UsageError("name the runs to compare, or choose them by --where; `sparsebp runs` lists them")

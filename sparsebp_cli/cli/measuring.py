@@ -22,7 +22,7 @@ from sparsebp_cli.errors import RunFailedError, UsageError
 if TYPE_CHECKING:
     from sparsebp_cli.bench import Benchmark, Request
 
-COMMAND = [sys.executable, "-m", "sparsebp_cli.worker.bench"]
+COMMAND = [sys.executable, "-P", "-m", "sparsebp_cli.worker.bench"]
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_TO_END = 5.0
 

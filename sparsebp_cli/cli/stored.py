@@ -9,6 +9,7 @@ from typing import Any
 from sparsebp_cli.errors import PolicyError, RunNotFoundError
 from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import RunFolder, find_run
+from sparsebp_cli.run.visible import mask
 
 
 def read_plan(run: RunFolder) -> dict[str, Any]:
@@ -26,6 +27,8 @@ def read_plan(run: RunFolder) -> dict[str, Any]:
     try:
         plan = json.loads(run.plan_file.read_bytes())
         plan["recipe"]["training"]["max_steps"]
+        if uri := plan["recipe"].get("tracking", {}).get("uri"):
+            plan["recipe"]["tracking"]["uri"] = mask(uri)  # plans of earlier versions may hold a password
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunNotFoundError(f"run {run.run_id}: {run.plan_file} is not a plan: {error}") from None
     return dict(plan)

@@ -28,7 +28,8 @@ from sparsebp_cli.compare.stored import Batch, Row, Source, StoredMetrics, Store
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, State
-from sparsebp_cli.tracking import mask, resolve_uri
+from sparsebp_cli.run.visible import mask
+from sparsebp_cli.tracking import resolve_uri
 from sparsebp_cli.tracking.content import RUN_ID
 from sparsebp_cli.tracking.uri import is_server, is_sqlite, one_line, sqlite_file
 

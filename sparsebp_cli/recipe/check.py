@@ -12,8 +12,9 @@ from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.finding import Finding, Location, word_errors
 from sparsebp_cli.recipe.composition import find_unbuilt
 from sparsebp_cli.recipe.place import Node, Place
-from sparsebp_cli.recipe.schema import PolicyEntry, Recipe, TargetSection
+from sparsebp_cli.recipe.schema import SECRET_URI, PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.target import check_target, lay_over_named
+from sparsebp_cli.run.visible import mask
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ def check_recipe(tree: Node) -> PlacedRecipe:
         recipe = Recipe.model_validate(data)
     except ValidationError as error:
         findings += [_add_home(finding) for finding in word_errors(error, Recipe, data)]
+    if recipe is not None and recipe.tracking.uri is not None and mask(recipe.tracking.uri) != recipe.tracking.uri:
+        findings.append(Finding(("tracking", "uri"), SECRET_URI))
     policies = _check_policies(data.get("policy") or [{"name": "dense"}], findings)
     target = _check_target(data.get("target", {}), findings)
     if recipe is not None and not findings:

@@ -241,6 +241,9 @@ class TargetOptions(Section):
     )
 
 
+SECRET_URI = "holds a user name or password: set MLFLOW_TRACKING_URI in the environment instead"
+
+
 class TrackingSection(Section):
     """Where the numbers go."""
 
@@ -264,7 +267,7 @@ class TrackingSection(Section):
     def _no_password(cls, uri: str | None) -> str | None:
         if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
             # A recipe is shown, logged and sent.
-            raise ValueError("holds a user name or password: set MLFLOW_TRACKING_URI in the environment instead")
+            raise ValueError(SECRET_URI)
         return uri
 
 

@@ -1,4 +1,4 @@
-"""Text from elsewhere (journals, stores, other machines, logs) made safe to show.
+"""Text from elsewhere (journals, stores, other machines, logs) made safe to show, and addresses without passwords.
 
 A terminal obeys control characters, and both terminals and browsers obey marks of writing direction: a run could
 otherwise repaint the screen, set the clipboard or show a sentence in another order than it is stored. Whatever shows
@@ -8,6 +8,7 @@ such text passes it through :func:`make_visible` first: the command line where i
 from __future__ import annotations
 
 import re
+from urllib.parse import unquote_plus
 
 _OBEYED = re.compile(
     "["
@@ -18,6 +19,15 @@ _OBEYED = re.compile(
     "\U000e0000-\U000e007f"  # invisible copies of ASCII
     "]"
 )
+
+_ADDRESS = re.compile(r"://(\S*)")
+_OPTION = re.compile(r"(?<![\w.%+-])([\w.%+-]++)(\s?=\s?)('[^']*'|[^&;,\s]+)")
+_SECRET_NAME = re.compile(
+    r"(pass|passwd|password|passphrase|pwd|token|secret|credentials?|(api|access|private|secret)_?key|signature)$"
+    r"|^sig$|^auth$|^odbc_connect$",
+    re.IGNORECASE,
+)
+_HEADER = re.compile(r"\b(Bearer|Basic)\s+[\w+/.=~-]{8,}", re.IGNORECASE)
 
 
 def make_visible(text: str) -> str:
@@ -31,6 +41,32 @@ def make_visible(text: str) -> str:
         the same JSON.
     """
     return _OBEYED.sub(_write_out, text)
+
+
+def mask(text: str) -> str:
+    """Hide user, password and secret options of every address in a text.
+
+    Args:
+        text: An address, or any text that may hold some.
+
+    Returns:
+        The text with ``***`` in their place; in doubt more than needed.
+    """
+    text = _ADDRESS.sub(_hide_user, text)
+    return _HEADER.sub(r"\1 ***", _OPTION.sub(_hide_secret, text))
+
+
+def _hide_user(found: re.Match[str]) -> str:
+    """A password may hold slashes and at-signs: with a colon before it, the last at-sign of the word counts."""
+    word = found[1]
+    end = word.rfind("@")
+    if ":" not in word[: max(end, 0)]:
+        end = word.partition("/")[0].rfind("@")
+    return found[0] if end < 0 else f"://***{word[end:]}"
+
+
+def _hide_secret(found: re.Match[str]) -> str:
+    return f"{found[1]}{found[2]}***" if _SECRET_NAME.search(unquote_plus(found[1])) else found[0]
 
 
 def _write_out(found: re.Match[str]) -> str:

@@ -169,7 +169,7 @@ def worker_line(options: SlurmOptions, run: str) -> str:
     Returns:
         One line.
     """
-    worker = f'{shlex.quote(options.python)} -m {options.worker} "{run}/plan.json"'
+    worker = f'{shlex.quote(options.python)} -P -m {options.worker} "{run}/plan.json"'
     if options.container == "apptainer":
         gpus = " --nv" if options.gpus else ""
         binds = "".join(f" --bind {shlex.quote(read_mount(mount).text)}" for mount in options.mounts)

@@ -137,7 +137,16 @@ def create_words(options: DockerOptions, run_id: str, image: str, labels: dict[s
     for name, value in {"sparsebp.run": run_id, **labels}.items():
         words += ["--label", f"{name}={value}"]
     words += safe_words(options)
-    return [*words, "--entrypoint", options.python, image, "-m", options.worker, f"{run_folder(run_id)}/plan.json"]
+    return [
+        *words,
+        "--entrypoint",
+        options.python,
+        image,
+        "-P",
+        "-m",
+        options.worker,
+        f"{run_folder(run_id)}/plan.json",
+    ]
 
 
 def safe_words(options: DockerOptions) -> list[str]:

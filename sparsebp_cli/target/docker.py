@@ -161,7 +161,7 @@ class DockerEngine(Engine):
                 options.python,
                 options.image,
             ]
-            found = self._tool.run([*words, "-c", SOURCE, "/"])
+            found = self._tool.run([*words, "-P", "-c", SOURCE, "/"])
         except (UnreachableError, RunFailedError, UsageError) as error:
             yield Finding("fail", "reachable" if isinstance(error, UnreachableError) else "image", str(error))
             return

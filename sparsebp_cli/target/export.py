@@ -57,9 +57,8 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
         job = make_job(options, plan.run_id)
         pod = job["spec"]["template"]["spec"]
         python = shlex.quote(options.python)
-        line = (
-            f"mkdir -p {folder} && cp /plan/plan.json {folder}/ && exec {python} -m {options.worker} {folder}/plan.json"
-        )
+        worker = f"{python} -P -m {options.worker} {folder}/plan.json"
+        line = f"mkdir -p {folder} && cp /plan/plan.json {folder}/ && exec {worker}"
         pod["containers"][0]["command"] = ["sh", "-c", as_literal(line)]
         pod["containers"][0]["volumeMounts"].append({"name": "plan", "mountPath": "/plan", "readOnly": True})
         pod["volumes"].append({"name": "plan", "configMap": {"name": name}})
@@ -158,5 +157,5 @@ def _lines(plan: Plan, options: ContainerOptions) -> str:
     return (
         f'run="${{SPARSEBP_HOME:-$HOME/.local/share/sparsebp}}/runs/{plan.run_id}"\n'
         + _write_plan(plan, '"$run"')
-        + f'\nexec {python} -m {options.worker} "$run/plan.json"\n'
+        + f'\nexec {python} -P -m {options.worker} "$run/plan.json"\n'
     )

@@ -88,7 +88,7 @@ class LocalTarget(Target):
         self.worker_module = (options or TargetOptions()).worker
 
     def command(self, run: RunFolder) -> list[str]:
-        return [sys.executable, "-m", self.worker_module, str(run.plan_file)]
+        return [sys.executable, "-P", "-m", self.worker_module, str(run.plan_file)]
 
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
         for run in runs:

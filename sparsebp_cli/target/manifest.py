@@ -67,7 +67,7 @@ def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
     """
     labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.run": run_id}
     hold = str(60 * options.hold_min)
-    words = [options.python, "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
+    words = [options.python, "-P", "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",

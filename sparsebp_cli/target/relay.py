@@ -60,7 +60,7 @@ class Relay:
 
     def _work(self) -> int:
         self._tell("working")
-        command = [sys.executable, "-m", self._module, str(self._folder / "plan.json")]
+        command = [sys.executable, "-P", "-m", self._module, str(self._folder / "plan.json")]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         (self._folder / ".pid").write_text(str(self._process.pid), encoding="utf-8")
         if self._asked:

@@ -151,7 +151,7 @@ class SlurmEngine(Engine):
             yield Finding("ok", "accounting", "sacct works" if accounting.code == 0 else "none; it is not needed")
             if options.container == "none":
                 folder = shlex.quote(options.folder or "/")
-                python = f"mkdir -p {folder} && {shlex.quote(options.python)} -c {shlex.quote(SOURCE)} {folder}"
+                python = f"mkdir -p {folder} && {shlex.quote(options.python)} -P -c {shlex.quote(SOURCE)} {folder}"
                 yield from compare(self._sh(python).text, wants_gpus=False)
         except UnreachableError as error:
             yield Finding("fail", "reachable", str(error))

@@ -26,7 +26,7 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
         SparseBPError: What the process answered with.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *options, *(str(run.path) for run in runs)],
+        [sys.executable, "-P", "-m", module, *options, *(str(run.path) for run in runs)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,  # until it could start, or said why not; from then on it has a log of its own

@@ -4,6 +4,6 @@ from sparsebp_cli.tracking.flush import Flusher, sync
 from sparsebp_cli.tracking.follow import Follower
 from sparsebp_cli.tracking.sent import SyncResult
 from sparsebp_cli.tracking.ui import ui_command, ui_environment
-from sparsebp_cli.tracking.uri import mask, resolve_uri
+from sparsebp_cli.tracking.uri import resolve_uri
 
-__all__ = ["Flusher", "Follower", "SyncResult", "mask", "resolve_uri", "sync", "ui_command", "ui_environment"]
+__all__ = ["Flusher", "Follower", "SyncResult", "resolve_uri", "sync", "ui_command", "ui_environment"]

@@ -11,7 +11,7 @@ import yaml
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, metric
-from sparsebp_cli.tracking.uri import mask
+from sparsebp_cli.run.visible import mask
 
 RUN_ID = "sparsebp.run_id"
 SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.CEILING, metric.REALISED_SHARE, metric.COSINE)

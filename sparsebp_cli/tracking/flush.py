@@ -18,12 +18,13 @@ from filelock import FileLock
 from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, RunFolder, read
+from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking.content import RUN_ID, STATUS, artifacts, clean_name, find_state, parameters, run_name, tags
 from sparsebp_cli.tracking.picture import FILE as PICTURE
 from sparsebp_cli.tracking.picture import draw_run
 from sparsebp_cli.tracking.sent import Point, Sent, SyncResult
 from sparsebp_cli.tracking.store import experiment_id, open_client, writing
-from sparsebp_cli.tracking.uri import mask, one_line, resolve_uri
+from sparsebp_cli.tracking.uri import one_line, resolve_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

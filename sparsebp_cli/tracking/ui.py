@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 from sparsebp_cli.errors import TrackingError
+from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking.store import open_client
-from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite, mask
+from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite
 
 
 def ui_command(uri: str, port: int = 5000) -> list[str]:
@@ -32,7 +33,7 @@ def ui_command(uri: str, port: int = 5000) -> list[str]:
     if is_sqlite(uri):
         open_client(uri)
     return [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+        sys.executable, "-P", "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", uri, "--artifacts-destination", str(artifact_root(uri)),
     ]  # fmt: skip
 
@@ -43,4 +44,5 @@ def ui_environment() -> dict[str, str]:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
+        "PYTHONSAFEPATH": "1",  # it starts processes of its own; none takes modules from the working folder
     }

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.run import home
+from sparsebp_cli.run.visible import mask
 
 DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 SERVERS = ("http", "https")
 LONGEST_LINE = 300
-
-_USER_AND_PASSWORD = re.compile(r"://[^/\s]*@")
-_SECRET_OPTION = re.compile(r"(?i)\b(\w*(?:password|passwd|token|secret|api_?key))=[^&\s]+")
 
 
 def resolve_uri(plan_uri: str | None) -> str:
@@ -39,7 +36,7 @@ def resolve_uri(plan_uri: str | None) -> str:
         )
     if scheme == "sqlite" and not sqlite_file(uri).is_absolute():
         raise TrackingError(
-            f"tracking.uri must name an absolute file, got {uri!r}: use sqlite:////absolute/path/mlflow.db"
+            f"tracking.uri must name an absolute file, got {mask(uri)!r}: use sqlite:////absolute/path/mlflow.db"
         )
     return uri
 
@@ -69,18 +66,6 @@ def artifact_root(uri: str) -> Path:
         ``mlartifacts`` beside the sqlite file, else in the folder of SparseBP.
     """
     return (sqlite_file(uri).parent if is_sqlite(uri) else home()) / "mlartifacts"
-
-
-def mask(text: str) -> str:
-    """Hide user, password and secret options of every URI in a text.
-
-    Args:
-        text: A URI, or any text that may hold some.
-
-    Returns:
-        The text with ``***`` in their place.
-    """
-    return _SECRET_OPTION.sub(r"\1=***", _USER_AND_PASSWORD.sub("://***@", text))
 
 
 def one_line(error: BaseException) -> str:

@@ -95,7 +95,7 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
         )
         asked, failures = None, dict[int, Any]()
         try:
-            elastic_launch(config, sys.executable)("-m", "sparsebp_cli.worker", str(run.plan_file))
+            elastic_launch(config, sys.executable)("-P", "-m", "sparsebp_cli.worker", str(run.plan_file))
         except SignalException as error:
             asked = error.sigval
         except ChildFailedError as error:

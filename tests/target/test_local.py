@@ -51,7 +51,7 @@ def test_the_command_is_the_one_that_runs(target: LocalTarget) -> None:
 
 def test_the_command_of_a_run_that_does_not_exist_writes_nothing(tmp_path: Path) -> None:
     command = LocalTarget().command(RunFolder(tmp_path / "none"))
-    assert command[1:] == ["-m", "sparsebp_cli.worker", str(tmp_path / "none" / "plan.json")]
+    assert command[1:] == ["-P", "-m", "sparsebp_cli.worker", str(tmp_path / "none" / "plan.json")]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebp_cli.errors import TrackingError
-from sparsebp_cli.tracking import mask, resolve_uri, ui_command
+from sparsebp_cli.errors import RecipeError, TrackingError
+from sparsebp_cli.recipe import load_recipe
+from sparsebp_cli.run.visible import mask
+from sparsebp_cli.tracking import resolve_uri, ui_command
 from sparsebp_cli.tracking.uri import artifact_root, one_line
 
 
@@ -58,8 +60,53 @@ def test_no_password_survives_masking(user: str, password: str) -> None:
 
 
 def test_a_store_without_a_password_is_shown_as_it_is() -> None:
-    for uri in ("sqlite:////a/b@c/mlflow.db", "http://127.0.0.1:5000", "https://host/a@b"):
+    for uri in (
+        "sqlite:////a/b@c/mlflow.db",
+        "http://127.0.0.1:5000",
+        "https://host/a@b",
+        "postgresql://host:5432/db?sslmode=require&connect_timeout=5",
+        "num_tokens=128 and eos_token: </s>",
+    ):
         assert mask(uri) == uri
+
+
+HIDDEN = [
+    "http://bob:Zq1/w@h", "http://bob:a/Zq1@h", "http://bob:a@Zq1/b@h", "http://bob:80/Zq1@h", "http://bob:?Zq1@h:5000/x",
+    "http://Zq1@h", "http://:Zq1@h", "HTTP://BOB:Zq1@H", "postgresql://h/d?user=a&password=Zq1",
+    "postgresql://h/d?PASSWORD=Zq1", "postgresql://h/d?sslpassword=Zq1&x=1", "postgresql://h/d?pass%77ord=Zq1",
+    "mssql+pyodbc:///?odbc_connect=DRIVER%3Dx%3BPWD%3DZq1", "mssql://h/d?x=1;PWD=Zq1;y=2", "https://h/?token=Zq1",
+    "https://h/?access_token=Zq1", "https://h/?api_key=Zq1", "https://h/?sig=Zq1", "https://h/?X-Amz-Signature=Zq1",
+    "postgresql://h/d?options=a&passphrase=Zq1", "host=h password='Zq1 x' dbname=d", "host=h password = Zq1",
+    "Authorization: Bearer Zq1aaaaaaaaa", "MLFLOW_TRACKING_TOKEN=Zq1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HIDDEN)
+def test_one_function_hides_every_form_of_password(text: str) -> None:
+    for said in (text, f"error: {text} is away", f"({text})\n{text}"):
+        assert "Zq1" not in mask(said)
+        assert mask(mask(said)) == mask(said)
+
+
+def test_masking_takes_time_in_proportion_to_the_text() -> None:
+    import time
+
+    start = time.process_time()
+    for hostile in ("://" * 100_000, "://" + ":" * 300_000, "a=" * 150_000, "token" * 60_000, "Bearer " * 50_000):
+        mask(hostile)
+    assert time.process_time() - start < 20  # CPU seconds; quadratic would be hours
+
+
+@pytest.mark.parametrize("uri", [text for text in HIDDEN if "://" in text and not text.startswith("error")])
+def test_a_recipe_with_a_password_in_its_address_is_refused_without_repeating_it(uri: str, tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(
+        f"version: 1\nmodel: {{name: austen-llama}}\ndataset: {{name: austen}}\ntracking:\n  uri: {uri!r}\n"
+    )
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    assert "tracking.uri: holds a user name or password" in str(caught.value)
+    assert "Zq1" not in str(caught.value)
 
 
 def test_an_error_of_the_store_becomes_one_masked_line() -> None:

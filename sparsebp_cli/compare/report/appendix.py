@@ -13,7 +13,7 @@ from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.loaded import flatten
 from sparsebp_cli.compare.number import SECONDS
-from sparsebp_cli.tracking import mask
+from sparsebp_cli.run.visible import mask
 
 
 def runs_grid(comparison: Comparison) -> Grid:

@@ -1,0 +1,77 @@
+"""An unpacked folder that wants to run something: no verb that only looks does, and neither does a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..plan.test_provenance import run_git
+from .conftest import environment, write_run
+
+RECIPE = """\
+version: 1
+name: hostile
+model: {name: none}
+dataset: {name: none}
+training: {max_steps: 3}
+tracking: {uri: "file:///nowhere", tags: {fake: ok}}
+"""
+MODULES = ("sitecustomize", "usercustomize", "json", "yaml", "filelock", "torch", "mlflow", "sparsebp_cli", "psutil")
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """The working folder, full of traps; each leaves a line in the file ``canary``."""
+    canary = tmp_path / "canary"
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    run_git(tmp_path, "init", "-q")
+    run_git(tmp_path, "add", "r.yaml")
+    run_git(tmp_path, "commit", "-qm", "m")
+    command = f"echo git >> {canary}; cat"
+    for key in ("core.fsmonitor", "diff.external", "diff.x.textconv", "diff.x.command", "filter.x.clean", "core.pager"):
+        run_git(tmp_path, "config", key, command)
+    (tmp_path / ".gitattributes").write_text("* diff=x filter=x\n")
+    for hook in ("post-index-change", "post-checkout", "pre-commit"):
+        (tmp_path / ".git" / "hooks" / hook).write_text(f"#!/bin/sh\necho hook >> {canary}\n")
+        (tmp_path / ".git" / "hooks" / hook).chmod(0o755)
+    for module in MODULES:
+        trap = f"open({str(canary)!r}, 'a').write('{module}\\n')\n"
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text(trap)
+    dist = tmp_path / "trap-1.dist-info"
+    dist.mkdir()
+    (dist / "METADATA").write_text("Name: trap\nVersion: 1\n")
+    (dist / "entry_points.txt").write_text("[sparsebp.policies]\ntrap = torch:x\n[sparsebp.targets]\nt = yaml:x\n")
+    for name in ("git", "python", "python3", "docker", "ssh", "nvidia-smi"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} >> {canary}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".env").write_text("MLFLOW_TRACKING_URI=http://canary.invalid\nSPARSEBP_HOME=/canary\n")
+    (tmp_path / "targets.yaml").write_text("local: {kind: nonsense\n")
+    (tmp_path / "pyvenv.cfg").write_text("home = /canary\n")
+    (tmp_path / "trap.pth").write_text(f"import os; open({str(canary)!r}, 'a').write('pth')\n")
+    (tmp_path / "r.yaml").write_text(RECIPE + "# changed\n")
+    return canary
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["validate", "r.yaml"], ["run", "r.yaml", "--dry-run"], ["run", "r.yaml"], ["compare", "@1"], ["show", "@last"],
+     ["runs"], ["policies"], ["export", "r.yaml"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_nothing_of_an_unpacked_folder_is_run(words: list[str], hostile: Path, tmp_path: Path) -> None:
+    if words[0] in {"compare", "show"}:
+        write_run(tmp_path / "r.yaml")
+    # The command itself is a console script, which takes no module from the working folder; -P stands for that here.
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fake_sparsebp", *words],
+        check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=environment() | {"PATH": f"{os.environ['PATH']}::."},
+    )  # fmt: skip
+    assert not hostile.exists(), hostile.read_text()
+    assert "canary" not in (done.stdout + done.stderr).replace(str(tmp_path), "")
+    assert done.returncode == 0, done.stderr
