@@ -60,7 +60,7 @@ def hostile(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [["validate", "r.yaml"], ["run", "r.yaml", "--dry-run"], ["run", "r.yaml"], ["compare", "@1"], ["show", "@last"],
-     ["runs"], ["policies"], ["export", "r.yaml"]],
+     ["runs"], ["policies"], ["export", "r.yaml", "-f", "sbatch"]],
     ids=" ".join,
 )  # fmt: skip
 def test_nothing_of_an_unpacked_folder_is_run(words: list[str], hostile: Path, tmp_path: Path) -> None:
