@@ -12,8 +12,8 @@ from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
 from sparsebp_cli.cli.stored import describe_policies, read_plan
 from sparsebp_cli.errors import RunNotFoundError
-from sparsebp_cli.run import History, RunFolder, home, list_runs
-from sparsebp_cli.run.metric import EVAL_LOSS
+from sparsebp_cli.run import RunFolder, home, list_runs
+from sparsebp_cli.run.journal import find_outline, tell_unreadable
 
 STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted": "yellow"}
 
@@ -78,10 +78,10 @@ def describe_run(folder: RunFolder) -> dict[str, Any]:
         return line | {"problem": str(error).removeprefix(f"run {folder.run_id}: ")}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         return line | {"problem": f"{folder.plan_file} is not a plan: {error!r}"}
-    history = History.load(folder.path)
+    found = find_outline(folder.path)
     return line | {
         "state": str(folder.state()),
-        "step": max((max(points) for points in history.metrics.values()), default=0),
-        "eval_loss": history.last(EVAL_LOSS.name),
-        "problem": history.tell_unreadable(),
+        "step": found.step,
+        "eval_loss": found.eval_loss,
+        "problem": tell_unreadable(found.unreadable),
     }

@@ -3,6 +3,7 @@
 $SPARSEBP_HOME/runs/RUN_ID/
     plan.json        all that the worker needs
     journal.jsonl    the truth (see journal.py)
+    outline.json     the journal in a few numbers, for lists of runs (see outline.py)
     worker.log       what the worker printed
     worker.lock      held by the worker while it lives, whatever its pid
     rank.lock        held by the one that writes, where the worker started several processes
@@ -27,7 +28,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
-from sparsebp_cli.run.journal import read
+from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.record import State
 
 SHORTEST_PREFIX = 3
@@ -99,7 +100,8 @@ class RunFolder:
         before, sight = self._read_launch()
         if sight not in {"", "over"}:  # it runs elsewhere: only the target knows, and only the process that asks it
             return _SIGHTS.get(sight, State.UNREACHABLE) if watched else State.UNREACHABLE
-        attempts, end = self._read_ends()
+        found = find_outline(self.path)
+        attempts, end = found.attempts, found.end
         if watched and attempts <= (before or 0):
             return State.QUEUED
         if end is not None:
@@ -111,17 +113,7 @@ class RunFolder:
 
     def ended(self) -> State | None:
         """Return how the last attempt ended, by the journal alone; None when it did not say."""
-        return self._read_ends()[1]
-
-    def _read_ends(self) -> tuple[int, State | None]:
-        attempts, end = 0, None
-        for record, _ in read(self.path):
-            attempts = max(attempts, record["attempt"])
-            if record["kind"] == "attempt":
-                end = None
-            elif record["kind"] == "end":
-                end = State(record["status"])
-        return attempts, end
+        return find_outline(self.path).end
 
     def _read_launch(self) -> tuple[int | None, str]:
         """Return the attempts before the newest start (None: there was none), and how it was last seen elsewhere."""
@@ -191,8 +183,14 @@ def create_run(run_id: str) -> RunFolder:
 
 def list_runs() -> list[RunFolder]:
     """Return every run on this machine, newest first."""
-    folders = [RunFolder(path.parent) for path in (home() / "runs").glob("*/plan.json")]
-    return sorted(folders, key=lambda run: (run.brief()[1], run.run_id), reverse=True)
+    return list(_name_runs())
+
+
+def _name_runs() -> dict[RunFolder, str]:
+    """Every run, newest first, with its name: each plan is read once."""
+    folders = (RunFolder(path.parent) for path in (home() / "runs").glob("*/plan.json"))
+    found = {run: run.brief() for run in folders}
+    return {run: found[run][0] for run in sorted(found, key=lambda run: (found[run][1], run.run_id), reverse=True)}
 
 
 def find_run(word: str) -> list[RunFolder]:
@@ -208,7 +206,10 @@ def find_run(word: str) -> list[RunFolder]:
     Raises:
         RunNotFoundError: Nothing answers, or a prefix is not unique.
     """
-    runs = list_runs()
+    if word == Path(word).name and (home() / "runs" / word / "plan.json").is_file():
+        return [RunFolder(home() / "runs" / word)]
+    named = _name_runs()
+    runs = list(named)
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]
         if not count.isdecimal() or not 0 < int(count) <= len(runs):
@@ -216,14 +217,12 @@ def find_run(word: str) -> list[RunFolder]:
         return runs[: int(count)][::-1]
     if os.sep in word and (Path(word) / "plan.json").is_file():
         return [RunFolder(Path(word).absolute())]
-    if exact := [run for run in runs if run.run_id == word]:
-        return exact
-    if named := [run for run in runs if run.brief()[0] == word]:
-        return named[::-1]
+    if same := [run for run, name in named.items() if name == word]:
+        return same[::-1]
     prefixed = [run for run in runs if len(word) >= SHORTEST_PREFIX and run.run_id.startswith(word)]
     if len(prefixed) == 1:
         return prefixed
     if prefixed:
         raise RunNotFoundError(f"{word} is not unique: {', '.join(run.run_id for run in prefixed[:5])}")
-    near = did_you_mean(word, [run.run_id for run in runs] + [run.brief()[0] for run in runs])
+    near = did_you_mean(word, [run.run_id for run in runs] + list(named.values()))
     raise RunNotFoundError(f"no run answers to {word!r} under {home()}{near}; `sparsebp runs` lists them")

@@ -29,14 +29,15 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from sparsebp_cli.run.outline import JOURNAL, Outline, read_outline, read_stamp
 from sparsebp_cli.run.record import is_record, parse_record, to_json
 
-FILE = "journal.jsonl"
+FILE = JOURNAL
 
 
 class JournalWriter:
@@ -83,6 +84,7 @@ class JournalWriter:
         if not self._file.closed:
             self.flush()
             self._file.close()
+            find_outline(self.path.parent)
 
     def __enter__(self) -> Self:
         return self
@@ -131,6 +133,26 @@ def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any] | N
             yield parse_record(line), offset
 
 
+def find_outline(run_folder: Path) -> Outline:
+    """Return a journal in a few numbers: as they are kept beside it, else by reading it.
+
+    Args:
+        run_folder: The run's folder.
+
+    Returns:
+        The outline; that of a journal that ended is kept for the next reader.
+    """
+    stamp = read_stamp(run_folder)
+    if kept := read_outline(run_folder, stamp):
+        return kept
+    found = Outline()
+    for number, (record, _) in enumerate(scan(run_folder), 1):
+        found.add(record, number)
+    if found.end is not None and stamp == read_stamp(run_folder):  # nothing was appended meanwhile
+        found.save(run_folder, stamp)
+    return found
+
+
 @dataclass
 class History:
     """What a journal says, with repeated steps folded.
@@ -176,10 +198,7 @@ class History:
 
     def tell_unreadable(self) -> str:
         """Return in a few words which parts hold no record; empty when every part does."""
-        if not self.unreadable:
-            return ""
-        parts = ", ".join(self.unreadable[:3]) + ", ..." * (len(self.unreadable) > 3)
-        return f"{parts} of its journal cannot be read and {'are' if len(self.unreadable) > 1 else 'is'} left out"
+        return tell_unreadable(self.unreadable)
 
     def dump(self) -> dict[str, Any]:
         """Return all that the journal says beside metrics, as plain data that :meth:`take` reads."""
@@ -260,6 +279,18 @@ class History:
     def last(self, name: str) -> float | None:
         """Return a metric's value at its highest step; None when it was never logged."""
         return next(reversed(self.series(name).values()), None)
+
+
+def tell_unreadable(places: Sequence[str]) -> str:
+    """Return in a few words which parts of a journal hold no record; empty when every part does.
+
+    Args:
+        places: Such as ``line 7``.
+    """
+    if not places:
+        return ""
+    parts = ", ".join(places[:3]) + ", ..." * (len(places) > 3)
+    return f"{parts} of its journal cannot be read and {'are' if len(places) > 1 else 'is'} left out"
 
 
 HEAD = {"attempt": 1, "time": 0.0}  # of records that come from elsewhere

@@ -110,7 +110,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, int) and -LARGEST_INTEGER < value < LARGEST_INTEGER)
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Whether a value is a whole number from 0 on that every reader can use."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_INTEGER
 
 
@@ -118,7 +119,8 @@ def _is_time(value: Any) -> bool:
     return _is_number(value) and 0.0 <= value < LARGEST_INTEGER
 
 
-def _is_figure(value: Any) -> bool:
+def is_figure(value: Any) -> bool:
+    """Whether a value is a number, or None where nothing was measured."""
     return value is None or _is_number(value)
 
 
@@ -144,8 +146,8 @@ def _is_dict_without_other(**fields: Check) -> Check:
     )
 
 
-def _is_counts(value: Any, length: int) -> bool:
-    return isinstance(value, list) and len(value) == length and all(map(_is_count, value))
+def is_counts(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length and all(map(is_count, value))
 
 
 def _is_points(value: Any) -> bool:
@@ -153,38 +155,38 @@ def _is_points(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) > 0
-        and all(_is_counts(point, length) and point[1] < len(PHASES) for point in value)
+        and all(is_counts(point, length) and point[1] < len(PHASES) for point in value)
     )
 
 
-COMMON: dict[str, Check] = {"kind": _is_text, "attempt": lambda value: _is_count(value) and value > 0, "time": _is_time}
+COMMON: dict[str, Check] = {"kind": _is_text, "attempt": lambda value: is_count(value) and value > 0, "time": _is_time}
 _POLICIES = _is_list_of(_is_dict_with(exact=lambda value: isinstance(value, bool)))
-_EXAMPLES = _is_dict_with(loss=_is_list_of(_is_figure), targets=_is_list_of(_is_number))
+_EXAMPLES = _is_dict_with(loss=_is_list_of(is_figure), targets=_is_list_of(_is_number))
 _DOCUMENTS = _is_dict_without_other(documents=_is_list_of(lambda place: _is_number(place) and math.isfinite(place)))
 FIELDS: dict[str, dict[str, Check]] = {
-    "attempt": {"from_step": _is_count, "environment": _is_dict_without_other(packages=lambda v: isinstance(v, dict))},
-    "metrics": {"step": _is_count, "values": _is_dict_of(_is_number)},
+    "attempt": {"from_step": is_count, "environment": _is_dict_without_other(packages=lambda v: isinstance(v, dict))},
+    "metrics": {"step": is_count, "values": _is_dict_of(_is_number)},
     "facts": {
         "values": _is_dict_without_other(
             policies=_POLICIES,
-            warmup_steps=lambda value: _is_count(value) and value <= MOST_WARMUP_STEPS,
-            tokens_per_step=_is_figure,
-            eval_examples=_is_figure,
+            warmup_steps=lambda value: is_count(value) and value <= MOST_WARMUP_STEPS,
+            tokens_per_step=is_figure,
+            eval_examples=is_figure,
             dataset_digest=lambda value: value is None or _is_text(value),
             changes=_is_list_of(_is_dict_with(field=_is_text, then=_is_text, now=_is_text, step=_is_count)),
         )
     },
-    "layers": {"step": _is_count, "values": _is_dict_of(_is_dict_of(_is_figure))},
+    "layers": {"step": is_count, "values": _is_dict_of(_is_dict_of(is_figure))},
     "proof": {
-        "step": _is_count,
-        "values": _is_dict_with(columns=_is_list_of(_is_text), modules=_is_dict_of(_is_list_of(_is_figure))),
+        "step": is_count,
+        "values": _is_dict_with(columns=_is_list_of(_is_text), modules=_is_dict_of(_is_list_of(is_figure))),
     },
     "memory": {
-        "step": _is_count,
-        "values": _is_dict_with(points=_is_points, highest=lambda v: _is_counts(v, len(PARTS))),
+        "step": is_count,
+        "values": _is_dict_with(points=_is_points, highest=lambda v: is_counts(v, len(PARTS))),
     },
     "examples": {
-        "step": _is_count,
+        "step": is_count,
         "values": lambda value: _EXAMPLES(value) and _DOCUMENTS(value),
     },
     "note": {"level": _is_text, "text": _is_text},
@@ -192,7 +194,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     "allow": {"fields": _is_list_of(_is_text)},
     "end": {
         "status": lambda value: value in ENDS if isinstance(value, str) else False,
-        "step": _is_count,
+        "step": is_count,
         "text": _is_text,
     },
 }

@@ -1,0 +1,117 @@
+"""What a list of runs needs of a journal, kept beside it: a list of 2,000 runs cannot read 2,000 journals.
+
+``outline.json`` is derived from the journal and belongs to one size and time of change of it; where these differ, or
+the file is missing or odd, the journal is read. Whoever closes a journal behind an end writes it, and so does the first
+reader of an older run. Nothing is lost with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.run.metric import EVAL_LOSS
+from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, to_json
+
+FILE = "outline.json"
+JOURNAL = "journal.jsonl"
+VERSION = 1
+MOST_UNREADABLE = 4  # places that are named; a list says no more
+
+
+@dataclass
+class Outline:
+    """A journal in a few numbers.
+
+    Args:
+        attempts: Workers that were started.
+        end: How the last attempt ended; None: it did not say.
+        step: The highest step of any metric.
+        eval_step: The highest step with a loss on held-out examples.
+        eval_loss: That loss.
+        unreadable: The first places that hold no record, such as ``line 7``.
+    """
+
+    attempts: int = 0
+    end: State | None = None
+    step: int = 0
+    eval_step: int = -1
+    eval_loss: float | None = None
+    unreadable: list[str] = field(default_factory=list)
+
+    def add(self, record: dict[str, Any] | None, number: int) -> None:
+        """Take in one line of the journal.
+
+        Args:
+            record: The line's; None: it holds none.
+            number: Of the line, from 1.
+        """
+        if record is None:
+            if len(self.unreadable) < MOST_UNREADABLE:
+                self.unreadable.append(f"line {number}")
+            return
+        self.attempts = max(self.attempts, record["attempt"])
+        match record["kind"]:
+            case "attempt":
+                self.end = None
+            case "end":
+                self.end = State(record["status"])
+            case "metrics" if record["values"]:
+                self.step = max(self.step, record["step"])
+                if EVAL_LOSS.name in record["values"] and record["step"] > self.eval_step:
+                    self.eval_step, self.eval_loss = record["step"], record["values"][EVAL_LOSS.name]
+
+    def save(self, run_folder: Path, stamp: list[int]) -> None:
+        """Write it beside the journal, whole or not at all; where that cannot be done, nothing is lost.
+
+        Args:
+            run_folder: The run's.
+            stamp: Of the journal that it was made of.
+        """
+        part = run_folder / f"{FILE}.{os.getpid()}.part"
+        content = {"version": VERSION, "journal": stamp} | {k: to_json(v) for k, v in asdict(self).items()}
+        with suppress(OSError):
+            try:
+                part.write_text(json.dumps(content) + "\n", encoding="utf-8")
+                part.replace(run_folder / FILE)
+            except OSError:
+                part.unlink(missing_ok=True)
+
+
+def read_stamp(run_folder: Path) -> list[int]:
+    """Return size and time of change of a journal; empty when there is none."""
+    try:
+        found = (run_folder / JOURNAL).stat()
+    except OSError:
+        return []
+    return [found.st_size, found.st_mtime_ns]
+
+
+def read_outline(run_folder: Path, stamp: list[int]) -> Outline | None:
+    """Return the outline that is kept, if it belongs to the journal as it is.
+
+    Args:
+        run_folder: The run's.
+        stamp: Of the journal.
+
+    Returns:
+        The outline; None where the journal has to be read.
+    """
+    try:
+        kept = json.loads((run_folder / FILE).read_bytes())
+        if not isinstance(kept, dict) or (kept.pop("version"), kept.pop("journal")) != (VERSION, stamp):
+            return None
+        kept["eval_loss"] = from_json(kept["eval_loss"])
+        found = Outline(**kept)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    sound = is_count(found.attempts) and is_count(found.step) and is_figure(found.eval_loss)
+    sound = sound and isinstance(found.unreadable, list) and all(isinstance(place, str) for place in found.unreadable)
+    if not sound or found.end not in {None, *ENDS}:
+        return None
+    found.end = None if found.end is None else State(found.end)
+    return found
