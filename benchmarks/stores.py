@@ -129,7 +129,8 @@ def cpu_seconds(home: Path, words: Sequence[str]) -> float:
     """Return the CPU seconds of one verb."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environment = os.environ | {"SPARSEBP_HOME": str(home), "PYTHONPATH": sys.path[0], "COLUMNS": "160"}
-    done = subprocess.run([sys.executable, "-c", COMMAND, *words], env=environment, capture_output=True, check=False)
+    command = [sys.executable, "-c", COMMAND, *words]
+    done = subprocess.run(command, env=environment, cwd=sys.path[0], capture_output=True, check=False)
     if done.returncode:
         raise SystemExit(f"sparsebp {' '.join(words)} ended with {done.returncode}: {done.stderr.decode()[-500:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
