@@ -128,7 +128,7 @@ class _Builder:
     def _reduce(self, run: LoadedRun, steps: set[int] | None = None) -> float | None:
         values = run.evaluations(self.metric)
         if steps is not None and values:
-            values = [value for step, value in run.history.series(self.metric).items() if step in steps]
+            values = [value for step, value in run.series(self.metric).items() if step in steps]
         return self.question.reducer.reduce(values, higher_is_better=self.way == "higher")
 
     def _why_not(self, run: LoadedRun) -> str:
@@ -174,7 +174,7 @@ class _Builder:
         """The steps at which all runs of both were evaluated, where the reducer looks at several and theirs differ."""
         if self.question.reducer.kind == "final":
             return None
-        steps = [set(run.history.series(self.metric)) for g in (group, other) for run in self.counted[g]]
+        steps = [set(run.series(self.metric)) for g in (group, other) for run in self.counted[g]]
         return set.intersection(*steps) if len({frozenset(some) for some in steps}) > 1 else None
 
     def _coarsened(self, group: str) -> str:

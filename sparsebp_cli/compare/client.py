@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.compare.stored import Row, StoredRun
+from sparsebp_cli.compare.stored import Point, Row, StoredRun
 from sparsebp_cli.tracking.store import open_client
 
 if TYPE_CHECKING:
@@ -49,12 +49,12 @@ class ClientSource:
         runs = _all_pages(lambda page: client.search_runs(ids, max_results=PAGE, page_token=page))
         return [_describe(run, experiments[str(run.info.experiment_id)]) for run in runs]
 
-    def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Row]]:
+    def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
         """Return the values of one metric by run: a question each, several at once."""
 
-        def ask(run_id: str) -> list[Row]:
+        def ask(run_id: str) -> list[Point]:
             found = self._client.get_metric_history(run_id, name)
-            return [Row(int(point.step), int(point.timestamp), float(point.value)) for point in found]
+            return [(int(point.step), int(point.timestamp), float(point.value)) for point in found]
 
         if not run_ids:
             return {}

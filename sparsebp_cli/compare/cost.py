@@ -130,7 +130,7 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
     """Return the time of forward and backward over that of dense in the same probe, over all probes of all runs."""
     found = []
     for run in runs:
-        dense, policy = (run.history.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
+        dense, policy = (run.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
         found += [policy[step] / dense[step] for step in sorted(policy) if dense.get(step, 0.0) > 0.0]
     return quartiles([ratio for ratio in found if math.isfinite(ratio) and ratio > 0.0])
 
@@ -138,7 +138,7 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
 def _counted(run: LoadedRun) -> list[float]:
     """FLOPs of forward and backward over those of dense; the forward's, without what only chooses, is dense's too."""
     forward, scoring, executed, dense = (
-        run.history.series(x.name)
+        run.series(x.name)
         for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)
     )
     steps = [step for step in forward if step in executed and dense.get(step, 0.0) > 0.0]

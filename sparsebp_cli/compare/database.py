@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from sparsebp_cli.compare.stored import Row, StoredRun
+from sparsebp_cli.compare.stored import Point, Row, StoredRun
 
 ReadArtifact = Callable[[StoredRun, str], dict[str, Any] | None]
 
@@ -28,6 +28,7 @@ COLUMNS = {  # seen in MLflow 2.0 to 3.17
 }
 AT_ONCE = 500  # ids in one question; old builds of sqlite take 999
 LARGEST_ARTIFACT_BYTES = 256 * 2**20
+NAN = float("nan")
 BUSY_SECONDS = 30.0  # a run may be writing
 
 ACTIVE = "experiments.lifecycle_stage = 'active' AND runs.lifecycle_stage = 'active'"
@@ -88,14 +89,15 @@ class Database:
             for run_id, name, status, start, artifacts, experiment in rows
         ]
 
-    def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Row]]:
+    def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
         """Return the values of one metric by run."""
-        found: dict[str, list[Row]] = defaultdict(list)
+        found: dict[str, list[Point]] = defaultdict(list)
         with closing(self._open()) as database:
             for start in range(0, len(run_ids), AT_ONCE):
                 some = run_ids[start : start + AT_ONCE]
-                for run_id, *row in database.execute(SERIES.format(", ".join("?" * len(some))), (name, *some)):
-                    found[run_id].append(_row(*row))
+                question = SERIES.format(", ".join("?" * len(some)))
+                for run_id, step, time_ms, value, is_nan in database.execute(question, (name, *some)):
+                    found[run_id].append((step, time_ms, NAN if is_nan else value))
         return found
 
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, Any] | None:

@@ -78,11 +78,11 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
         words += f"{' and ' * bool(words)}{tokens[0]:,.0f} tokens a step against {tokens[1]:,.0f}"
     if not words:
         return None
-    common = set.intersection(*(set(run.history.series(name)) for run in (*runs, *others))) - {0}
+    common = set.intersection(*(set(run.series(name)) for run in (*runs, *others))) - {0}
     if not common:
         return Unequal(words)
     last = max(common)
-    here, there = (by_seed(some, lambda run: run.history.series(name)[last]) for some in (runs, others))
+    here, there = (by_seed(some, lambda run: run.series(name)[last]) for some in (runs, others))
     return Unequal(words, last, name, paired_difference(here, there))
 
 

@@ -113,7 +113,7 @@ def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
 
 def _proven_claims(run: LoadedRun) -> list[float]:
     dense, executed, claimed, done = (
-        run.history.series(which.name)
+        run.series(which.name)
         for which in (metric.BACKWARD_DENSE, metric.BACKWARD_EXECUTED, metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
     saving = [step for step in done if step in dense and step in executed and step in claimed and done[step] < 1.0]

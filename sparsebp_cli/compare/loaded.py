@@ -142,6 +142,16 @@ class LoadedRun:
         """The recipe by dotted path."""
         return flatten(self.recipe)
 
+    @cached_property
+    def _series(self) -> dict[str, dict[int, float]]:
+        return {}
+
+    def series(self, name: str) -> dict[int, float]:
+        """Return a metric's values by step, in the order of steps: sorted once, for a comparison asks many times."""
+        if name not in self._series:
+            self._series[name] = self.history.series(name)
+        return self._series[name]
+
     def values(self, name: str, *, after_warmup: bool = False) -> list[float]:
         """Return a metric's finite values in the order of steps.
 
@@ -154,11 +164,11 @@ class LoadedRun:
         """
         if after_warmup:
             return list(self.steady(name).values())
-        return [value for value in self.history.series(name).values() if math.isfinite(value)]
+        return [value for value in self.series(name).values() if math.isfinite(value)]
 
     def steady(self, name: str) -> dict[int, float]:
         """Return step to value of a metric, without the first steps of every attempt, which are slower."""
-        series, cold = self.history.series(name), self._warmup_steps
+        series, cold = self.series(name), self._warmup_steps
         return {step: value for step, value in series.items() if step not in cold and math.isfinite(value)}
 
     def evaluations(self, name: str) -> list[float]:
@@ -166,7 +176,7 @@ class LoadedRun:
 
         Of a run without a recipe nobody knows what its last step was: its own last value stands for it.
         """
-        series = self.history.series(name)
+        series = self.series(name)
         if not series or (self.steps_planned is not None and self.steps not in series):
             return []
         return list(series.values())
@@ -177,7 +187,7 @@ class LoadedRun:
         Steps of warm-up count as the median of the others: what a machine does once is not what a policy costs.
         """
         done, seconds = self._clock
-        tokens = self.history.series(names.TRAIN_TOKENS.name)
+        tokens = self.series(names.TRAIN_TOKENS.name)
         per_step = self.history.facts.get("tokens_per_step")
         born = min((time for time, _ in self.history.metrics.get(name, {}).values()), default=0.0)
         points = []
@@ -201,12 +211,12 @@ class LoadedRun:
 
     @cached_property
     def _clock(self) -> tuple[list[int], list[float]]:
-        series, cold = self.history.series(names.STEP_SECONDS.name), self._warmup_steps
+        series, cold = self.series(names.STEP_SECONDS.name), self._warmup_steps
         warm = [value for step, value in series.items() if step not in cold]
         usual = statistics.median(warm) if warm else None
         done, seconds, total = [], [], 0.0
         # A step whose memory was watched has no time of its own.
-        watched = self.history.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
+        watched = self.series(names.STEP_PEAK_BYTES.name) if usual is not None else {}
         for step in sorted({*series, *watched}):
             total += usual if usual is not None and (step in cold or step not in series) else series[step]
             done.append(step)

@@ -32,8 +32,8 @@ def find_step_peak(runs: Sequence[LoadedRun]) -> MemorySplit | None:
     """
     found = []
     for run in runs:
-        series = [run.history.series(part.name) for part in _METRICS]
-        steps = (step for step in run.history.series(metric.STEP_PEAK_BYTES.name) if all(step in s for s in series))
+        series = [run.series(part.name) for part in _METRICS]
+        steps = (step for step in run.series(metric.STEP_PEAK_BYTES.name) if all(step in s for s in series))
         found += [MemorySplit(*(round(values[step]) for values in series)) for step in steps]
     return max(found, key=lambda split: split.total, default=None)
 

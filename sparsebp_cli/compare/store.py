@@ -24,7 +24,7 @@ from sparsebp_cli.compare.client import AT_ONCE, ClientSource
 from sparsebp_cli.compare.database import Database
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.parameter import unflatten
-from sparsebp_cli.compare.stored import Batch, Row, Source, StoredMetrics, StoredRun
+from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, State
@@ -115,7 +115,7 @@ class _Store:
         except Exception as error:  # MLflow's own errors, those of requests, of sqlalchemy and of the system
             raise self._error(error) from error
 
-    def _find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Row]]:
+    def _find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
         try:
             return self._source.find_series(name, run_ids)
         except Exception as error:

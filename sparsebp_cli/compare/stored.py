@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+Point = tuple[int, int, float]  # of one run and one metric: step, milliseconds since 1970, value
+
 
 class Row(NamedTuple):
-    """One value of a metric as MLflow keeps it: of one run and one metric."""
+    """The value of a metric that a store's list shows: a point with names."""
 
     step: int
     time_ms: int
@@ -53,16 +55,16 @@ class Source(Protocol):
     def find_runs(self) -> Sequence[StoredRun]:
         """Return every run that was not deleted."""
 
-    def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Row]]:
+    def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
         """Return the values of one metric by run, in any order; runs without it may be absent."""
 
     def read_artifact(self, run: StoredRun, name: str) -> dict[str, Any] | None:
         """Return an artifact that is a JSON object; None when it was never sent, or cannot be reached."""
 
 
-def sort_by_time(row: Row) -> tuple[int, float]:
+def sort_by_time(point: Point) -> tuple[int, float]:
     """Order values of one step as MLflow does: of those of one millisecond the largest is the latest, NaN being 0."""
-    return row.time_ms, 0.0 if math.isnan(row.value) else row.value
+    return point[1], 0.0 if math.isnan(point[2]) else point[2]
 
 
 @dataclass
@@ -74,11 +76,11 @@ class Batch:
         runs: Ids of the runs.
     """
 
-    find: Callable[[str, Sequence[str]], Mapping[str, Sequence[Row]]]
+    find: Callable[[str, Sequence[str]], Mapping[str, Sequence[Point]]]
     runs: dict[str, None] = field(default_factory=dict)
-    _found: dict[str, dict[str, Sequence[Row]]] = field(default_factory=dict)
+    _found: dict[str, dict[str, Sequence[Point]]] = field(default_factory=dict)
 
-    def rows(self, name: str, run_id: str) -> Sequence[Row]:
+    def points(self, name: str, run_id: str) -> Sequence[Point]:
         """Return a metric's values of one run, reading them for every run of the batch that lacks them."""
         known = self._found.setdefault(name, {})
         if run_id not in known:
@@ -109,8 +111,12 @@ class StoredMetrics(MutableMapping[str, dict[int, tuple[float, float]]]):
         if name not in self._names:
             raise KeyError(name)
         if name not in self._known:
-            rows = sorted(self._batch.rows(name, self._run.run_id), key=sort_by_time, reverse=self._first_counts)
-            self._known[name] = {row.step: (row.time_ms / 1000, row.value) for row in rows}
+            points = self._batch.points(name, self._run.run_id)
+            found = {step: (time_ms / 1000, value) for step, time_ms, value in points}
+            if len(found) < len(points):  # which of several values at a step is the run's
+                points = sorted(points, key=sort_by_time, reverse=self._first_counts)
+                found = {step: (time_ms / 1000, value) for step, time_ms, value in points}
+            self._known[name] = found
         return self._known[name]
 
     def __setitem__(self, name: str, points: dict[int, tuple[float, float]]) -> None:

@@ -173,7 +173,7 @@ FIELDS: dict[str, dict[str, Check]] = {
             tokens_per_step=is_figure,
             eval_examples=is_figure,
             dataset_digest=lambda value: value is None or _is_text(value),
-            changes=_is_list_of(_is_dict_with(field=_is_text, then=_is_text, now=_is_text, step=_is_count)),
+            changes=_is_list_of(_is_dict_with(field=_is_text, then=_is_text, now=_is_text, step=is_count)),
         )
     },
     "layers": {"step": is_count, "values": _is_dict_of(_is_dict_of(is_figure))},
