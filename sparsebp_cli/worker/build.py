@@ -78,7 +78,10 @@ def build_training(
     guard.hold_data(data.digest())
     is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
-    model = build_model(recipe.model, tokenizer, len(data.label_names) if is_classification else None)
+    num_labels = len(data.label_names) if is_classification else None
+    model = build_model(
+        recipe.model, tokenizer, num_labels, lambda text: journal.write("note", level="info", text=text)
+    )
     _check_fit(model, tokenizer, recipe)
     if recipe.backward.checkpointing == "full":
         checkpoint_activations(model)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,19 +47,25 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, num_labels: int | None) -> PreTrainedModel:
+def build_model(
+    section: ModelSection,
+    tokenizer: PreTrainedTokenizerBase,
+    num_labels: int | None,
+    tell: Callable[[str], None] | None = None,
+) -> PreTrainedModel:
     """Build a recipe's model, with its weights or with random ones.
 
     Args:
         section: The recipe's model.
         tokenizer: Its size is the vocabulary of a config that names none.
         num_labels: Classes of a classification; None for language modelling.
+        tell: Receives a line on the head that a classification adds to a model without one.
 
     Returns:
         The model in training mode, adapters included.
 
     Raises:
-        DataError: It cannot be found, is no safetensors, or wants remote code.
+        DataError: It cannot be found, is no safetensors, lacks tensors, or wants remote code.
     """
     auto: Any = AutoModelForCausalLM if num_labels is None else AutoModelForSequenceClassification
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
@@ -70,10 +78,20 @@ def build_model(section: ModelSection, tokenizer: PreTrainedTokenizerBase, num_l
             source = _folder_or_id(section.name or "")
             if isinstance(source, Path):
                 read_config(source)
-            model = auto.from_pretrained(
-                source, revision=section.revision, trust_remote_code=False, use_safetensors=True, **options, **labels
+            model, found = auto.from_pretrained(
+                source,
+                revision=section.revision,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                **options,
+                **labels,
             )
-    except (OSError, ValueError, TypeError, ImportError) as error:
+            new = _refuse_incomplete(source, model, found, is_classification=num_labels is not None)
+            if new and tell is not None:
+                tell(f"new, with random weights, because {section.name} has no such head: {_list(new)}")
+    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
         raise DataError(f"model {section.name or section.config}: {_first_line(error)}") from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -100,6 +118,30 @@ def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, in
         if key not in known:
             raise DataError(f"config.{key}: a {model_type} has no such setting{did_you_mean(key, known)}")
     return AutoConfig.for_model(**({"vocab_size": vocab_size} | values | labels))
+
+
+def _refuse_incomplete(source: object, model: Any, found: dict[str, Any], *, is_classification: bool) -> list[str]:
+    """Return the head's tensors that a classification starts anew; any other tensor has to be in the files.
+
+    transformers gives random values to what is missing, and knows itself which tensors are tied to others.
+    """
+    missing = sorted(found["missing_keys"])
+    body = f"{model.base_model_prefix}."
+    new = [name for name in missing if is_classification and (not name.startswith(body) or ".pooler." in name)]
+    kind = type(model).__name__
+    if lacking := [name for name in missing if name not in new]:
+        raise DataError(
+            f"model {source}: {len(lacking)} tensors of {kind} are not in its safetensors: {_list(lacking)}"
+        )
+    if other := sorted(str(entry[0]) for entry in found["mismatched_keys"]):
+        raise DataError(
+            f"model {source}: the shapes of {len(other)} tensors are not those of its config: {_list(other)}"
+        )
+    return new
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _with_adapters(model: PreTrainedModel, section: LoraSection, num_labels: int | None) -> Any:
