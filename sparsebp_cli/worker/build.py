@@ -18,13 +18,14 @@ from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import Policy, find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.chosen import find_candidates, find_columns
 from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.environment import describe_environment
+from sparsebp_cli.worker.gap import find_gaps
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.process import Ranks
@@ -65,11 +66,7 @@ def build_training(
     checkpoints = CheckpointFolder(run.path / "checkpoints", recipe.checkpoint.keep_last, writes=ranks.is_first)
     snapshot, damaged = _load_checkpoint(checkpoints, ranks)
     guard = Guard(plan, run, journal, ranks, snapshot)
-    journal.write("attempt", from_step=snapshot.step if snapshot else 0, environment=describe_environment())
-    for text in damaged:
-        journal.write("note", level="warning", text=f"{text}; going on from step {snapshot.step if snapshot else 0}")
-    if ranks.is_sharded and recipe.measure.probe_every is not None:
-        journal.write("note", level="info", text=NO_PROBE)
+    _tell_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is read by people and by programs
     accelerator = _build_accelerator(recipe, ranks)
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
@@ -170,6 +167,24 @@ def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snaps
     snapshot, damaged = checkpoints.load_newest_good() if ranks.is_first else (None, [])
     step = ranks.hear(None if snapshot is None else snapshot.step)
     return checkpoints.load(step) if snapshot is None and step is not None else snapshot, damaged
+
+
+def _find_lost(run: RunFolder, snapshot: Snapshot | None, recipe: Recipe) -> list[str]:
+    """Return what the journal has lost of the steps that this attempt does not make again."""
+    history = History.load(run.path)
+    gaps = find_gaps(history, snapshot.step, recipe) if snapshot else []
+    return [*filter(None, [history.tell_unreadable()]), *gaps]
+
+
+def _tell_start(
+    journal: JournalWriter, recipe: Recipe, snapshot: Snapshot | None, lost: list[str], ranks: Ranks
+) -> None:
+    step = snapshot.step if snapshot else 0
+    journal.write("attempt", from_step=step, environment=describe_environment())
+    for text in lost:
+        journal.write("note", level="warning", text=f"{text}; going on from step {step}")
+    if ranks.is_sharded and recipe.measure.probe_every is not None:
+        journal.write("note", level="info", text=NO_PROBE)
 
 
 def _load_data(

@@ -47,15 +47,17 @@ class Measurement:
     device: torch.device
     peak: PeakMemory
     _layers: LayerNumbers = field(init=False)
+    _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # that the journal has, by step
     _proof: Proof | None = None  # of the step under way
     _movement: Movement | None = None
-    _told: dict[str, list[float | None]] | None = None  # the proof that the journal has last
     _judged: bool = False
     _judged_idle: bool = False
     _noted: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._layers = LayerNumbers(self.model)
+        proofs = History.load(self.journal.path.parent).proofs
+        self._proofs = {step: proof["modules"] for step, proof in proofs.items()}
 
     def before(self, step: int, forward: Callable[[], Tensor], independent: IndependentBatches | None = None) -> Values:
         """Measure what is due at a step, before it is made.
@@ -113,9 +115,11 @@ class Measurement:
         self._movement = None
         self.peak.resume()
         table = _with_movement(self._proof.table(), {name: (m.moved, m.entries) for name, m in moved.items()})
-        if table != self._told:
+        before = max((known for known in self._proofs if known <= step), default=None)
+        if before != step and (before is None or table != self._proofs[before]):
+            self._proofs[step] = table
             self.journal.write("proof", step=step, values={"columns": [*COLUMNS, "moved_share"], "modules": table})
-        self._told, self._proof = table, None
+        self._proof = None
         entries = sum(m.entries for m in moved.values())
         return {
             metric.MOVED_TENSORS.name: float(sum(m.moved > 0 for m in moved.values())),
