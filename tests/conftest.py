@@ -32,6 +32,14 @@ def home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def _keep_umask() -> Iterator[None]:
+    """Verbs that write runs change it for their process, which is this one where a test calls them in place."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(scope="session")
 def fresh_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An initialised, empty store of MLflow, to be copied: making one takes seconds."""

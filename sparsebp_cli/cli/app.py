@@ -32,6 +32,7 @@ from sparsebp_cli.cli.targets import targets
 from sparsebp_cli.cli.ui import ui
 from sparsebp_cli.cli.validate import validate
 from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.run import keep_private
 
 app = typer.Typer(
     help="Try which gradients are worth computing when a transformer is fine-tuned, and be told the truth about it.",
@@ -49,6 +50,8 @@ VERBS = {
     "Recipes": (validate, export, schema, policies),
     "This machine and others": (doctor, audit, bench, targets),
 }
+# These write runs and the store. Others write nothing, or files for people where the user says.
+WRITING = {"run", "resume", "cancel", "sync", "ui", "doctor"}
 for panel, verbs in VERBS.items():
     for verb in verbs:
         app.command(rich_help_panel=panel)(verb)
@@ -70,12 +73,15 @@ def show_version(asked: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[  # noqa: ARG001 - its callback does it all
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an unexpected error.")] = False,
 ) -> None:
     crash.shown = debug
+    if context.invoked_subcommand in WRITING:
+        keep_private()
 
 
 def main() -> None:

@@ -3,17 +3,47 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from typing import Annotated
 
 import typer
 
 from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.errors import TrackingError
+from sparsebp_cli.run import home
+
+POLL_SECONDS = 0.1
 
 
-def ui(port: Annotated[int, typer.Option(min=1, max=65535, help="On 127.0.0.1.")] = 5000) -> None:
+def ui(
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="On 127.0.0.1; not given: 5000, or a free one.")
+    ] = None,
+) -> None:
     """Open MLflow's pages on the tracking store, on this machine only."""
     from sparsebp_cli.tracking import resolve_uri, ui_command, ui_environment
+    from sparsebp_cli.tracking.ui import find_port, is_listening
 
-    command = ui_command(resolve_uri(None), port)
-    print_line(f"http://127.0.0.1:{port} (Ctrl-C ends it)")
-    os.execvpe(command[0], command, os.environ | ui_environment())
+    chosen = find_port(port)
+    command = ui_command(resolve_uri(None), chosen)
+    # Not in the user's working folder: a server of Python may take modules from there.
+    process = subprocess.Popen(command, cwd=home() if home().is_dir() else "/", env=os.environ | ui_environment())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
+    try:
+        while process.poll() is None and not is_listening(process.pid, chosen):
+            time.sleep(POLL_SECONDS)
+        if process.poll() is None:  # it is our server that answers there, and nobody else's
+            print_line(f"http://127.0.0.1:{chosen} (Ctrl-C ends it)")
+        code = process.wait()
+    except KeyboardInterrupt:
+        process.wait()
+        raise typer.Exit(130) from None
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code:
+        raise TrackingError(f"the server of MLflow ended with exit code {code}")

@@ -167,8 +167,19 @@ def home() -> Path:
     return user_data_path("sparsebp", appauthor=False)
 
 
+def is_shared() -> bool:
+    """Whether others may read what runs write, as far as the umask lets them: ``SPARSEBP_SHARED=1``."""
+    return os.environ.get("SPARSEBP_SHARED", "") not in {"", "0"}
+
+
+def keep_private() -> None:
+    """Make files private that this process and those that it starts write from now on, unless they are shared."""
+    if not is_shared():
+        os.umask(0o077)
+
+
 def create_run(run_id: str) -> RunFolder:
-    """Make the folder of a new run.
+    """Make the folder of a new run. Only its owner can enter it, unless runs are shared.
 
     Args:
         run_id: The plan's.
@@ -177,7 +188,7 @@ def create_run(run_id: str) -> RunFolder:
         The run.
     """
     path = home() / "runs" / run_id
-    path.mkdir(parents=True)
+    path.mkdir(mode=0o777 if is_shared() else 0o700, parents=True)
     return RunFolder(path)
 
 

@@ -11,6 +11,7 @@ from typing import IO
 
 from sparsebp_cli.errors import RunFailedError, UnreachableError
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
 
 CHUNK = 1 << 20
@@ -44,7 +45,8 @@ def pack(
         for part in [*reversed(PurePosixPath(folder).parents), PurePosixPath(folder)]:
             if part.name:
                 member = tarfile.TarInfo(str(part))
-                member.type, member.mode = tarfile.DIRTYPE, 0o755
+                is_run = part == PurePosixPath(folder)
+                member.type, member.mode = tarfile.DIRTYPE, 0o755 if is_shared() or not is_run else 0o700
                 archive.addfile(adopt(member))
         for path in _walk(run.path, (*SENT, *more)):
             archive.add(path, f"{folder}/{path.relative_to(run.path)}", recursive=False, filter=adopt)

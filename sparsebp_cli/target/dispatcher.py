@@ -16,7 +16,7 @@ from pathlib import Path
 
 from sparsebp_cli.errors import RunFailedError, SparseBPError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.run import RunFolder, State, keep_private
 from sparsebp_cli.target.engine import Engine
 from sparsebp_cli.target.errand import Errand, describe
 from sparsebp_cli.target.start import answer, folders, leave_client
@@ -189,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-parallel", type=int, default=1)
     parser.add_argument("--adopt", action="store_true")
     parsed = parser.parse_args(arguments)
+    keep_private()
     if os.fork():
         os._exit(0)  # the client waits for this process only: no zombie is left to it
     try:

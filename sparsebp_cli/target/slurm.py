@@ -15,6 +15,7 @@ from typing import final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
 from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, pack, receive, size_of, take_in
 from sparsebp_cli.target.batch import SlurmOptions, render_script
@@ -184,7 +185,7 @@ class SlurmEngine(Engine):
         """Keep other dispatchers from submitting the same run; one that began ten minutes ago has died."""
         place = self._q(run)
         answer = self._sh(
-            f"mkdir -p {place} && cd {place} || exit 1\n"
+            f"{'' if is_shared() else 'umask 077; '}mkdir -p {place} && cd {place} || exit 1\n"
             f"[ ! -e slurm-job ] || exit {BUSY}\n"
             f"if ! mkdir slurm-submit 2>/dev/null && [ ! -e slurm-submit/{self._token} ]; then\n"
             f'  [ -n "$(find slurm-submit -maxdepth 0 -mmin +10)" ] || exit {BUSY}\n'

@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.run import RunFolder, read
+from sparsebp_cli.run import RunFolder, keep_private, read
 from sparsebp_cli.target.contract import Target
 from sparsebp_cli.target.device import share_gpus
 from sparsebp_cli.target.ending import settle
@@ -203,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--worker", default="sparsebp_cli.worker", metavar="MODULE")
     parser.add_argument("--max-parallel", type=int, default=1)
     parsed = parser.parse_args(arguments)
+    keep_private()
     if os.fork():
         os._exit(0)  # the client waits for this process only: no zombie is left to it
     target = LocalTarget(TargetOptions(worker=parsed.worker))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
 
 from sparsebp_cli.errors import TrackingError
+from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking.store import open_client
-from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite
+from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite, sqlite_file
 
 
 def ui_command(uri: str, port: int = 5000) -> list[str]:
@@ -31,11 +38,65 @@ def ui_command(uri: str, port: int = 5000) -> list[str]:
             f"{mask(uri)} has a password, which every user of this machine would see: start mlflow yourself"
         )
     if is_sqlite(uri):
+        _check_owner(sqlite_file(uri))
         open_client(uri)
     return [
         sys.executable, "-P", "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", uri, "--artifacts-destination", str(artifact_root(uri)),
     ]  # fmt: skip
+
+
+def find_port(wanted: int | None, first: int = 5000) -> int:
+    """Return a port of this machine that nobody listens on.
+
+    Args:
+        wanted: The user's; None: the first one, else any.
+        first: Tried where the user named none.
+
+    Returns:
+        A port of 127.0.0.1.
+
+    Raises:
+        TrackingError: Another process has the one that the user wants.
+    """
+    for port in (wanted,) if wanted is not None else (first, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    holder = find_listener(wanted or first)
+    raise TrackingError(f"port {wanted} of 127.0.0.1 is taken by {holder or 'another process'}; leave --port out")
+
+
+def find_listener(port: int) -> str:
+    """Return which process listens on a port, in words; empty where there is none, or it is not ours to see."""
+    with suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
+                process = psutil.Process(connection.pid)
+                return f"process {process.pid} ({process.name()}) of {process.username()}"
+    return ""
+
+
+def is_listening(pid: int, port: int) -> bool:
+    """Whether a process, or one that it started, listens on a port."""
+    with suppress(psutil.Error):
+        parent = psutil.Process(pid)
+        for process in (parent, *parent.children(recursive=True)):
+            listening = (each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN)
+            if any(each.laddr[1:] == (port,) for each in listening):
+                return True
+    return False
+
+
+def _check_owner(file: Path) -> None:
+    if file.exists() and file.stat().st_uid != os.getuid() and not is_shared():
+        raise TrackingError(
+            f"{file} belongs to another user, and so does what its pages show; SPARSEBP_SHARED=1 opens it all the same"
+        )
 
 
 def ui_environment() -> dict[str, str]:

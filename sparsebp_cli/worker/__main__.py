@@ -17,7 +17,7 @@ from pathlib import Path
 from sparsebp_cli.errors import ChangedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unbuilt
-from sparsebp_cli.run import JournalWriter, RunFolder, State
+from sparsebp_cli.run import JournalWriter, RunFolder, State, keep_private
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import own_rank, work_as_rank
 from sparsebp_cli.worker.stop import StopRequest, tell_stop
@@ -37,6 +37,7 @@ def main(plan_file: Path) -> int:
     Returns:
         The exit code of the process.
     """
+    keep_private()
     stop = StopRequest.install()
     run = RunFolder(plan_file.absolute().parent)
     with ExitStack() as stack:
