@@ -12,7 +12,7 @@ from sparsebp_cli.compare.change import find_changes, thin
 from sparsebp_cli.compare.comparison import Comparison, Control, Group, RunLine
 from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_sources, find_warnings
 from sparsebp_cli.compare.control import EQUAL_COST, Search, find_controls
-from sparsebp_cli.compare.equal import COURSES, compare_at_equal, find_unequal
+from sparsebp_cli.compare.equal import compare_at_equal, find_unequal
 from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
 from sparsebp_cli.compare.family import Family, correct_family, count_statements
 from sparsebp_cli.compare.figure import by_seed, measure_cost, measure_speed, median_time
@@ -29,6 +29,7 @@ from sparsebp_cli.compare.question import (
     choose_metric,
     choose_way,
     find_baseline,
+    find_course,
     label_groups,
 )
 from sparsebp_cli.compare.reach import Goal, find_common_steps, measure_reach
@@ -85,7 +86,7 @@ class _Builder:
     def __init__(self, loaded: list[LoadedRun], members: Members, first: str, usual: str, question: Question) -> None:
         self.loaded, self.members, self.first, self.question = loaded, members, first, question
         self.usual = usual
-        self.metric = choose_metric(loaded, question.metric)
+        self.metric = choose_metric(loaded, question)
         for name in question.curves:
             if name not in names.METRICS:  # one of ours that these runs do not have is an empty curve
                 check_logged(loaded, name, "--curves")
@@ -94,7 +95,7 @@ class _Builder:
         self.values = {run.run_id: self._reduce(run) for run in loaded}
         self.reasons = {run.run_id: self._why_not(run) for run in loaded}
         self.counted = {g: [run for run in some if not self.reasons[run.run_id]] for g, some in members.items()}
-        self.course = COURSES.get(self.metric, self.metric)
+        self.course = find_course(self.metric)
 
     def build(self) -> Comparison:
         groups = [self._measure(group) for group in self.members]
@@ -278,6 +279,7 @@ class _Builder:
         quality, step, peak = correct_family(kinds, ratios=(False, True, True))
         backward = correct_all([group.speed.backward_ratio for group in groups])
         examples = correct_examples([group.quality.examples for group in groups])
+        common = correct_all([group.quality.unequal.difference if group.quality.unequal else None for group in groups])
         decisions: list[NotWorse | None] = [None] * len(groups)
         if self.question.margin is not None:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
@@ -285,7 +287,13 @@ class _Builder:
         return [
             replace(
                 group,
-                quality=replace(group.quality, difference=quality[i], not_worse=decisions[i], examples=examples[i]),
+                quality=replace(
+                    group.quality,
+                    difference=quality[i],
+                    not_worse=decisions[i],
+                    examples=examples[i],
+                    unequal=replace(group.quality.unequal, difference=common[i]) if group.quality.unequal else None,
+                ),
                 speed=replace(group.speed, step_ratio=step[i], backward_ratio=backward[i]),
                 cost=replace(group.cost, peak_ratio=peak[i]),
             )
@@ -303,6 +311,9 @@ class _Builder:
             "dense at as many steps": self._count_controls(controls, "dense"),
             "random at the same budget": self._count_controls(controls, "random"),
             "dense at equal cost": self._count_controls(controls, *EQUAL_COST),
+            "the last common step": count_statements(
+                [g.quality.unequal.difference for g in groups if g.quality.unequal is not None]
+            ),
             "held-out examples": count_statements(examples),
         }
         return tuple(Family(name, count) for name, count in counts.items() if count)

@@ -154,6 +154,8 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
             f"{len(pairs)} pair{'s' * (len(pairs) > 1)} of runs ran at the same time ({first.run_id} and "
             f"{second.run_id}{', ...' * (len(pairs) > 1)}): on one machine their step times disturb each other"
         )
+    if busy := [group.label for group in groups if group.speed.busy is not None]:
+        lines.append(f"the machine was busy while {', '.join(busy)} ran: no statement about their step times")
     for group in groups:
         mine = [run for run in counted if run.group == group.group]
         told = _claim_warning(group, mine), _saving_warning(group), _recipe_warning(group)

@@ -53,6 +53,15 @@ class StepCost:
         """As a multiple of a dense step of the same batch."""
         return self.units / (self.examples + self.update)
 
+    @property
+    def spread(self) -> Quartiles:
+        """The same with quartiles over probes; the update is added alike."""
+        dense, fixed = self.examples + self.update, self.update
+        low, middle, high = (
+            (self.examples * x + fixed) / dense for x in (self.ratio.low, self.ratio.median, self.ratio.high)
+        )
+        return Quartiles(middle, low, high, self.ratio.n)
+
     def relative(self, steps: int, examples: int, num_steps: int, ratio: float = 1.0) -> float:
         """Return the cost of another run as a multiple of this policy's.
 

@@ -10,12 +10,8 @@ from sparsebp_cli.compare.figure import by_seed
 from sparsebp_cli.compare.loaded import LoadedRun, Point
 from sparsebp_cli.compare.measured import AtEqual, Unequal
 from sparsebp_cli.compare.statistics import Spread, paired_difference, spread
-from sparsebp_cli.run import metric as names
 
 TOLERANCE = 1.05  # runs of equal work differ by a few percent; without this the slower would lose its last evaluation
-
-# What is read once, after the last step, and its counterpart that is evaluated during training.
-COURSES = {names.TEST_LOSS.name: names.EVAL_LOSS.name, names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name}
 
 Place = Callable[[Point], float]
 Values = tuple[list[float], dict[int, float]]  # of all runs, and by seed

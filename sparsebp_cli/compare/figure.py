@@ -39,7 +39,7 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
         ceiling=_median(runs, metric.CEILING),
         realised_share=quartiles(_all(runs, metric.REALISED_SHARE)),
         probe_ratio=probe_ratio(runs),
-        step_cost=None if cost is None else cost.dense_steps,
+        step_cost=None if cost is None else cost.spread,
         cost_by="" if cost is None else cost.by,
         busy=find_busy(runs),
     )

@@ -157,7 +157,8 @@ class Speed:
         ceiling: The largest speed-up of forward and backward that the policy could give.
         realised_share: Share of the saving in time that was realised, from dense and policy timed in turn.
         probe_ratio: Forward and backward over those of dense, timed in turn in each run's probes.
-        step_cost: Of a whole step in dense steps of the same batch: from probes, else from counted FLOPs.
+        step_cost: Of a whole step in dense steps of the same batch: median and quartiles over probes, else over counts
+            of FLOPs.
         cost_by: How that is known: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: not at all.
         busy: Whether the machine had other work; None: nothing says so.
     """
@@ -173,7 +174,7 @@ class Speed:
     ceiling: float | None = None
     realised_share: Quartiles | None = None
     probe_ratio: Quartiles | None = None
-    step_cost: float | None = None
+    step_cost: Quartiles | None = None
     cost_by: Literal["probe", "flops", "dense", ""] = ""
     busy: Busy | None = None
 

@@ -110,6 +110,13 @@ def of_factor(value: float | None) -> str:
     return NONE if value is None else f"{value:.2f}x"
 
 
+def of_cost(value: Quartiles | None) -> str:
+    """Return ``0.58 [0.57, 0.60]``; without quartiles where there is nothing between them."""
+    if value is None:
+        return NONE
+    return f"{value.median:.2f}" + (f" [{value.low:.2f}, {value.high:.2f}]" if value.low < value.high else "")
+
+
 def of_change(value: Difference | None) -> str:
     """Return a ratio as ``-18.4 % [-19.6, -17.1]``; without an interval where there is none."""
     if value is None:

@@ -61,7 +61,7 @@ def _speed(comparison: Comparison) -> Grid:
                 show.of_quartiles(s.step, SECONDS),
                 show.of_phases([q.median if q else None for q in (s.forward, s.backward, s.optimizer)], s.step),
                 "" if group.baseline else show.of_change(s.step_ratio) + (" busy" if s.busy else ""),
-                show.of_plain(s.step_cost),
+                show.of_cost(s.step_cost),
                 show.of_factor(s.ceiling),
                 show.of_share(s.realised_share.median if s.realised_share else None),
             )

@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 
 from sparsebp_cli.compare.comparison import Comparison
+from sparsebp_cli.compare.question import find_course
 from sparsebp_cli.compare.view import View
 from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
@@ -41,7 +42,7 @@ def picture(comparison: Comparison, path: Path, view: View | None = None) -> Pat
         figure = Figure(layout="constrained")
         match view.kind:
             case "curves":
-                draw_curve_page(figure, comparison, view.metric or comparison.metric, view.along)
+                draw_curve_page(figure, comparison, view.metric or find_course(comparison.metric), view.along)
             case "pareto":
                 draw_pareto(figure, comparison)
             case "layers":

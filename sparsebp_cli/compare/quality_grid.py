@@ -5,9 +5,9 @@ from __future__ import annotations
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.control import WORDS
-from sparsebp_cli.compare.equal import COURSES
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.number import SECONDS
+from sparsebp_cli.compare.question import COURSES, find_course
 from sparsebp_cli.compare.statistics import Spread, spread
 
 
@@ -118,7 +118,7 @@ def _at_equal(comparison: Comparison) -> Grid:
         "(or 5% later); training time where a cost is not known. For the dearer one, the learning rate was then still "
         "under way: dense with its own schedule, among the controls, is the fair one."
     )
-    metric = COURSES.get(comparison.metric, comparison.metric)
+    metric = find_course(comparison.metric)
     columns = ("group", "against", "after", metric, "of the other", "difference")
     return Grid("At equal cost, pair by pair", columns, tuple(rows), note, aside=3)
 

@@ -17,6 +17,9 @@ from sparsebp_cli.run import metric as names
 LONGEST_LABEL = 64  # as long as a recipe's name may be; those of other programs have no limit
 FEWEST_DIGITS = 4
 
+# What is read once, after the last step, and its counterpart that is evaluated during training.
+COURSES = {names.TEST_LOSS.name: names.EVAL_LOSS.name, names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name}
+
 Members = Mapping[str, Sequence[LoadedRun]]
 
 
@@ -67,10 +70,15 @@ def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str
     raise UsageError(f"--baseline must name one of the runs compared ({', '.join(known)}), got {wanted!r}{near}")
 
 
-def choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
-    if wanted is not None:
-        check_logged(runs, wanted, "--metric")
-        return wanted
+def find_course(metric: str) -> str:
+    """Return what shows during training how a metric goes: of what is read once at the end, the validation's."""
+    return COURSES.get(metric, metric)
+
+
+def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
+    if question.metric is not None:
+        check_logged(runs, question.metric, "--metric")
+        return question.metric
     classify = all(run.flat.get("dataset.format") == "classification" for run in runs)
     scored = any(names.EVAL_ACCURACY.name in run.history.metrics for run in runs)
     held_out, test = (
@@ -78,7 +86,8 @@ def choose_metric(runs: Sequence[LoadedRun], wanted: str | None) -> str:
     )
     finished = [run for run in runs if run.finished]
     is_tested = bool(finished) and all(test.name in run.history.metrics for run in finished)
-    return test.name if is_tested else held_out.name
+    is_of_course = question.target is not None or question.reducer.kind != "final"  # one value has no course
+    return test.name if is_tested and not is_of_course else held_out.name
 
 
 def choose_way(question: Question, metric: str) -> Way:

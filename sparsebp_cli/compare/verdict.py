@@ -274,8 +274,8 @@ def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[str]:
         return said
     if speed.step_cost is None:
         return [*said, "what a step costs is not known (no probe), so there is no dense at equal cost"]
-    if speed.step_cost > SAVES:
-        return [*said, f"a step costs {speed.step_cost:.2f} dense steps: nothing is saved that dense could use"]
+    if speed.step_cost.median > SAVES:
+        return [*said, f"a step costs {speed.step_cost.median:.2f} dense steps: nothing is saved that dense could use"]
     equal = [control for control in controls if control.kind in EQUAL_COST]
     if best := [control for control in equal if control.is_best]:
         said.append(_against_best(best[0], speed, way))

@@ -16,6 +16,7 @@ from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.number import BYTES, SECONDS
 from sparsebp_cli.compare.overview_grid import memory_grids
+from sparsebp_cli.compare.question import find_course
 from sparsebp_cli.compare.statistics import spread
 from sparsebp_cli.compare.trade import find_trades
 
@@ -51,7 +52,7 @@ def view_grids(comparison: Comparison, view: View) -> list[Grid]:
     """
     match view.kind:
         case "curves":
-            return [_curves(comparison, view.metric or comparison.metric, view.along)]
+            return [_curves(comparison, view.metric or find_course(comparison.metric), view.along)]
         case "pareto":
             return [_pareto(comparison)]
         case "layers":

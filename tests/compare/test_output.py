@@ -17,7 +17,7 @@ from rich.console import Console
 
 from sparsebp_cli.compare import Comparison, View, compare_runs, picture, render, table
 from sparsebp_cli.compare.draw.style import line_style
-from sparsebp_cli.compare.load import load
+from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.number import (
     BYTES,
     FLOPS,
@@ -104,7 +104,7 @@ def test_a_command_to_copy_is_one_line_in_the_narrowest_terminal(comparison: Com
 
 
 def test_what_would_steer_a_terminal_is_in_no_table(two_groups: list[RunFolder]) -> None:
-    runs = load(two_groups)
+    runs = [load_folder(run) for run in two_groups]
     for run in runs:
         run.name += "\x1b[2J\u202e"
         run.recipe["note"] = f"{run.name}\x9b31m\x1b]0;title\x07"
@@ -117,7 +117,7 @@ def test_what_would_steer_a_terminal_is_in_no_table(two_groups: list[RunFolder])
 def test_names_in_a_picture_are_no_formulas_and_letters_without_a_shape_are_boxes(
     two_groups: list[RunFolder], tmp_path: Path, kind: Any
 ) -> None:
-    runs = load(two_groups)
+    runs = [load_folder(run) for run in two_groups]
     for run in runs:
         run.name = f"_cost $\\foo$ 日本 {run.name}"
     assert picture(compare_runs(runs), tmp_path / "a.png", View(kind)).stat().st_size > 10_000

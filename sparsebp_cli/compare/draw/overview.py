@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.draw.curve import draw_curves
 from sparsebp_cli.compare.draw.style import legend_room, name, quality_label
+from sparsebp_cli.compare.question import find_course
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,8 +25,8 @@ def draw_overview(figure: Figure, comparison: Comparison) -> None:
     """
     figure.set_size_inches(11, 3.8 + legend_room(comparison, 4) + 0.2 * max(0, len(comparison.groups) - 12))
     steps, seconds, phases = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
-    draw_curves(steps, comparison, comparison.metric, "step")
-    draw_curves(seconds, comparison, comparison.metric, "wall_time")
+    draw_curves(steps, comparison, find_course(comparison.metric), "step")
+    draw_curves(seconds, comparison, find_course(comparison.metric), "wall_time")
     _draw_phases(phases, comparison.groups)
     _cut_the_start(steps, seconds, comparison)
     steps.set(xlabel="optimizer steps", ylabel=quality_label(comparison), title="at equal steps")
@@ -37,7 +38,7 @@ def draw_overview(figure: Figure, comparison: Comparison) -> None:
 
 def _cut_the_start(steps: Axes, seconds: Axes, comparison: Comparison) -> None:
     """A value before training that lies far from all later ones would press them together: it is told instead."""
-    points = [point for run in comparison.runs if run.counts for point in run.curves[comparison.metric]]
+    points = [point for run in comparison.runs if run.counts for point in run.curves[find_course(comparison.metric)]]
     first, later = ([p.value for p in points if (p.step == 0) == at_start] for at_start in (True, False))
     span = max(later, default=0.0) - min(later, default=0.0)
     if not first or not span or all(min(later) - span < value < max(later) + span for value in first):
