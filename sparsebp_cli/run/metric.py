@@ -78,6 +78,13 @@ SIGN_AGREEMENT = Metric("fidelity/sign_agreement", "share", "higher")
 BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity_draws
 BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
 VARIANCE = Metric("fidelity/variance", "", "lower")
+CHOICE_COST = Metric("choice/cost_ratio", "", "lower")  # r: FLOPs of a policy's step over dense, before training
+CHOICE_SECONDS = Metric("choice/seconds_ratio", "", "lower", timing=True)  # the same in time, taken in turn
+CHOICE_SHARE = Metric("choice/share", "share")  # p: of what the policy chooses among, the part that is trained
+CHOICE_WORTH = Metric("choice/worth", "", "lower")  # r / p: how many dense units a kept one must be worth
+TARGET_ESS = Metric("choice/ess", "share")  # effective sample size of the targets' gradients at the head
+EXAMPLE_ESS = Metric("choice/example_ess", "share")  # the same of the examples'
+ROW_ESS = Metric("choice/row_ess", "share")  # of the rows' at the sites, the median site
 KEPT_SHARE = Metric("policy/kept_share", "share")
 TRAINED_SHARE = Metric("policy/trained_share", "share")  # of the targets, those whose loss counts
 CARRIED_SHARE = Metric("policy/carried_share", "share")  # of the positions that are no padding, those with gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,8 @@ from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.proof import Overclaim
 from sparsebp_cli.backward.proof_table import COLUMNS, kept_share
 from sparsebp_cli.backward.report import Report, SiteReport
+from sparsebp_cli.plan.worth import Worth
+from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
 from sparsebp_cli.worker.independent import IndependentBatches, IndependentComparison
@@ -21,6 +23,7 @@ from sparsebp_cli.worker.probe import cost_ratio, count_cost, run_probe
 from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trainable import trainable_parameters
+from sparsebp_cli.worker.worth import measure_worth, worth_values
 
 Values = dict[str, float | None]
 
@@ -58,6 +61,46 @@ class Measurement:
         self._layers = LayerNumbers(self.model)
         proofs = History.load(self.journal.path.parent).proofs
         self._proofs = {step: proof["modules"] for step, proof in proofs.items()}
+
+    def find_worth(
+        self, forward: Callable[[], Tensor], batch: Mapping[str, Tensor], run: Callable[..., object]
+    ) -> Worth:
+        """Measure, before anything is trained, what a step costs and whether choosing can pay.
+
+        Args:
+            forward: The loss of the first micro-batch.
+            batch: That micro-batch, on the device.
+            run: The model.
+
+        Returns:
+            What was found.
+        """
+        policies = [make_policy(entry.name, **entry.options) for entry in self.recipe.policy]
+        self.peak.pause()
+        with Rehearsal(self.model, self.engine, forward, self.backward) as rehearsal:
+            found = measure_worth(rehearsal, run_probe(rehearsal, Stopwatch(self.device)), batch, run, policies)
+        self.peak.resume()
+        return found
+
+    def at_start(
+        self, forward: Callable[[], Tensor], batch: Mapping[str, Tensor], run: Callable[..., object]
+    ) -> Values:
+        """Say in the journal what a step costs and whether choosing can pay, where the run has probes.
+
+        Args:
+            forward: See :meth:`find_worth`.
+            batch: The same.
+            run: The same.
+
+        Returns:
+            Metric values by name; empty where there are no probes.
+        """
+        if self.recipe.measure.probe_every is None:
+            return {}
+        worth = self.find_worth(forward, batch, run)
+        for line in worth.lines():
+            self.journal.write("note", level="info", text=line)
+        return worth_values(worth)
 
     def before(self, step: int, forward: Callable[[], Tensor], independent: IndependentBatches | None = None) -> Values:
         """Measure what is due at a step, before it is made.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
+from sparsebp_cli.plan.worth import Worth
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
@@ -143,6 +144,7 @@ class Training:
         recipe = self.plan.recipe
         if self.step == 0:
             self._log(self._evaluate())
+            self._log(self.measurement.at_start(*self._first()))
         while self.step < recipe.training.max_steps and not self._is_asked():
             self._log(self._measure(), step=self.step + 1)
             values = self.memory.watch(self.step + 1, self._train_step)
@@ -226,6 +228,15 @@ class Training:
             return self.engine.eager.gradient_norm
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
         return finite_norm(float(whole(norm)), self.bare, self.step + 1)
+
+    def find_worth(self) -> Worth:
+        """Measure what choosing may gain on the first micro-batch, and train nothing."""
+        return self.measurement.find_worth(*self._first())
+
+    def _first(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
+        batch, targets = self.order.share(0)
+        on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
+        return lambda: self._loss(batch, targets), on_device, self.model
 
     def _measure(self) -> dict[str, float | None]:
         """What is due beside training, on the first micro-batch of the coming step."""
