@@ -32,7 +32,7 @@ def preview(plan: Plan) -> list[str]:
     """
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         command = [*COMMAND, str(plan.save(Path(folder)))]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
         told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):

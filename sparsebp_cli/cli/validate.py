@@ -1,6 +1,8 @@
-"""``sparsebp validate``: check recipes without starting anything."""
+"""``sparsebp validate``: check recipes without starting anything; with ``--probe``, rehearse one step of each."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
@@ -10,15 +12,27 @@ from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored import describe_policies
 from sparsebp_cli.errors import SparseBPError, UsageError
 
+Probing = Annotated[
+    bool,
+    typer.Option(
+        "--probe",
+        help="Also load model and data here and rehearse the first step: its cost against dense, what a kept token "
+        "must be worth, and what choosing could gain at most. Nothing is trained.",
+    ),
+]
 
-def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None) -> None:
+
+def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None, probe: Probing = False) -> None:
     """Check recipes, what goes together in them, and the files that they name; exit code 2 when one is wrong."""
+    from sparsebp_cli.cli.preview import preview
+    from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
 
     num_runs, wrong = len(parse_seeds(seeds)) if seeds is not None else 1, 0
     for file in recipes:
         try:
             recipe, _, unknown = load_checked(file, changes or [])
+            lines = preview(make_plan(recipe, file)) if probe else []
         except SparseBPError as error:
             print_line(f"error: {error}", stderr=True)
             wrong += 1
@@ -30,5 +44,7 @@ def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None) -> 
         print_line(f"ok {file}: {recipe.name}: model {model}, data {recipe.dataset.name}, policy {policy}, {steps}")
         for text in unknown:
             print_line(f"   not known from here: {text}")
+        for line in lines:
+            print_line(f"   {line}")
     if wrong:
         raise typer.Exit(UsageError.exit_code)

@@ -17,7 +17,7 @@ from typing import Literal
 
 Unit = Literal["targets", "examples", "rows", "entries"]
 WHERE = {"targets": "at the head", "examples": "at the head", "rows": "at the sites, median"}
-HOW_SURE = "an upper bound, not a promise"
+HOW_SURE = "an upper bound with exact and free norms, not a promise"
 
 
 def effective_share(total: float, squares: float, number: int) -> float | None:

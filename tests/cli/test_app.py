@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import typer
 
 from sparsebp_cli.run import State, list_runs
 
@@ -199,3 +200,26 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
         for key in ("model.name", "dataset.name")
     ]
     assert done.stderr.startswith(f"error: {bad}:8:1: extra: ")
+
+
+def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from sparsebp_cli.cli import preview
+    from sparsebp_cli.cli.validate import validate
+
+    file = tmp_path / "probed.yaml"
+    file.write_text("version: 1\nmodel: {name: austen-llama}\ndataset: {name: python-docs}\n")
+    for told, shown in (
+        ({"lines": ["cost: a step executes 45%"], "values": {}}, "\n   cost: a step executes 45%\n"),
+        ({"error": "no such split", "code": 2}, "error: no such split\n"),
+    ):
+        said = f"print('a library'); print({json.dumps(told)!r})"
+        monkeypatch.setattr(preview, "COMMAND", [sys.executable, "-c", said])
+        if "error" in told:
+            with pytest.raises(typer.Exit):
+                validate([file], probe=True)
+        else:
+            validate([file], probe=True)
+        captured = capsys.readouterr()
+        assert shown in captured.out + captured.err
