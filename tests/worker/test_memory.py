@@ -117,8 +117,11 @@ def test_a_run_of_one_step_is_watched_once(finished) -> None:
     assert MemoryCurve.from_values(history.memory[1]).points[0].split.optimizer == 0
 
 
-def test_a_step_watched_first_after_a_resume_has_the_same_memory(finished, prepared) -> None:
-    folder, history = finished(checkpoint={"every": 2, "keep_last": 9})
+@pytest.mark.parametrize(
+    "policy", [{"name": "dense"}, {"name": "tokens", "score": "loss", "keep": 0.4, "mode": "detach"}]
+)
+def test_a_step_watched_first_after_a_resume_has_the_same_memory(finished, prepared, policy) -> None:
+    folder, history = finished(checkpoint={"every": 2, "keep_last": 9}, policy=[policy])
     resumed = prepared(Plan.load(folder.plan_file).recipe)
     shutil.copytree(folder.path / "checkpoints" / "step-00000002", resumed.path / "checkpoints" / "step-00000002")
     assert work(resumed) == 0, (resumed.path / "worker.log").read_text()

@@ -78,7 +78,8 @@ class ChosenCounter:
 
     def add(self, chosen: Chosen) -> None:
         """Count one forward."""
-        self.total = chosen if self.total is None else self.total + chosen
+        # The first one is added as well, so that the first step after a resume holds as many tensors as any other.
+        self.total = (self.total or Chosen()) + chosen
         self.untaken = chosen if self.untaken is None else self.untaken + chosen
 
     def take(self) -> Chosen | None:
