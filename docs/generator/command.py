@@ -55,8 +55,9 @@ def _parameters(verb: Callable[..., None]) -> str:
 
 def _signature(verb: Callable[..., None]) -> Iterator[tuple[str, Any, Any, Any]]:
     for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
-        annotation, info = get_args(parameter.annotation)
-        yield name, info, annotation, parameter.default
+        if get_args(parameter.annotation):  # all but typer.Context, which no user gives
+            annotation, info = get_args(parameter.annotation)
+            yield name, info, annotation, parameter.default
 
 
 def _is_argument(info: ArgumentInfo | OptionInfo) -> bool:
