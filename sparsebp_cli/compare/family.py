@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.compare.statistics import Difference, holm
+from sparsebp_cli.compare.statistics import Difference, holm, quantile_t, two_sided_p
 
 if TYPE_CHECKING:
     import numpy as np
@@ -111,23 +111,19 @@ def standard_error(difference: Difference) -> tuple[float, float] | None:
 
 
 def _test(difference: Difference | None, ratio: bool) -> float | None:
-    from scipy import stats
-
     if difference is None or (found := standard_error(difference)) is None:
         return None
     mean = math.log(difference.mean) if ratio else difference.mean
-    return float(2 * stats.t.sf(abs(mean) / found[0], found[1]))
+    return two_sided_p(mean / found[0], found[1])
 
 
 def _widen(difference: Difference, p_holm: float | None, count: int, *, ratio: bool) -> Difference:
     """Bonferroni's interval; Holm shows more than it, so of a difference that was shown it ends at none."""
-    from scipy import stats
-
     found = standard_error(difference)
     if p_holm is None or found is None:
         return replace(difference, family_low=difference.low, family_high=difference.high)
     mean = math.log(difference.mean) if ratio else difference.mean
-    half = float(stats.t.ppf(1 - LEVEL / (2 * count), found[1])) * found[0]
+    half = quantile_t(1 - LEVEL / (2 * count), found[1]) * found[0]
     low, high = mean - half, mean + half
     if p_holm < LEVEL:
         low, high = (max(0.0, low), high) if mean > 0.0 else (low, min(0.0, high))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sparsebp_cli.compare.family import standard_error
-from sparsebp_cli.compare.statistics import Difference, holm
+from sparsebp_cli.compare.statistics import Difference, holm, two_sided_p
 from sparsebp_cli.errors import UsageError
 
 POWER = 0.8  # chance that so many seeds decide, were the true difference the observed one
@@ -195,11 +195,9 @@ def _answer(p: float | None, level: float, *, holds: bool) -> Answer:
 
 def _test(worsening: float, difference: Difference, margin: float) -> float | None:
     """Two-sided p of the null hypothesis that the true difference is the margin."""
-    from scipy import stats
-
     if (found := standard_error(difference)) is None:
         return None
-    return float(2 * stats.t.sf(abs(worsening - margin) / found[0], found[1]))
+    return two_sided_p((worsening - margin) / found[0], found[1])
 
 
 def _test_both(worsening: float | None, difference: Difference | None, margin: float) -> float | None:
