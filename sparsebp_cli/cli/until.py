@@ -11,8 +11,8 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, State, list_runs
 
 if TYPE_CHECKING:
-    from sparsebp_cli.compare import Comparison
-    from sparsebp_cli.compare.sequential import Trial
+    from sparsebp_cli.compare.margin import NotWorse
+    from sparsebp_cli.compare.sequential import Looks, Trial
     from sparsebp_cli.plan import Plan
 
 DEFAULT_SEEDS = "0-9"
@@ -41,7 +41,7 @@ def run_until(
     """
     from sparsebp_cli.compare import parse_margin
     from sparsebp_cli.compare.direction import better
-    from sparsebp_cli.compare.sequential import Trial
+    from sparsebp_cli.compare.sequential import Looks, Trial
     from sparsebp_cli.recipe import parse_seeds
 
     pool, (metric, margin), began = (
@@ -57,6 +57,7 @@ def run_until(
     if not groups:
         raise UsageError("--until-ci compares: give a recipe for the baseline and one beside it")
     trial = Trial(groups, len(pool), margin, worse_is_up=better(metric) == "lower")
+    made: tuple[int, ...] = ()
     for count in trial.looks:
         plans = [plan for seed in pool[:count] for plan in make_plans(str(seed))]
         wanted = [plan for plan in plans if plan.group in {baseline, *trial.open}]
@@ -66,7 +67,9 @@ def run_until(
             return code
         runs = _finished()
         chosen = [runs[key] for plan in plans if (key := (plan.group, plan.recipe.training.seed)) in runs]
-        _look(trial, chosen, baseline, metric)
+        made = (*made, count)
+        looks = Looks(metric, margin, baseline, tuple(groups), tuple(pool), made)
+        trial.answers = _look(looks, chosen)
         if not trial.open:
             break
         if max_minutes is not None and time.monotonic() - began > 60.0 * max_minutes:
@@ -103,19 +106,15 @@ def _finished() -> dict[tuple[str, int], RunFolder]:
     return found
 
 
-def _look(trial: Trial, runs: Sequence[RunFolder], baseline: str, metric: str) -> None:
+def _look(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse | None]:
+    """Ask compare, which reads the looks from the runs: its answer and this one are the same."""
     from sparsebp_cli.compare import compare_runs
 
-    values = _values(compare_runs(runs, baseline=baseline, metric=metric))
-    trial.look(values, values.get(baseline, {}))
-
-
-def _values(comparison: Comparison) -> dict[str, dict[int, float]]:
-    found: dict[str, dict[int, float]] = {}
-    for run in comparison.runs:
-        if run.counts and run.seed is not None and run.quality is not None:
-            found.setdefault(run.group, {})[run.seed] = run.quality
-    return found
+    for run in runs:
+        looks.save(run.path)
+    found = compare_runs(runs, baseline=looks.baseline, metric=looks.metric, margin=looks.margin)
+    answers = {group.group: group.quality.not_worse for group in found.groups}
+    return {group: answers.get(group) for group in looks.groups}
 
 
 def _tell(trial: Trial, names: dict[str, str], metric: str) -> None:

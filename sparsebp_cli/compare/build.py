@@ -14,7 +14,7 @@ from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_so
 from sparsebp_cli.compare.control import EQUAL_COST, Search, find_controls
 from sparsebp_cli.compare.equal import compare_at_equal, find_unequal
 from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
-from sparsebp_cli.compare.family import Family, correct_family, count_statements
+from sparsebp_cli.compare.family import CLAIMS, Family, correct_family, count_statements
 from sparsebp_cli.compare.figure import by_seed, measure_cost, measure_speed, median_time
 from sparsebp_cli.compare.layer import measure_layers
 from sparsebp_cli.compare.load import load
@@ -283,6 +283,8 @@ class _Builder:
         decisions: list[NotWorse | None] = [None] * len(groups)
         if self.question.margin is not None:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
+            asked = self._ask_trial()
+            decisions = [asked.get(g.group, d) if d else d for g, d in zip(groups, decisions, strict=True)]
         decisions[1:] = [self._withhold(g.group, d) for g, d in zip(groups[1:], decisions[1:], strict=True)]
         return [
             replace(
@@ -300,13 +302,26 @@ class _Builder:
             for i, group in enumerate(groups)
         ]
 
+    def _ask_trial(self) -> dict[str, NotWorse | None]:
+        """The answers of a trial that asked the same: whoever looked several times may not look once more at 5%."""
+        asked = {run.looks for run in self.loaded if run.looks is not None and not self.reasons[run.run_id]}
+        wanted = (self.metric, self.question.margin, self.first)
+        same = [looks for looks in asked if (looks.metric, looks.margin, looks.baseline) == wanted]
+        if self.question.reducer.kind != "final":
+            return {}
+        values = {g: by_seed(some, lambda run: self.values[run.run_id]) for g, some in self.counted.items()}
+        found: dict[str, NotWorse | None] = {}
+        for looks in sorted(same, key=lambda looks: len(looks.made)):
+            found |= looks.answer(values, worse_is_up=self.way == "lower")
+        return {group: answer for group, answer in found.items() if answer is not None}
+
     def _count(self, groups: Sequence[Group], controls: Sequence[Control]) -> tuple[Family, ...]:
         """Families with at least one statement."""
         claims = [d for g in groups for d in (g.quality.difference, g.speed.step_ratio, g.cost.peak_ratio)]
         margins = sum(g.quality.not_worse is not None and g.quality.not_worse.p is not None for g in groups)
         examples = [e.difference for g in groups for e in g.quality.examples]
         counts = {
-            "quality, step time and memory": count_statements(claims),
+            CLAIMS: count_statements(claims),
             "the margin": margins,
             "dense at as many steps": self._count_controls(controls, "dense"),
             "random at the same budget": self._count_controls(controls, "random"),

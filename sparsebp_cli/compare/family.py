@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 LEVEL = 0.05
+CLAIMS = "quality, step time and memory"
 EQUAL_NOISE = 0.25  # squared correlation of two groups' differences to one baseline, where all three are as noisy
 
 

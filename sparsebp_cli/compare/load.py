@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.tracking.content import find_state
@@ -44,7 +45,9 @@ def load_folder(run: RunFolder) -> LoadedRun:
         RunNotFoundError: There is no readable plan in it.
     """
     plan, history = Plan.load(run.plan_file), History.load(run.path)
-    return LoadedRun.of_plan(plan, history, find_state(run, history))
+    loaded = LoadedRun.of_plan(plan, history, find_state(run, history))
+    loaded.looks = Looks.load(run.path)
+    return loaded
 
 
 def _mark_repeats(runs: Sequence[LoadedRun]) -> None:

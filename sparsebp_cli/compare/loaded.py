@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
@@ -49,6 +50,7 @@ class LoadedRun:
         source: Where it was read: empty for its folder, else the store's address without password.
         repeats: The first run of this seed in this group that came to an end; empty when this is that one.
         seed_key: Where its recipe or its parameters say the seed; empty: nowhere.
+        looks: Those of the trial of ``run --until-ci`` that it was part of; None: it was in none.
         steps_logged: The highest step of any metric, as a store says; None: the metrics tell.
     """
 
@@ -68,6 +70,7 @@ class LoadedRun:
     source: str = ""
     repeats: str = ""
     seed_key: str = "training.seed"
+    looks: Looks | None = None
     steps_logged: int | None = None
 
     @classmethod

@@ -2,19 +2,26 @@
 
 Whoever looks after every seed and stops at the first significant one is wrong far more often than 5%. So there are few
 looks, fixed before the first (after 3, 5, 8, 12, 18, ... shared seeds), and the chance of a wrong answer is split
-evenly over looks and groups (Bonferroni): whatever is decided at whichever look, any wrong answer at all has at most a
-chance of 5%.
+evenly over looks and groups (Bonferroni): whatever is decided at whichever look, any wrong answer at all has at
+most a chance of 5%.
+
+A trial leaves what it asked and the looks that it made in the folders of its runs (``trial.json``). Whoever compares
+those runs with the same metric and margin gets the trial's answer: the same looks are taken again.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from sparsebp_cli.compare.margin import LEVEL, NotWorse, decide_all
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, paired_difference
 from sparsebp_cli.errors import UsageError
 
 GROWTH = 1.5
+FILE = "trial.json"
 
 
 def plan_looks(num_seeds: int) -> tuple[int, ...]:
@@ -70,3 +77,66 @@ class Trial:
             difference = paired_difference(values.get(group, {}), baseline)
             found = decide_all([difference], self.margin, worse_is_up=self.worse_is_up, level=self.level)[0]
             self.answers[group] = found
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What a trial asked, and the looks that it made.
+
+    Args:
+        metric: Of which.
+        margin: How much worse still counts as not worse.
+        baseline: Group hash.
+        groups: Those held against it.
+        seeds: That there might be at most, in the order in which they were run.
+        made: Numbers of seeds after which it looked.
+    """
+
+    metric: str
+    margin: float
+    baseline: str
+    groups: tuple[str, ...]
+    seeds: tuple[int, ...]
+    made: tuple[int, ...]
+
+    def save(self, run_folder: Path) -> None:
+        """Write the file into a run's folder, atomically; a later trial replaces it."""
+        part = run_folder / f"{FILE}.part"
+        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        part.replace(run_folder / FILE)
+
+    @classmethod
+    def load(cls, run_folder: Path) -> Looks | None:
+        """Read a run's file; None when there is none that can be read."""
+        try:
+            found = json.loads((run_folder / FILE).read_bytes())
+            return cls(
+                str(found["metric"]),
+                float(found["margin"]),
+                str(found["baseline"]),
+                tuple(map(str, found["groups"])),
+                tuple(map(int, found["seeds"])),
+                tuple(map(int, found["made"])),
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def answer(self, values: Mapping[str, Mapping[int, float]], *, worse_is_up: bool) -> dict[str, NotWorse | None]:
+        """Take the same looks again.
+
+        Args:
+            values: Of each group and the baseline, seed to quality.
+            worse_is_up: Whether a larger value is a worse one.
+
+        Returns:
+            Group to its answer.
+        """
+        trial = Trial(self.groups, len(self.seeds), self.margin, worse_is_up=worse_is_up)
+        for count in self.made:
+            first = set(self.seeds[:count])
+            seen = {group: {s: x for s, x in some.items() if s in first} for group, some in values.items()}
+            trial.look(seen, seen.get(self.baseline, {}))
+        return {
+            group: None if found is None else replace(found, looks=self.made, anytime=found.answer)
+            for group, found in trial.answers.items()
+        }

@@ -11,6 +11,7 @@ import pytest
 
 from sparsebp_cli.cli.run import make_plans
 from sparsebp_cli.cli.until import run_until
+from sparsebp_cli.compare import Question, compare_runs
 from sparsebp_cli.compare.sequential import Trial, plan_looks
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
@@ -153,6 +154,31 @@ def test_looking_often_answers_wrongly_in_5_of_100_studies_at_most() -> None:
                 wrong += 1
                 break
     assert wrong / studies < 0.05 + 0.02
+
+
+@pytest.mark.parametrize("extra", [0.0, 0.012, 0.02, 0.03, 0.05])
+def test_compare_of_those_runs_gives_the_trials_answer(
+    two_recipes: list[Path], capsys: pytest.CaptureFixture[str], extra: float
+) -> None:
+    assert Machine(two_recipes, noisy(extra, 0.02)).until("eval/loss=0.02", "0-11") == 0
+    said = capsys.readouterr().out.partition("not worse by more than 0.02: ")[2].split()[0].rstrip(";")
+    found = compare_runs(list_runs(), Question(margin=0.02)).groups[1]
+    assert found.quality.not_worse is not None
+    assert found.quality.not_worse.answer == said
+    assert found.quality.not_worse.looks[0] == 3
+    assert "fixed beforehand" in found.verdict
+    other = compare_runs(list_runs(), Question(margin=0.021)).groups[1]
+    assert other.quality.not_worse is not None
+    assert other.quality.not_worse.looks == ()
+
+
+def test_a_trial_whose_file_is_damaged_is_none(two_recipes: list[Path]) -> None:
+    assert Machine(two_recipes, noisy(0.5, 0.001)).until("eval/loss=0.01") == 0
+    for run in list_runs():
+        (run.path / "trial.json").write_text('{"metric": 3')
+    found = compare_runs(list_runs(), Question(margin=0.01)).groups[1]
+    assert found.quality.not_worse is not None
+    assert found.quality.not_worse.looks == ()
 
 
 def test_the_command_line_runs_it_and_refuses_what_does_not_go_with_it(cli: Cli, two_recipes: list[Path]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import scipy.stats
 
-from sparsebp_cli.compare import Comparison, Group, Question, check, compare_runs
+from sparsebp_cli.compare import Comparison, Group, Question, check, compare_runs, write_report
 from sparsebp_cli.compare.family import correct_family, standard_error
 from sparsebp_cli.compare.margin import decide_all
 from sparsebp_cli.compare.statistics import Difference, holm, paired_difference
@@ -104,6 +105,18 @@ def test_ranks_are_told_where_they_disagree_with_the_mean(make_run: MakeRun) -> 
     text = of(compare_runs(runs), "p").verdict
     assert "no difference in eval/loss was shown" in text
     assert "a signed-rank test disagrees, p = 0.0078 against" in text
+
+
+def test_the_forest_plot_shows_simultaneous_intervals_and_every_pair(make_run: MakeRun, tmp_path: Path) -> None:
+    found = compare_runs(groups(make_run, [0.0, 0.1], 3))
+    text = write_report(found, tmp_path / "report.html", "x").read_text()
+    assert "The 4 intervals are simultaneous: the chance that any of them misses the truth is at most 5%." in text
+    assert "[low, high] = d.family_low === null" in text
+    assert '"pairs"' in text
+    difference = found.groups[1].quality.difference
+    assert difference is not None
+    assert len(difference.pairs) == 3
+    assert difference.shown == (difference.family_low, difference.family_high)
 
 
 # Margins

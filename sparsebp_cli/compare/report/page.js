@@ -217,7 +217,10 @@ function forest(host) {
     host.replaceChildren();
     const wanted = [];
     for (const [key, title, turn, unit] of kinds) {
-      const rows = data.differences.filter(d => d[key]).map(d => ({ g: d.group, n: d[key].n, mean: turn(d[key].mean), low: d[key].low === null ? null : turn(d[key].low), high: d[key].high === null ? null : turn(d[key].high) }));
+      const rows = data.differences.filter(d => d[key]).map(({ group: g, [key]: d }) => {
+        const [low, high] = d.family_low === null ? [d.low, d.high] : [d.family_low, d.family_high];
+        return { g, n: d.n, mean: turn(d.mean), low: low === null ? null : turn(low), high: high === null ? null : turn(high), pairs: d.pairs.map(([seed, v]) => [seed, turn(v)]) };
+      });
       if (!rows.length) continue;
       const figure = make("figure", {}, make("figcaption", {}, title));
       host.append(figure);
@@ -225,7 +228,7 @@ function forest(host) {
     }
     for (const { figure, rows, title, unit } of wanted) { // the figures share the width: all stand before one is drawn
       const width = Math.max(260, figure.clientWidth), line = 42, height = rows.length * line + 30;
-      const x = widen(extent([0, ...rows.flatMap(r => [r.mean, r.low ?? r.mean, r.high ?? r.mean])]), .08);
+      const x = widen(extent([0, ...rows.flatMap(r => [r.mean, r.low ?? r.mean, r.high ?? r.mean, ...r.pairs.map(p => p[1])])]), .08);
       const px = v => 10 + (v - x[0]) / (x[1] - x[0] || 1) * (width - 20);
       const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": `${title}: differences to the baseline` });
       for (const t of ticks(x[0], x[1], 4)) svg.append(draw("text", { x: px(t), y: height - 6, "text-anchor": "middle" }, show(t)));
@@ -235,6 +238,10 @@ function forest(host) {
         const y = i * line + 30;
         svg.append(draw("text", { class: "name", x: 2, y: y - 14 }, data.groups[r.g]));
         if (r.low !== null) svg.append(draw("line", { x1: px(r.low), x2: px(r.high), y1: y, y2: y, stroke: colour(r.g), "stroke-width": 2.5 }));
+        for (const [seed, v] of r.pairs) {
+          svg.append(draw("circle", { class: "pair", cx: px(v), cy: y + 8, r: 2.5, fill: "none", stroke: colour(r.g) }));
+          points.push({ x: px(v), y: y + 8, text: `${data.groups[r.g]}, seed ${seed}: ${show(v, 3)}${unit}` });
+        }
         svg.append(marker(r.g, px(r.mean), y, 5));
         const inside = r.low === null ? "no interval under three seeds" : `${show(r.low, 3)} to ${show(r.high, 3)}${unit}`;
         points.push({ x: px(r.mean), y, text: `${data.groups[r.g]}: ${show(r.mean, 3)}${unit}\n${inside}, ${r.n} pairs` });

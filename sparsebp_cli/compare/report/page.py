@@ -12,6 +12,7 @@ from typing import Any
 
 from sparsebp_cli.compare.comparison import Comparison, Kind
 from sparsebp_cli.compare.control import WORDS
+from sparsebp_cli.compare.family import CLAIMS
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
@@ -156,8 +157,9 @@ def _drawings(comparison: Comparison) -> str:
     if len(comparison.groups) > 1:
         blocks.append(
             "<section><h2>Differences to the baseline</h2><div id=forest class=charts></div>"
-            "<p class=note>Mean and 95% interval, paired by seed. An interval across the line shows no difference, "
-            "which is not proof of equality.</p></section>"
+            "<p class=note>Mean, 95% interval and single pairs (circles), paired by seed. "
+            f"{_tell_simultaneous(comparison)}An interval across the line shows no difference, which is not proof of "
+            "equality.</p></section>"
         )
     blocks.append("<section><h2>Curves</h2><div id=curves></div></section>")
     blocks.append(
@@ -173,6 +175,13 @@ def _drawings(comparison: Comparison) -> str:
             "</p></section>"
         )
     return "".join(blocks)
+
+
+def _tell_simultaneous(comparison: Comparison) -> str:
+    count = next((family.statements for family in comparison.families if family.name == CLAIMS), 0)
+    if count < 2:
+        return ""
+    return f"The {count} intervals are simultaneous: the chance that any of them misses the truth is at most 5%. "
 
 
 def _numbers(comparison: Comparison) -> str:
