@@ -9,7 +9,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from generator import audit, command, comparison, composition, error, metric, policy, promise, readme, recipe, shipped
+from generator import (
+    audit,
+    command,
+    comparison,
+    composition,
+    error,
+    metric,
+    policy,
+    promise,
+    readme,
+    recipe,
+    shipped,
+    study,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,6 +38,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/recipe.schema.json": recipe.schema,
     "docs/comparison.schema.json": comparison.schema,
     "docs/audit.schema.json": audit.schema,
+    "docs/guide/study.md": study.page,
     "README.md": readme.page,
 }
 

@@ -1,0 +1,85 @@
+"""What the reports of docs/results say, put into the guide's page: tables and verdicts as they are, and claims checked.
+
+A sentence of the page that compares carries a claim: ``<!-- claim: REPORT GROUP[,GROUP] "words of the verdict" -->``,
+or ``... not "words" -->``. The verdict of each group has to hold these words, or to be without them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+PAGE = "docs/guide/study.md"
+PLACE = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end of report -->)", re.DOTALL)
+CLAIM = re.compile(r'<!-- claim: (\w+) (\S+) (not )?"([^"]+)" -->')
+TABLES = ("Quality:", "Controls", "Dense at equal cost", "Speed")
+
+
+def page(root: Path) -> str:
+    """Return the page with what the reports say in its places.
+
+    Args:
+        root: Of the repository.
+    """
+    text = (root / PAGE).read_text(encoding="utf-8")
+    return PLACE.sub(lambda match: f"{match[1]}{show_report(root, match[2])}{match[3]}", text)
+
+
+def show_report(root: Path, name: str) -> str:
+    """Return a report's main tables, and what it says of every group.
+
+    Args:
+        root: Of the repository.
+        name: Of the report.
+    """
+    text = _read(root, name)
+    tables = [part.rstrip() for part in text.split("\n\n") if part.startswith(TABLES)]
+    shown = "\n\n".join("\n".join(line.rstrip() for line in table.splitlines()) for table in tables)
+    said = "\n".join(f"- *{group}*: {verdict}" for group, verdict in find_verdicts(root, name).items())
+    return f"```text\n{shown}\n```\n\n{said}\n"
+
+
+def find_verdicts(root: Path, name: str) -> dict[str, str]:
+    """Return group to verdict: of the report's JSON, or where there is none of its text.
+
+    Args:
+        root: Of the repository.
+        name: Of the report.
+    """
+    file = root / "docs" / "results" / f"{name}.json"
+    if file.exists():
+        groups = json.loads(file.read_text(encoding="utf-8"))["groups"]
+        return {group["label"]: group["verdict"] for group in groups}
+    found: dict[str, str] = {}
+    current = ""
+    for line in _read(root, name).rstrip().rpartition("\n\n")[2].splitlines():
+        label, colon, rest = line.partition(": ")
+        if colon and " " not in label and label != "warning":
+            current, found[label] = label, rest.strip()
+        elif current:
+            found[current] += f" {line.strip()}"
+    return found
+
+
+def find_broken(root: Path, text: str) -> list[str]:
+    """Return the claims of a page that its reports do not support.
+
+    Args:
+        root: Of the repository.
+        text: Of the page.
+    """
+    broken = []
+    for name, groups, negated, words in CLAIM.findall(text):
+        verdicts = find_verdicts(root, name)
+        wanted = list(verdicts) if groups == "*" else groups.split(",")
+        broken += [
+            f'{name} {group} {negated}"{words}": the report says {verdicts.get(group, "nothing of it")}'
+            for group in wanted
+            if group not in verdicts or (words in verdicts[group]) == bool(negated)
+        ]
+    return broken
+
+
+def _read(root: Path, name: str) -> str:
+    return (root / "docs" / "results" / f"{name}.txt").read_text(encoding="utf-8")
