@@ -6,10 +6,11 @@ import hashlib
 import json
 import secrets
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.plan.provenance import Provenance
@@ -76,8 +77,23 @@ class Plan(BaseModel):
         """
         try:
             return cls.model_validate_json(file.read_bytes())
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            told = f"{place}: {first['msg']}" if place else first["msg"]
+            raise RunNotFoundError(f"{file} is not a plan for this version: {told}{_tell_version(file)}") from None
         except (OSError, ValueError) as error:
             raise RunNotFoundError(f"{file} is not a plan: {str(error).splitlines()[0]}") from None
+
+
+def _tell_version(file: Path) -> str:
+    """Name the two versions where another one made the plan: an image of a worker may be older than its client."""
+    mine = version("sparsebp")
+    try:
+        theirs = json.loads(file.read_bytes())["provenance"]["sparsebp_version"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""
+    return f"; sparsebp {theirs} made it, this is {mine}" if theirs and theirs != mine else ""
 
 
 def content_hash(content: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,13 @@ def test_an_installed_name_comes_before_a_folder_of_that_name(tmp_path) -> None:
         (tmp_path / name).mkdir()
     made = make_plan(recipe(model={"name": "austen-llama"}, dataset={"name": "austen"}), tmp_path / "r.yaml").recipe
     assert (made.model.name, made.dataset.name) == ("austen-llama", "austen")
+
+
+def test_a_plan_of_a_later_version_is_refused_with_the_key_and_both_versions(tmp_path) -> None:
+    recipe = {"version": 1, "name": "a", "model": {"name": "m"}, "dataset": {"name": "d"}}
+    plan = json.loads(Plan.model_validate({"recipe": recipe}).model_dump_json())
+    plan["recipe"]["measure"]["of_tomorrow"] = 3
+    plan["provenance"]["sparsebp_version"] = "99.0"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(RunNotFoundError, match=r"recipe\.measure\.of_tomorrow: .*; sparsebp 99\.0 made it, this is "):
+        Plan.load(tmp_path / "plan.json")

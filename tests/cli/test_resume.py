@@ -1,0 +1,69 @@
+"""``resume`` refuses what somebody cancelled, and shows what changed as a table."""
+
+from __future__ import annotations
+
+import pytest
+
+from sparsebp_cli.cli.follow import conclude
+from sparsebp_cli.run import JournalWriter, RunFolder, State, read
+from sparsebp_cli.target.local import LocalJob
+
+from .conftest import Cli, Write, write_run
+
+
+@pytest.fixture
+def run(write_recipe: Write) -> RunFolder:
+    return write_run(write_recipe())
+
+
+def end(run: RunFolder, status: State, **fields: object) -> None:
+    with JournalWriter(run.path) as journal:
+        journal.write("attempt", from_step=3, environment={})
+        journal.write("end", status=status, step=3, text="it says why", **fields)
+
+
+def test_a_cancelled_run_is_not_resumed_without_saying_so(call: Cli, run: RunFolder) -> None:
+    end(run, State.CANCELLED)
+    before = sorted(run.path.iterdir())
+    done = call("resume", run.run_id)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: {run.run_id} was cancelled; `sparsebp resume {run.run_id} --cancelled` goes on all the same\n"
+    )
+    assert sorted(run.path.iterdir()) == before
+
+
+def test_what_changed_is_a_table_and_exit_code_2(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    end(run, State.FAILED, changes=[["training.seed", "0", "7"], ["data", '"ab"', '"cd"']])
+    assert conclude(LocalJob(run)) == 2
+    shown = [line.split() for line in capsys.readouterr().err.splitlines()]
+    assert ["field", "then", "now"] in shown
+    assert ["training.seed", "0", "7"] in shown
+    assert ["data", '"ab"', '"cd"'] in shown
+
+
+def test_an_allowed_change_is_written_for_the_next_attempt(
+    call: Cli, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(run, State.INTERRUPTED)
+    submitted: list[list[RunFolder]] = []
+
+    def submit_none(folders: list[RunFolder]) -> list[LocalJob]:
+        submitted.append(folders)
+        return []
+
+    monkeypatch.setattr("sparsebp_cli.cli.resume.submit_all", submit_none)
+    call("resume", run.run_id, "--detach", "--allow-change", "training.seed", "--allow-change", "data")
+    (record,) = (record for record, _ in read(run.path) if record["kind"] == "allow")
+    assert (record["fields"], record["attempt"]) == (["training.seed", "data"], 2)
+    assert submitted == [[run]]
+
+
+def test_a_detached_resume_of_which_nothing_lives_says_so_and_does_not_end_with_0(
+    call: Cli, run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(run, State.INTERRUPTED)
+    monkeypatch.setattr("sparsebp_cli.cli.resume.submit_all", lambda folders: [LocalJob(run) for run in folders])
+    done = call("resume", run.run_id, "--detach")
+    assert done.returncode == 101
+    assert f"error: run {run.run_id} interrupted: it says why" in done.stderr
