@@ -171,8 +171,15 @@ class LoadedRun:
 
     def steady(self, name: str) -> dict[int, float]:
         """Return step to value of a metric, without the first steps of every attempt, which are slower."""
-        series, cold = self.series(name), self._warmup_steps
-        return {step: value for step, value in series.items() if step not in cold and math.isfinite(value)}
+        if name not in self._steady:
+            series, cold = self.series(name), self._warmup_steps
+            found = {step: value for step, value in series.items() if step not in cold and math.isfinite(value)}
+            self._steady[name] = found
+        return self._steady[name]
+
+    @cached_property
+    def _steady(self) -> dict[str, dict[int, float]]:
+        return {}
 
     def evaluations(self, name: str) -> list[float]:
         """Return a metric's values, the last being that after the last step; empty when that one is missing.

@@ -20,6 +20,7 @@ from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import metric
+from sparsebp_cli.run.visible import make_visible
 
 REPORT_CURVES = (metric.EVAL_LOSS.name, metric.TRAIN_LOSS.name, metric.KEPT_SHARE.name, metric.COSINE.name)
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -77,8 +78,8 @@ def render_report(comparison: Comparison, command: str = "") -> str:
         _table(environment_grid(comparison)),
         reproduce(comparison, command),
     ]
-    data = json.dumps(_data(comparison), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return "\n".join(
+    data = json.dumps(_make_visible(_data(comparison)), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = "\n".join(
         [
             '<!doctype html><html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -90,6 +91,7 @@ def render_report(comparison: Comparison, command: str = "") -> str:
             f"<script>{_file('page.js')}{_file('memory.js')}</script></body></html>\n",
         ]
     )
+    return make_visible(page)
 
 
 def _head(comparison: Comparison, names: str) -> str:
@@ -251,6 +253,18 @@ def _data(comparison: Comparison) -> dict[str, Any]:
             asdict(group.layers) | {"label": group.label} for group in comparison.groups if group.layers.figures
         ],
     }
+
+
+def _make_visible(value: Any) -> Any:
+    """The script writes these texts into the page, where a browser would obey a mark of writing direction."""
+    match value:
+        case str():
+            return make_visible(value)
+        case dict():
+            return {make_visible(str(key)): _make_visible(child) for key, child in value.items()}
+        case list() | tuple():
+            return [_make_visible(child) if isinstance(child, str | dict | list | tuple) else child for child in value]
+    return value
 
 
 def _file(name: str) -> str:
