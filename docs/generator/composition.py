@@ -1,13 +1,19 @@
-"""The composition matrix: from the very table that the tests hold against what happens."""
+"""What goes with what: the table that refuses, and the matrices that the tests hold against what happens."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from generator.markdown import code, head, table
+from sparsebp_cli.composition import ROWS, Row
+from sparsebp_cli.composition.table import Conditions, Match
+from sparsebp_cli.errors import RecipeError
+from sparsebp_cli.recipe import load_stored
 
 TEXT = """Every policy at every site in every way of training. Each cell is a test: ✓ means that a training of two
 steps gives, parameter by parameter, the gradients of its reference (`engine: reference`, which masks and multiplies
@@ -33,7 +39,15 @@ two steps of SGD with momentum equal those of a training by hand, without an eng
 last micro-batch."""
 PAIRS = """Two of them in one training, held the same way. A gradient policy at `linears` goes with each of them as
 well; with `tokens` and examples it chooses among the rows that are computed."""
-LETTERS = "abcdefghij"
+TABLE = """What is refused although each part of it is right by itself. `sparsebp validate`, `run` and `export`,
+`attach`, `PolicyTrainer` and the worker read this one table, and say the same sentence: options are written as a recipe
+has them (`backward.sites: nodes`) or as a call has them (`sites='nodes'`). What no row refuses works. A policy is known
+by its kind and by what it declares, never by its name."""
+CHOICES = """Every two of these in one recipe. What a choice is refused with is named; it works with all others, and the
+number says with how many. For one process, a test builds each pair that works with the worker's own code on a small
+llama and makes its first step; with two processes the refusals are tested for every pair, training for some."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LOOPS = {"worker": "a recipe", "own": "your own loop", "trainer": "a `transformers.Trainer`"}
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
@@ -43,13 +57,65 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
         root: Of the repository.
     """
     matrix, ways = _load("matrix"), _load("way")
-    parts = [head("What goes with what", TEXT)]
+    refused = table(("what", "with", "where", "sentence", "why"), map(_tell, ROWS))
+    parts = [head("What goes with what"), f"## What is refused\n\n{TABLE}\n", refused]
+    parts += [*_choices(_load("choice")), f"## Ways of training\n\n{TEXT}\n"]
     numbered = [(str(number), *pair) for number, pair in enumerate(matrix.COMPOSITIONS.items(), start=1)]
     parts.append(table(("", "way of training", "meaning"), numbered))
     for site in matrix.SITES:
         parts += _site(matrix, site)
     parts += [*_ways(matrix, ways), *_pairs(ways)]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _tell(row: Row) -> tuple[str, ...]:
+    """Return a row's cells."""
+    loop = row.options.get("loop", ())
+    where = LOOPS[str(loop[0])] if isinstance(loop, tuple) and loop else ""
+    options = {name: wanted for name, wanted in row.options.items() if name != "loop"}
+    policy, other = (_tell_conditions(conditions) for conditions in (row.policy, row.other))
+    sentence = re.sub(r", got \{\w+:=\}", "", row.text)
+    sentence = re.sub(r"\{(\w+):([^}]*)\}", r"\1: \2", sentence)
+    parts = [part for part in (other, _tell_conditions(options)) if part]
+    what = policy or parts.pop(0)
+    return what, "; ".join(parts), where, re.sub(r"\{(\w+)\}", r"\1", sentence), row.why
+
+
+def _tell_conditions(conditions: Conditions) -> str:
+    told = []
+    for name, wanted in conditions.items():
+        values = [wanted.value] if isinstance(wanted, Match) else [str(value) or "any other" for value in wanted]
+        told.append(f"{code(name)}: {' or '.join(values)}")
+    return ", ".join(told)
+
+
+BASE = {
+    "version": 1,
+    "name": "pair",
+    "model": {"config": {"model_type": "llama"}, "tokenizer": "austen-llama"},
+    "dataset": {"name": "austen"},
+}
+
+
+def _choices(choices: ModuleType) -> Iterator[str]:
+    letters: dict[str, str] = {}
+    refused: dict[str, list[str]] = {choice.label: [] for choice in choices.CHOICES}
+    worked = dict.fromkeys(refused, 0)
+    for pair in choices.find_pairs():
+        try:
+            load_stored(choices.combine(BASE, pair), "pair")
+        except RecipeError as error:
+            letter = letters.setdefault(f"{error.key}: {error.text}", str(len(letters) + 1))
+            for choice, other in (pair, pair[::-1]):
+                refused[choice.label].append(f"{code(other.label)} ({letter})")
+        else:
+            for choice in pair:
+                worked[choice.label] += 1
+    rows = [(code(label), str(worked[label]), "; ".join(found) or "nothing") for label, found in refused.items()]
+    lines = "".join(f"{number}. {code(text)}\n" for text, number in letters.items())
+    yield f"## Two choices of a recipe\n\n{CHOICES}\n"
+    yield table(("choice", "works with", "refused with"), rows)
+    yield lines
 
 
 def _site(matrix: ModuleType, site: str) -> list[str]:

@@ -1,0 +1,116 @@
+"""What a recipe may choose beside its defaults, every one that the table of what goes with what speaks of, and others.
+
+Read by the test that holds the worker against the table, and by the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+from sparsebp_cli.composition import OPTIMIZERS
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One thing that a recipe chooses.
+
+    Args:
+        label: What the page calls it.
+        group: No two of one group are chosen together.
+        sections: What the recipe says, by section.
+        policy: A policy with its options; empty: none.
+        is_heavy: Whether pairs with it are looked at in `make chaos` alone.
+    """
+
+    label: str
+    group: str
+    sections: Sections = field(default_factory=dict)
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    is_heavy: bool = False
+
+
+def _backward(**options: Any) -> Sections:
+    return {"backward": options}
+
+
+def _policy(label: str, kind: str, sites: str = "", **options: Any) -> Choice:
+    return Choice(label, kind, _backward(sites=sites) if sites else {}, options)
+
+
+_SMALL = {"apollo": {"rank": 2}, "galore": {"rank": 2}}
+_LIGHT = ("galore",)
+_SPARSE = {"sites": "branches", "checkpointing": "sparse"}
+_EXACT = {"update": "eager", "eager_clip": "exact"}
+CHOICES = (
+    _policy("topk (rows)", "GradientSelector", name="topk", keep=0.5, along="rows"),
+    Choice(
+        "topk (error_feedback)",
+        "GradientSelector",
+        policy={"name": "topk", "keep": 0.5, "along": "columns", "error_feedback": True},
+        is_heavy=True,
+    ),
+    _policy("tokens (exact)", "TokenSelector", name="tokens", score="random", keep=0.5),
+    _policy("tokens (detach)", "TokenSelector", name="tokens", score="random", keep=0.5, mode="detach"),
+    _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
+    _policy("frozen (freeze)", "ParameterSelector", name="frozen", freeze=["*.layers.0.*"]),
+    _policy("frozen (turn)", "ParameterSelector", name="frozen", turn="layers"),
+    _policy("max-child at nodes", "EdgeRouter", "nodes", name="max-child"),
+    Choice("sites: branches", "sites", _backward(sites="branches")),
+    Choice("sites: branches, checkpointing: sparse", "sites", _backward(**_SPARSE)),
+    Choice("sites: nodes", "sites", _backward(sites="nodes")),
+    Choice("engine: reference", "engine", _backward(engine="reference")),
+    Choice("update: eager", "update", {"backward": {"update": "eager"}, "training": {"max_grad_norm": None}}),
+    Choice("eager_clip: exact", "update", _backward(**_EXACT)),
+    Choice("segments: 2", "segments", _backward(segments=2)),
+    Choice("checkpointing: full", "checkpointing", _backward(checkpointing="full")),
+    *(
+        Choice(
+            f"optim: {name}",
+            "optim",
+            {"training": {"optim": name, "optim_args": _SMALL.get(name, {})}},
+            is_heavy=name not in _LIGHT,
+        )
+        for name in OPTIMIZERS
+        if name != "adamw"
+    ),
+    Choice("mixed_precision: bf16", "mixed_precision", {"training": {"mixed_precision": "bf16"}}, is_heavy=True),
+    Choice(
+        "gradient_accumulation_steps: 2",
+        "accumulation",
+        {"training": {"gradient_accumulation_steps": 2}},
+        is_heavy=True,
+    ),
+    Choice("dtype: bfloat16", "dtype", {"model": {"dtype": "bfloat16"}}),
+    Choice("attention: eager", "attention", {"model": {"attention": "eager"}}, is_heavy=True),
+    Choice("float8: emulated", "float8", {"model": {"float8": "emulated"}}),
+    Choice("lora", "lora", {"model": {"lora": {"r": 2}}}),
+    Choice("format: completion", "format", {"dataset": {"format": "completion"}}, is_heavy=True),
+    Choice("format: classification", "format", {"dataset": {"format": "classification"}}),
+    Choice("processes: 2", "processes", {"target": {"processes": 2}}),
+    Choice("sharding: fsdp2", "processes", {"target": {"processes": 2, "sharding": "fsdp2"}}),
+)
+
+
+def find_pairs() -> Iterator[tuple[Choice, Choice]]:
+    """Return every two choices that can stand in one recipe."""
+    return ((one, two) for one, two in combinations(CHOICES, 2) if one.group != two.group)
+
+
+def combine(base: Mapping[str, Any], choices: tuple[Choice, ...]) -> dict[str, Any]:
+    """Return a recipe with some choices in it.
+
+    Args:
+        base: Its other sections.
+        choices: The later one wins where two speak of one key.
+    """
+    recipe: dict[str, Any] = {name: dict(part) if isinstance(part, Mapping) else part for name, part in base.items()}
+    for choice in choices:
+        for name, part in choice.sections.items():
+            recipe[name] = {**recipe.get(name, {}), **part}
+    policies = [dict(choice.policy) for choice in choices if choice.policy]
+    return recipe | ({"policy": policies} if policies else {})
