@@ -47,7 +47,7 @@ def test_missing_controls_are_named_with_the_commands_that_make_them(two_groups:
     assert run[:3] == ["sparsebp", "run", "--like"]
     assert run[3] in {folder.run_id for folder in two_groups[5:]}
     stored = yaml.safe_load(two_groups[5].plan_file.read_text())["recipe"]
-    made = load_stored(stored, "plan.json", [run[run.index("--set") + 1]])
+    made = load_stored(stored, "plan.json", [run[run.index("--set") + 1]]).recipe
     assert (
         made.policy[0].model_dump().items()
         >= {

@@ -211,7 +211,7 @@ def test_the_picture_is_drawn_with_every_group_in_it(comparison: Comparison, tmp
     svg = picture(comparison, tmp_path / "a.svg").read_text()
     assert ET.fromstring(svg).tag.endswith("svg")
     assert svg == picture(comparison, tmp_path / "b.svg").read_text()
-    for text in ("at equal steps", "at equal time", "topk-rows (5 seeds)", "backward", "eval/loss (nats/token)"):
+    for text in ("at equal steps", "at equal time", "topk-rows (1 seed)", "backward", "eval/loss (nats/token)"):
         assert text in svg
 
 
