@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.attribution import is_watched
 from sparsebp_cli.backward.binding import Binding
+from sparsebp_cli.backward.bound import Bound
 from sparsebp_cli.backward.branching import BranchBinding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager.choice import choose_update
@@ -26,7 +27,7 @@ from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.score.check import check_scoring
 from sparsebp_cli.backward.score.example import ExamplePart
 from sparsebp_cli.backward.segment.part import Segments
-from sparsebp_cli.backward.site import Bound, LinearBinding
+from sparsebp_cli.backward.site import LinearBinding
 from sparsebp_cli.backward.token.part import make_parts
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean

@@ -64,6 +64,8 @@ class Deciding:
         self._binding, self._decision, self._clock = binding, decision, clock
         self._counter = Counter.of(binding.names)
         self._step: Step | None = None  # the backward under way
+        # Numbers of examples in the model's last forward; empty: not known; None: nobody asks.
+        self.batch_sizes: frozenset[int] | None = None if decision is None else frozenset()
         self.leaves_out = False  # whether a forward has left something out so far
         self.forward: ShortForward | None = None  # the forward under way, where it leaves something out
 

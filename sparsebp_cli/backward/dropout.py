@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.site import Bound
+from sparsebp_cli.backward.bound import Bound
 
 
 @dataclass(frozen=True)

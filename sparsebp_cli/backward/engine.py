@@ -16,6 +16,7 @@ from sparsebp_cli.backward.deciding import Deciding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.eager import EagerUpdate
 from sparsebp_cli.backward.eager.choice import refuse_scaling
+from sparsebp_cli.backward.example_rows import BatchNote
 from sparsebp_cli.backward.loss_graph import has_site
 from sparsebp_cli.backward.parameter import ParameterPart
 from sparsebp_cli.backward.part import Asking, Part, Reading
@@ -63,6 +64,9 @@ class Engine(Deciding):
         self._model = model
         self.reference, self.stores, self.parts = reference, stores, tuple(parts)
         self._attached = True
+        self._unhook: Callable[[], None] = lambda: None
+        if decision is not None:
+            self._unhook = model.register_forward_pre_hook(BatchNote(self), with_kwargs=True).remove
         self.eager = next((part for part in self.parts if isinstance(part, EagerUpdate)), None)
         binding.install(self)
         for part in self.parts:
@@ -206,6 +210,7 @@ class Engine(Deciding):
             for part in reversed(self.parts):
                 part.remove()
             self._binding.remove()
+            self._unhook()
         self._attached = False
         self._clock.stop()
 

@@ -7,18 +7,19 @@ stay as they are. Removing that one entry gives the module back.
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from sparsebp_cli.backward.bound import Bound, check_free
+from sparsebp_cli.backward.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.float8 import Float8Form, float8_class
 from sparsebp_cli.backward.kernel import Needs
 from sparsebp_cli.backward.layer import LayerNumbers
@@ -95,6 +96,7 @@ class LinearBinding:
     def __init__(self, model: nn.Module, exclude: Iterable[str] = (), *, may_be_empty: bool = False) -> None:
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
         self.names = tuple(name for name, _, _ in self._found.covered)
+        self._time_first = find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
@@ -105,7 +107,8 @@ class LinearBinding:
 
     def install(self, engine: Engine) -> None:
         for name, module, form in self._found.covered:
-            module.forward = BoundLinear(name, module, form, engine, self._layers[name])
+            first = name in self._time_first
+            module.forward = BoundLinear(name, module, form, engine, self._layers[name], time_first=first)
 
     def remove(self) -> None:
         for _, module, _ in self._found.covered:
@@ -121,36 +124,6 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     weight = cast("Tensor", module.weight)
     return type(weight.data) is Tensor and not weight.is_complex() and weight.numel() > 0
-
-
-def check_free(name: str, module: nn.Module) -> None:
-    """Refuse a module whose ``forward`` is taken.
-
-    Args:
-        name: The module's name.
-        module: That is to be covered.
-
-    Raises:
-        UnsupportedError: It is attached, or has a forward of its own.
-    """
-    current = module.__dict__.get("forward")
-    if isinstance(current, Bound):
-        raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
-    if current is not None:
-        own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method is that of its module
-        raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")
-
-
-class Bound(ABC):
-    """The ``forward`` of a covered module, in its instance dictionary."""
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        # A copy would share this module's weights with the copied model, without a word.
-        raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
 
 
 @dataclass(frozen=True)
@@ -179,11 +152,15 @@ class BoundLinear(Bound):
         module: The linear layer.
         form: How it stores its weight.
         engine: Who knows the step and the policy.
-        layer: Number of the decoder layer.
+        layer: Number of the layer.
+        time_first: Whether it is in a module of PyTorch with ``batch_first=False``.
     """
 
-    def __init__(self, name: str, module: nn.Module, form: Form, engine: Engine, layer: int | None) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, form: Form, engine: Engine, layer: int | None, *, time_first: bool = False
+    ) -> None:
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
+        self.time_first = time_first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if not self.engine.enabled and not self.form.replaces:
@@ -192,10 +169,15 @@ class BoundLinear(Bound):
             args = signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
         _refuse_transforms(self.name)
         x = args[0]
-        if self.engine.forward is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return run_linear(self.module, x, self)
-        num_rows = self.engine.forward.dense_rows(self.name, x.numel() // max(1, x.shape[-1]))
-        return run_linear(self.module, x, _InPlaceOf(self, num_rows))
+        forward, rows, sizes = self.engine.forward, None, self.engine.batch_sizes
+        if sizes is not None and not torch.compiler.is_compiling():
+            rows = find_rows(x, sizes, time_first=self.time_first)
+        if forward is None and rows is None:
+            return run_linear(self.module, x, self)
+        num_rows = None if forward is None else forward.dense_rows(self.name, x.numel() // max(1, x.shape[-1]))
+        return run_linear(self.module, x, _Call(self, num_rows, rows))
 
     @property
     def reference(self) -> bool:
@@ -216,30 +198,34 @@ class BoundLinear(Bound):
         Returns:
             The gradient to go on with, and what is kept; None for everything.
         """
-        return self.ask(grad_NO, batch_shape, num_inputs, needs, None)
+        shape, sizes = tuple(batch_shape), self.engine.batch_sizes
+        unknown = len(shape) == 1 and sizes is not None and shape[0] not in sizes  # as where the layer is compiled
+        return self.ask(grad_NO, BatchRows(shape, UNPROVED if unknown else ""), num_inputs, needs, None)
 
     def ask(
-        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, dense_rows: int | None
+        self, grad_NO: Tensor, rows: BatchRows, num_inputs: int, needs: Needs, dense_rows: int | None
     ) -> tuple[Tensor, Selection | None]:
         """Ask the policy about a gradient that stands for so many rows of the dense backward; None: for its own."""
-        site = Site(self.name, grad_NO.shape[1], tuple(batch_shape), self.layer)
+        site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
         work = LinearWork(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
         return self.engine.decide(site, grad_NO, work, dense_rows)
 
 
 @final
 @dataclass(frozen=True)
-class _InPlaceOf:
-    """One call of a linear in a forward that runs some positions or examples; see
+class _Call:
+    """One call of a linear of which more is known than its input shows; see
     :class:`sparsebp_cli.backward.linear.Decider`.
 
     Args:
         linear: The site.
-        num_rows: Rows of the dense forward that the call stands for.
+        num_rows: Rows of the dense forward that the call stands for; None: its own.
+        rows: Of which example its rows are; None: as its input shows.
     """
 
     linear: BoundLinear
-    num_rows: int
+    num_rows: int | None
+    rows: BatchRows | None
 
     @property
     def form(self) -> Form:
@@ -256,7 +242,8 @@ class _InPlaceOf:
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
     ) -> tuple[Tensor, Selection | None]:
-        return self.linear.ask(grad_NO, batch_shape, num_inputs, needs, self.num_rows)
+        rows = BatchRows(tuple(batch_shape)) if self.rows is None else self.rows
+        return self.linear.ask(grad_NO, rows, num_inputs, needs, self.num_rows)
 
 
 def _refuse_transforms(name: str) -> None:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
 
+from sparsebp_cli.errors import UnsupportedError
+
 if TYPE_CHECKING:
     import torch
 
@@ -32,16 +34,27 @@ class Site:
         num_features: O, the width of the output whose gradient is shown.
         batch_shape: The output's shape without the feature dimension, usually (B, T); its product is N.
         layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of them.
+        unknown: Why the example of a row is not known; empty where it is.
     """
 
     name: str
     num_features: int
     batch_shape: tuple[int, ...]
     layer: int | None = None
+    unknown: str = ""
 
     @property
     def num_examples(self) -> int:
-        """B, or 1 where the output has no dimension for examples."""
+        """B, or 1 where the output has no dimension for examples. Rows lie by example.
+
+        Raises:
+            UnsupportedError: It is not known which rows are of one example.
+        """
+        if self.unknown:
+            raise UnsupportedError(
+                f"within: example needs to know the example of each row, and at {self.name!r} {self.unknown}; "
+                "exclude it, or choose within the batch"
+            )
         return self.batch_shape[0] if len(self.batch_shape) > 1 else 1
 
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sparsebp_cli.backward.bound import Bound
 from sparsebp_cli.backward.branch import is_filled
 from sparsebp_cli.backward.part import DensePass, PassClaim, refuse_unasked
 from sparsebp_cli.backward.score.batch import next_tokens
 from sparsebp_cli.backward.score.chosen import Chosen
 from sparsebp_cli.backward.score.cost import ScoringCost
 from sparsebp_cli.backward.score.scorer import IGNORED, Scorer, evaluating
-from sparsebp_cli.backward.site import Bound
 from sparsebp_cli.backward.token.decoder import by_name
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
@@ -142,6 +142,8 @@ class BoundExamples(Bound):
         if arguments.get("num_items_in_batch") is not None:
             share = kept / targets.clamp(min=1)
             chosen["num_items_in_batch"] = (arguments["num_items_in_batch"] * share).clamp(min=1.0)
+        if self._engine.batch_sizes is not None:
+            self._engine.batch_sizes = frozenset((len(index_K),))
         with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
             return self._inner(**chosen)
 

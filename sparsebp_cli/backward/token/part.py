@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.bound import Bound, check_free
 from sparsebp_cli.backward.branch import call_module, replaced
 from sparsebp_cli.backward.part import DensePass, PassClaim, refuse_unasked
 from sparsebp_cli.backward.score.chooser import TokenChooser
-from sparsebp_cli.backward.site import Bound, check_free
 from sparsebp_cli.backward.token.chooser import Chooser
 from sparsebp_cli.backward.token.claim import Sizes, claim
 from sparsebp_cli.backward.token.decoder import Decoder, argument_names, find_decoder, refuse_prompt

@@ -1,0 +1,40 @@
+"""What stands in a covered module's place while a model is attached, and what must not be there before."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+
+from torch import nn
+
+from sparsebp_cli.errors import UnsupportedError
+
+
+def check_free(name: str, module: nn.Module) -> None:
+    """Refuse a module whose ``forward`` is taken.
+
+    Args:
+        name: The module's name.
+        module: That is to be covered.
+
+    Raises:
+        UnsupportedError: It is attached, or has a forward of its own.
+    """
+    current = module.__dict__.get("forward")
+    if isinstance(current, Bound):
+        raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
+    if current is not None:
+        own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method is that of its module
+        raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")
+
+
+class Bound(ABC):
+    """The ``forward`` of a covered module, in its instance dictionary."""
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        # A copy would share this module's weights with the copied model, without a word.
+        raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
