@@ -107,7 +107,7 @@ def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRow
         return BatchRows(shape, f"its first dimension is {shape[0]}, and the model was given {_tell(sizes)}")
     found = _joined_from(x)
     if found is None:
-        return BatchRows(shape, UNPROVED)
+        return BatchRows(shape, UNPROVED) if sizes else None
     unknown = (
         "" if not sizes or found[0] in sizes else f"rows come from {found}, and the model was given {_tell(sizes)}"
     )

@@ -199,7 +199,7 @@ class BoundLinear(Bound):
             The gradient to go on with, and what is kept; None for everything.
         """
         shape, sizes = tuple(batch_shape), self.engine.batch_sizes
-        unknown = len(shape) == 1 and sizes is not None and shape[0] not in sizes  # as where the layer is compiled
+        unknown = len(shape) == 1 and bool(sizes) and shape[0] not in (sizes or ())  # as where the layer is compiled
         return self.ask(grad_NO, BatchRows(shape, UNPROVED if unknown else ""), num_inputs, needs, None)
 
     def ask(
