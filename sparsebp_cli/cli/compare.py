@@ -114,7 +114,9 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         better=better.value if better else "",
         grouping=Grouping.parse(group_by, ignore, seed_param),
     )
-    comparison = compare_runs(find_runs(runs or [], where, place), question)
+    chosen, left_out = find_runs(runs or [], where, place)
+    comparison = compare_runs(chosen, question)
+    comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (asked := find_outcomes(where)):
         told = f"runs were chosen by how they ended ({', '.join(asked)}): those left out are in no number here"
         comparison = replace(comparison, warnings=(told, *comparison.warnings))
@@ -132,8 +134,8 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise typer.Exit(1)
 
 
-def find_runs(words: list[str], where: str | None, place: str | None) -> list[LoadedRun]:
-    """Read the runs that were chosen.
+def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[list[LoadedRun], list[str]]:
+    """Read the runs that were chosen, and say which seeds of theirs were not.
 
     Args:
         words: That name them; none: all that the condition leaves.
@@ -141,12 +143,12 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> list[Lo
         place: Where they are; None: on this machine.
 
     Returns:
-        The runs.
+        The runs, and a line for each name of which seeds are left out.
 
     Raises:
         UsageError: Nothing chooses any.
     """
-    from sparsebp_cli.compare import choose, load_all, local_candidates, store_candidates
+    from sparsebp_cli.compare import choose, load_all, local_candidates, store_candidates, tell_left_out
     from sparsebp_cli.run import home
     from sparsebp_cli.run.visible import mask
 
@@ -161,7 +163,8 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> list[Lo
         found, told = local_candidates(folder), str(folder or home())
     if not found and place is not None:
         raise UsageError(f"--from {told}: there are no runs")
-    return load_all(choose(found, words, where, told))
+    chosen = choose(found, words, where, told)
+    return load_all(chosen), tell_left_out(found, chosen)
 
 
 def _question(

@@ -1,7 +1,7 @@
 """Several runs side by side: what they differ in, how good, how fast, how large, and what may be concluded."""
 
 from sparsebp_cli.compare.build import compare_runs
-from sparsebp_cli.compare.choose import Candidate, choose, find_outcomes, local_candidates
+from sparsebp_cli.compare.choose import Candidate, choose, find_outcomes, local_candidates, tell_left_out
 from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
 from sparsebp_cli.compare.gate import check
 from sparsebp_cli.compare.grouping import Grouping
@@ -39,5 +39,6 @@ __all__ = [
     "render",
     "store_candidates",
     "table",
+    "tell_left_out",
     "write_report",
 ]

@@ -23,6 +23,7 @@ from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.folder import SHORTEST_PREFIX
 
 TAG = ("tag.", "tags.")
+OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # of a recipe, what decides no group
 
 
 @dataclass
@@ -148,6 +149,36 @@ def choose(candidates: Sequence[Candidate], words: Iterable[str], where: str | N
     if not kept:
         raise RunNotFoundError(f"none of {len(chosen)} runs meets --where {where!r}")
     return kept
+
+
+def tell_left_out(candidates: Sequence[Candidate], chosen: Sequence[Candidate]) -> list[str]:
+    """Return which seeds of the chosen runs' recipes were not chosen, a line a name: those chosen may be the best.
+
+    Args:
+        candidates: All runs.
+        chosen: Those that are compared.
+    """
+    taken: dict[tuple[tuple[str, str], ...], list[Candidate]] = {}
+    for candidate in chosen:
+        taken.setdefault(_without_seed(candidate), []).append(candidate)
+    ids, left = {candidate.run_id for candidate in chosen}, dict[str, dict[str, None]]()
+    for candidate in candidates:
+        some = taken.get(_without_seed(candidate), [])
+        seeds = {str(seed) for one in some for seed in one.find("seed")}
+        if some and candidate.run_id not in ids:
+            new = [str(seed) for seed in candidate.find("seed") if str(seed) not in seeds]
+            left.setdefault(some[0].name, {}).update(dict.fromkeys(new))
+    return [
+        f"{name}: seeds that are there were not chosen, and are in no number here: {', '.join(sorted(seeds))}"
+        for name, seeds in left.items()
+        if seeds
+    ]
+
+
+def _without_seed(candidate: Candidate) -> tuple[tuple[str, str], ...]:
+    """What decides the group, as far as a recipe alone tells."""
+    flat = candidate.flat.items()
+    return tuple(sorted((key, str(value)) for key, value in flat if not key.startswith(OUTSIDE) and key != "name"))
 
 
 def find_outcomes(where: str) -> list[str]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebp_cli.compare import choose, local_candidates
+from sparsebp_cli.compare import choose, local_candidates, tell_left_out
 from sparsebp_cli.compare.choose import Candidate
 from sparsebp_cli.compare.expression import parse
 from sparsebp_cli.errors import RunNotFoundError, UsageError
@@ -160,3 +160,13 @@ def test_a_plan_that_this_version_cannot_read_says_nothing_of_its_state_and_hide
 def test_a_damaged_plan_is_no_candidate_and_hides_no_other(runs: list[RunFolder]) -> None:
     runs[0].plan_file.write_text("{")
     assert len(local_candidates()) == 5
+
+
+def test_seeds_of_the_same_recipe_that_were_not_chosen_are_named(make_run: MakeRun) -> None:
+    runs = [make_run("dense", seed) for seed in range(10)] + [make_run("other", 3, training={"max_steps": 9})]
+    every = local_candidates()
+    chosen = choose(every, [runs[0].run_id, runs[7].run_id], None, "here")
+    told = "dense: seeds that are there were not chosen, and are in no number here: 1, 2, 3, 4, 5, 6, 8, 9"
+    assert tell_left_out(every, chosen) == [told]
+    assert tell_left_out(every, choose(every, [], "seed<5 or seed>6", "here")) == [told.partition("1,")[0] + "5, 6"]
+    assert tell_left_out(every, every) == []
