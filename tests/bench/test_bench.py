@@ -171,7 +171,7 @@ def test_csr_is_forced_without_touching_the_engines_own_share(found: Benchmark) 
         (["topk", "--recipe", "tiny.yaml", "--model", "x"], "give either --recipe or --model, not both"),
         (["topk", "--out", "no/folder.json"], "there is no folder 'no'"),
         (["topk", "--png", "topk.gif"], "must end in .png, .svg, .pdf"),
-        (["topk", "--model", "./no-such-model", "--rounds", 1], "no such file or folder"),
+        (["topk", "--model", "./no-such-model", "--rounds", 1], "no file or folder"),
         (["topk", "--length", 100000, "--rounds", 1], "--length must be at most"),
     ],
 )

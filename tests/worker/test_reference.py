@@ -89,7 +89,7 @@ def test_without_a_reference_nothing_is_done(completion) -> None:
 
 
 def test_a_reference_that_is_not_there_is_told(completion, excess) -> None:
-    with pytest.raises(DataError, match="no such file or folder"):
+    with pytest.raises(DataError, match="no file or folder"):
         build(completion(excess | {"reference": "./nowhere/at/all"}))
 
 
