@@ -10,7 +10,6 @@ import sys
 from importlib.metadata import version as installed_version
 from typing import Annotated
 
-import click
 import typer
 
 from sparsebp_cli.cli.audit import audit
@@ -74,13 +73,14 @@ def show_version(asked: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[  # noqa: ARG001 - its callback does it all
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an unexpected error.")] = False,
 ) -> None:
     crash.shown = debug
-    if click.get_current_context().invoked_subcommand in WRITING:
+    if context.invoked_subcommand in WRITING:
         keep_private()
 
 
