@@ -147,7 +147,7 @@ def conclude(job: Job, *, together: int = 0) -> int:
     if job.warning():
         print_line(f"warning: {job.warning()}", stderr=True)
     if state is State.FINISHED:
-        console().print(summarise(job.run, together=together))
+        console().print(summarise(job.run, together=together, warning=job.warning()))
         return 0
     print_line(f"error: run {job.run.run_id} {describe_end(job)}", stderr=True)
     if state is State.INTERRUPTED:

@@ -42,12 +42,13 @@ STEP_MEMORY = (
 )
 
 
-def summarise(run: RunFolder, *, together: int = 0) -> RenderableType:
+def summarise(run: RunFolder, *, together: int = 0, warning: str = "") -> RenderableType:
     """Return a table of what a run has shown.
 
     Args:
         run: The run.
         together: It is the last of so many that one command ran: what to type next is named; 0: nothing is.
+        warning: What went wrong beside the run, such as numbers that were not sent; empty when nothing did.
 
     Returns:
         Something that rich prints.
@@ -62,6 +63,8 @@ def summarise(run: RunFolder, *, together: int = 0) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, text in summary_rows(history):
         grid.add_row(label, Text(text))
+    if warning:
+        grid.add_row("warning", Text(warning))
     if (run.path / "model").is_dir():
         grid.add_row("model", Text(str(run.path / "model")))
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")

@@ -1,4 +1,4 @@
-"""``resume`` refuses what somebody cancelled, and shows what changed as a table."""
+"""How ``resume`` refuses, and what the end of a run shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from sparsebp_cli.cli.follow import conclude
 from sparsebp_cli.run import JournalWriter, RunFolder, State, read
+from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.local import LocalJob
 
 from .conftest import Cli, Write, write_run
@@ -67,3 +68,14 @@ def test_a_detached_resume_of_which_nothing_lives_says_so_and_does_not_end_with_
     done = call("resume", run.run_id, "--detach")
     assert done.returncode == 101
     assert f"error: run {run.run_id} interrupted: it says why" in done.stderr
+
+
+def test_numbers_that_were_not_sent_are_in_the_summary_with_the_command_that_sends_them(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"the tracking store took longer than 30 s; `sparsebp sync {run.run_id}` sends it later"
+    Launch(0, 1, warning=line).save(run)
+    assert conclude(LocalJob(run)) == 0
+    out, errors = capsys.readouterr()
+    assert line in " ".join(out.split())
+    assert errors == f"warning: {line}\n"
