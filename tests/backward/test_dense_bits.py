@@ -17,6 +17,8 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 
 from .conftest import FAMILIES, tiny_model, tokens
 
+pytestmark = pytest.mark.promise("R18")
+
 KEEP_ALL = [
     ("dense", {}),
     ("topk", {"keep": 1.0, "along": "rows"}),

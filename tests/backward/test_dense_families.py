@@ -13,6 +13,8 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from .conftest import tokens
 from .families import DECODERS
 
+pytestmark = pytest.mark.promise("R18")
+
 
 def _gradients(
     family: str, attention: str, dtype: torch.dtype, checkpointed: bool, attached: bool

@@ -12,6 +12,8 @@ import pytest
 from ..plan.test_provenance import run_git
 from .conftest import environment, write_run
 
+pytestmark = pytest.mark.promise("R20")
+
 RECIPE = """\
 version: 1
 name: hostile

@@ -15,6 +15,8 @@ from sparsebp_cli.plan.credential import find_credential
 from sparsebp_cli.plan.provenance import UNKNOWN, Provenance
 from sparsebp_cli.recipe.schema import Recipe
 
+pytestmark = pytest.mark.promise("R20")
+
 Git = Callable[..., str]
 WHO = ("-c", "user.name=n", "-c", "user.email=e@example.invalid")
 

@@ -234,5 +234,7 @@ def test_two_thousand_mutated_recipes_load_or_give_one_line(folder: Path, seed: 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("seed", range(100, 110))
-def test_ten_thousand_mutated_recipes_load_or_give_one_line(folder: Path, seed: int) -> None:
+@pytest.mark.promise("R11")
+def test_ten_thousand_mutated_recipes_load_or_give_one_line(folder: Path, seed: int, record_property) -> None:
+    record_property("trials", 1000)
     check_mutants(folder, seed, 1000)

@@ -15,6 +15,8 @@ from sparsebp_cli.compare import compare_runs, load_all, local_candidates, table
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State
 from tests.compare.conftest import MakeRun, make_run
 
+pytestmark = pytest.mark.promise("R22")
+
 __all__ = ["make_run"]
 
 HEAD = {"attempt": 1, "time": 1.0}

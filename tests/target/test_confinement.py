@@ -21,6 +21,8 @@ from sparsebp_cli.target.container import DockerOptions, safe_words
 from sparsebp_cli.target.docker import DockerEngine
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job
 
+pytestmark = pytest.mark.promise("R21")
+
 ENGINES: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
     "docker": (DockerOptions, {}),
     "podman": (DockerOptions, {"command": "podman"}),

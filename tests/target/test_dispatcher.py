@@ -15,6 +15,8 @@ from sparsebp_cli.testing import FakeTarget
 
 from .conftest import last_end, make_run, until, wait_for_step
 
+pytestmark = pytest.mark.promise("R10")
+
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeTarget:

@@ -19,6 +19,7 @@ from sparsebp_cli.tracking import SyncResult
 from .conftest import last_end, launch_of, make_run, until, wait_for_step, watcher_of, worker_of
 
 
+@pytest.mark.promise("R10")
 def test_every_exit_code_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
     found: dict[int | None, tuple[str, str]] = {}
@@ -152,6 +153,7 @@ def test_kill_after_stop_is_told_as_the_users(target: LocalTarget) -> None:
     assert "killed by the user" in str(last_end(run)["text"])
 
 
+@pytest.mark.promise("R10")
 def test_a_killed_watcher_leaves_the_worker_and_the_state_right(target: LocalTarget) -> None:
     run = make_run("slow")
     job = target.submit(run)

@@ -62,6 +62,7 @@ def docker(*words: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
+@pytest.mark.promise("R15")
 def test_a_container_has_no_rights_no_socket_and_no_secret(
     docker_options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_container_has_no_rights_no_socket_and_no_secret(
     assert CANARY not in text + kept
 
 
+@pytest.mark.promise("R10")
 def test_a_killed_container_is_interrupted_and_the_run_goes_on_later(docker_options: Options) -> None:
     run, target = prepare("docker", docker_options)
     job = target.submit(run)
@@ -103,6 +105,7 @@ def test_a_killed_container_is_interrupted_and_the_run_goes_on_later(docker_opti
     assert again.cancel() is State.CANCELLED
 
 
+@pytest.mark.promise("R10")
 def test_a_container_that_somebody_removed_is_interrupted(docker_options: Options) -> None:
     run, target = prepare("docker", docker_options)
     job = target.submit(run)
@@ -123,6 +126,7 @@ def test_a_missing_image_is_a_failure_with_its_name_and_leaves_nothing(docker_op
     assert docker("ps", "--all", "--quiet", "--filter", f"label=sparsebp.run={run.run_id}") == ""
 
 
+@pytest.mark.promise("R10")
 def test_a_client_and_a_dispatcher_that_are_killed_leave_the_run_at_work(
     docker_options: Options, tmp_path: Path
 ) -> None:
@@ -177,6 +181,7 @@ def other_daemon(docker_engine: str) -> Iterator[Daemon]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.promise("R10")
 def test_a_daemon_that_is_restarted_is_unreachable_meanwhile_and_the_end_is_told_after(
     other_daemon: Daemon, docker_options: Options
 ) -> None:
@@ -193,6 +198,7 @@ def test_a_daemon_that_is_restarted_is_unreachable_meanwhile_and_the_end_is_told
     assert target.engine.find(run) is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.promise("R14")
 def test_a_host_whose_key_is_unknown_or_has_changed_is_refused(
     ssh_hosts: Path, slurm_cluster: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +265,7 @@ def test_a_warned_job_makes_a_checkpoint_is_put_back_and_goes_on_by_itself(slurm
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.promise("R4")
 def test_a_preempted_job_goes_on_when_there_is_room_again(slurm_options: Options) -> None:
     run, target = prepare("slurm", slurm_options | {"cpus": 4, "partition": "main", "arguments": ["--nodelist=n2"]})
     job = target.submit(run)
@@ -305,6 +312,7 @@ def test_seeds_are_one_array_of_which_so_many_work_at_once(slurm_options: Option
     assert [job.wait(60) for job in jobs[1:]] == [State.INTERRUPTED] * 2
 
 
+@pytest.mark.promise("R10")
 def test_a_controller_that_is_away_is_unreachable(
     slurm_options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

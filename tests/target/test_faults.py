@@ -80,6 +80,7 @@ def slurm() -> SlurmEngine:
 
 
 @pytest.mark.parametrize("problem", [CUT, DOWN, "unexpected EOF", "context deadline exceeded", ""])
+@pytest.mark.promise("R10")
 def test_docker_that_does_not_get_through_is_unreachable(
     play: Play, run: RunFolder, docker: DockerEngine, problem: str
 ) -> None:
@@ -165,6 +166,7 @@ def make_archive(run: RunFolder, **files: str) -> bytes:
     return buffer.getvalue()
 
 
+@pytest.mark.promise("R10")
 def test_a_half_written_archive_changes_nothing(play: Play, run: RunFolder, docker: DockerEngine) -> None:
     whole = make_archive(run, model__weights="w" * 5000, checkpoints__a="1")
     before = sorted(path.name for path in run.path.iterdir())
@@ -183,6 +185,7 @@ def test_a_half_written_archive_changes_nothing(play: Play, run: RunFolder, dock
 
 
 @pytest.mark.parametrize("name", ["../../escape", "/tmp/escape"])
+@pytest.mark.promise("R12")
 def test_an_archive_that_leads_out_is_refused(
     play: Play, run: RunFolder, docker: DockerEngine, name: str, tmp_path: Path
 ) -> None:
@@ -195,6 +198,7 @@ def test_an_archive_that_leads_out_is_refused(
     assert not list(run.path.parent.parent.rglob("escape"))
 
 
+@pytest.mark.promise("R12")
 def test_links_and_private_files_of_an_archive_are_not_taken(
     play: Play, run: RunFolder, docker: DockerEngine, tmp_path: Path
 ) -> None:
@@ -231,6 +235,7 @@ def test_a_journal_arrives_in_whole_lines_only(play: Play, run: RunFolder, docke
 @pytest.mark.parametrize(
     "problem", ["ssh: connect to host login port 22: Connection refused", "Host key verification failed.", ""]
 )
+@pytest.mark.promise("R10")
 def test_ssh_that_ends_with_255_is_unreachable(play: Play, run: RunFolder, slurm: SlurmEngine, problem: str) -> None:
     play("ssh", err=problem, code=255)
     for call in (

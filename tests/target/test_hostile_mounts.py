@@ -19,7 +19,7 @@ from sparsebp_cli.target.container import DockerOptions, safe_words
 from . import service
 from .test_engines import docker
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines"), pytest.mark.promise("R15")]
 Options = dict[str, Any]
 
 

@@ -24,6 +24,8 @@ from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.container import ContainerOptions
 from sparsebp_cli.target.export import export_dstack, export_kubernetes, export_sbatch, export_sky
 
+pytestmark = pytest.mark.promise("R19")
+
 # A program that notes its name, its words and what it finds in the variable A.
 STUB = r"""#!/bin/sh
 {{ printf '%s\0' {name} "$@"; printf 'A=%s\0<end>\0' "${{A-}}"; }} >> "$STUB_LOG"

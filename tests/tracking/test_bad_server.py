@@ -90,6 +90,7 @@ def serve(answer: Answer) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("answer", SERVERS.values(), ids=SERVERS)
+@pytest.mark.promise("R5")
 def test_a_bad_server_costs_one_warning_and_no_number(
     store: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, answer: Answer
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_bad_server_costs_one_warning_and_no_number(
 
 
 @pytest.mark.chaos
+@pytest.mark.promise("R6")
 def test_eight_runs_at_once_on_a_new_store_have_every_point_there_or_a_warning(
     home_folder: Path, make_run: MakeRun
 ) -> None:

@@ -25,6 +25,7 @@ MakeRun = Callable[..., RunFolder]
 
 
 @pytest.mark.slow
+@pytest.mark.promise("R5")
 def test_a_server_killed_midway_costs_a_warning_and_no_point(
     server: Server, make_run: MakeRun, fresh_database: Path, tmp_path: Path
 ) -> None:

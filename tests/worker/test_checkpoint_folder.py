@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, RankState, Snapshot
+
+pytestmark = pytest.mark.promise("R22")
 
 
 def snapshot(step: int) -> Snapshot:

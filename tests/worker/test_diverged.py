@@ -14,6 +14,8 @@ from sparsebp_cli.run import History, State
 from sparsebp_cli.worker.finite import finite_result, finite_state
 from tests.worker.conftest import work
 
+pytestmark = pytest.mark.promise("R23")
+
 # Nothing moves at step 1; at step 2 loss and gradient are finite, and the product with the learning rate is not.
 OVERFLOW = {
     "optim": "sgd",

@@ -175,6 +175,7 @@ def test_when_no_checkpoint_is_good_the_run_stops_and_deletes_nothing(tiny_recip
     assert sorted((run.path / "checkpoints").rglob("*")) == before
 
 
+@pytest.mark.promise("R24")
 def test_two_workers_never_write_one_run(tiny_recipe, prepared) -> None:
     run = prepared(tiny_recipe(training={"max_steps": 200}))
     first = start(run)

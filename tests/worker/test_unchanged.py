@@ -14,6 +14,8 @@ from sparsebp_cli.plan.seal import Seal, is_free
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, home
 from tests.worker.conftest import TEXT, work
 
+pytestmark = pytest.mark.promise("R17")
+
 Edit = Callable[[dict[str, Any]], Any]
 EDITS: dict[str, tuple[Edit, str]] = {
     "policy": (lambda r: r.update(policy=[{"name": "frozen", "parameters": ["*norm*"]}]), "policy.0.name"),
