@@ -135,7 +135,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 
 def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[list[LoadedRun], list[str]]:
-    """Read the runs that were chosen, and say which seeds of theirs were not.
+    """Read the runs that were chosen, and say which cannot be read, and which seeds of theirs were not chosen.
 
     Args:
         words: That name them; none: all that the condition leaves.
@@ -143,7 +143,7 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[l
         place: Where they are; None: on this machine.
 
     Returns:
-        The runs, and a line for each name of which seeds are left out.
+        The runs, a line for each that cannot be read, and one for each name of which seeds are left out.
 
     Raises:
         UsageError: Nothing chooses any.
@@ -164,7 +164,8 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[l
     if not found and place is not None:
         raise UsageError(f"--from {told}: there are no runs")
     chosen = choose(found, words, where, told)
-    return load_all(chosen), tell_left_out(found, chosen)
+    loaded, unreadable = load_all(chosen)
+    return loaded, [*unreadable, *tell_left_out(found, chosen)]
 
 
 def _question(

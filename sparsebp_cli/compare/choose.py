@@ -93,8 +93,8 @@ class Candidate:
 
 SPECIAL: dict[str, Callable[[Candidate], Sequence[Any]]] = {
     "id": lambda run: [run.run_id, *([run.other_id] if run.other_id else [])],
-    "name": lambda run: [run.name],
-    "created": lambda run: [run.created],
+    "name": lambda run: [run.name] if run.name else [],
+    "created": lambda run: [run.created] if run.created else [],
     "state": lambda run: [run.known_state] if run.known_state else run.ask(lambda loaded: str(loaded.state)),
     "seed": lambda run: [run.flat[key] for key in (OUR_SEED, find_seed(run.flat)) if key in run.flat][:1],
     "policy": lambda run: [v for key, v in run.flat.items() if key.startswith("policy.") and key.endswith(".name")],
@@ -103,7 +103,7 @@ SPECIAL: dict[str, Callable[[Candidate], Sequence[Any]]] = {
 
 
 def local_candidates(folder: Path | None = None) -> list[Candidate]:
-    """Return every run in a folder, newest first; one whose plan is damaged is left out.
+    """Return every run in a folder, newest first; one whose plan is damaged comes last, and only its id is known.
 
     Args:
         folder: That holds run folders, or is one, or is another machine's ``$SPARSEBP_HOME``; None: this machine's own.
@@ -114,7 +114,7 @@ def local_candidates(folder: Path | None = None) -> list[Candidate]:
     root = home() if folder is None else folder
     root = root / "runs" if (root / "runs").is_dir() else root
     plans = [root / "plan.json"] if (root / "plan.json").is_file() else root.glob("*/plan.json")
-    found = [candidate for plan in plans if (candidate := _describe(RunFolder(plan.parent.absolute())))]
+    found = [_describe(RunFolder(plan.parent.absolute())) for plan in plans]
     return sorted(found, key=lambda candidate: (candidate.created, candidate.run_id), reverse=True)
 
 
@@ -203,7 +203,7 @@ def _named(candidates: Sequence[Candidate], word: str, place: str) -> list[Candi
             )
         return list(candidates[: int(count)])[::-1]
     if os.sep in word and (Path(word) / "plan.json").is_file():
-        return [c for c in [_describe(RunFolder(Path(word).absolute()))] if c]
+        return [_describe(RunFolder(Path(word).absolute()))]
     if "=" in word:
         tag, _, value = word.partition("=")
         if tagged := [c for c in candidates if c.tags.get(tag) == value]:
@@ -219,7 +219,7 @@ def _named(candidates: Sequence[Candidate], word: str, place: str) -> list[Candi
         return prefixed
     if prefixed:
         raise RunNotFoundError(f"{word} is not unique: {', '.join(c.run_id for c in prefixed[:5])}")
-    near = did_you_mean(word, [c.run_id for c in candidates] + [c.name for c in candidates])
+    near = did_you_mean(word, [c.run_id for c in candidates] + [c.name for c in candidates if c.name])
     raise RunNotFoundError(f"no run answers to {word!r} in {place}{near}; `sparsebp runs` lists those of this machine")
 
 
@@ -235,7 +235,7 @@ def _check_names(condition: Condition, candidates: Sequence[Candidate]) -> None:
         )
 
 
-def _describe(run: RunFolder) -> Candidate | None:
+def _describe(run: RunFolder) -> Candidate:
     try:
         plan = json.loads(run.plan_file.read_bytes())
         recipe = plan["recipe"]
@@ -244,4 +244,4 @@ def _describe(run: RunFolder) -> Candidate | None:
             run.run_id, str(recipe["name"]), float(plan["created"]), recipe, dict(tags), lambda: load_folder(run)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+        return Candidate(run.run_id, "", 0.0, {}, {}, lambda: load_folder(run))  # which says what is wrong

@@ -25,7 +25,7 @@ from sparsebp_cli.compare.database import Database
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.parameter import unflatten
 from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
-from sparsebp_cli.errors import TrackingError
+from sparsebp_cli.errors import RunNotFoundError, TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run.visible import mask
@@ -79,22 +79,37 @@ def _writable(uri: str) -> str:
     return f"sqlite:///{folder / file.name}"
 
 
-def load_all(candidates: Sequence[Candidate]) -> list[LoadedRun]:
+def load_all(candidates: Sequence[Candidate]) -> tuple[list[LoadedRun], list[str]]:
     """Read runs, those of a server side by side.
 
     Args:
         candidates: Chosen runs.
 
     Returns:
-        Them, in the same order.
+        Those that can be read, in the same order, and a line for each of the others.
 
     Raises:
+        RunNotFoundError: None of them can be read.
         TrackingError: The store stopped answering.
     """
-    if not any(is_server(candidate.place) for candidate in candidates):
-        return [candidate.loaded for candidate in candidates]
-    with ThreadPoolExecutor(AT_ONCE) as pool:  # their artifacts; metrics are read when they are asked for
-        return list(pool.map(lambda candidate: candidate.loaded, candidates))
+    if any(is_server(candidate.place) for candidate in candidates):
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # their artifacts; metrics are read when they are asked for
+            read = list(pool.map(_load, candidates))
+    else:
+        read = list(map(_load, candidates))
+    loaded = [run for run in read if isinstance(run, LoadedRun)]
+    problems = [(one.run_id, error) for one, error in zip(candidates, read, strict=True) if isinstance(error, str)]
+    if problems and not loaded:
+        raise RunNotFoundError("; ".join(f"run {run_id} cannot be read: {error}" for run_id, error in problems))
+    return loaded, [f"run {run_id} is left out: {error}" for run_id, error in problems]
+
+
+def _load(candidate: Candidate) -> LoadedRun | str:
+    """Return the run; where this version cannot read its plan, why."""
+    try:
+        return candidate.loaded
+    except RunNotFoundError as error:
+        return str(error)
 
 
 class _Store:

@@ -223,3 +223,13 @@ def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain
             validate([file], probe=True)
         captured = capsys.readouterr()
         assert shown in captured.out + captured.err
+
+
+@pytest.mark.parametrize(("word", "told"), [("runs", ""), ("policies", "topk"), ("--version", "sparsebp ")])
+def test_the_command_itself_starts_in_a_home_that_is_not_there_yet(
+    cli: Cli, tmp_path: Path, word: str, told: str
+) -> None:
+    """In a process of its own: what this one has imported may hide that the command cannot start."""
+    done = cli(word, real=True, SPARSEBP_HOME=str(tmp_path / "fresh"))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert told in done.stdout

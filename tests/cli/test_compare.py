@@ -67,6 +67,34 @@ def test_runs_of_another_machine_are_read_from_their_folder(call: Cli, study: li
     assert (gone.returncode, gone.stderr.count("\n")) == (100, 1)
 
 
+@pytest.mark.parametrize("damage", ["schema", "key", "version", "json"])
+def test_a_run_that_this_version_cannot_read_is_one_warning(call: Cli, study: list[RunFolder], damage: str) -> None:
+    plan = json.loads(study[0].plan_file.read_text())
+    match damage:
+        case "schema":
+            plan["format"] = 7
+        case "key":
+            del plan["recipe"]["model"]
+        case "version":
+            plan["recipe"]["training"]["of_tomorrow"] = 1
+            plan["provenance"]["sparsebp_version"] = "99.0"
+        case "json":
+            plan = {"other": 1}
+    study[0].plan_file.write_text(json.dumps(plan))
+    named, lost = [run.run_id for run in study], study[0].run_id
+    for words in (named, ["--from", str(study[0].path.parent)]):
+        done = call("compare", *words, "-o", "json")
+        assert (done.returncode, done.stderr) == (0, "")
+        found = json.loads(done.stdout)
+        assert {run["run_id"] for run in found["runs"]} == {*named[1:]}
+        (told,) = (line for line in found["warnings"] if lost in line)
+        assert told.startswith(f"run {lost} is left out: {study[0].plan_file} is not a plan for this version: ")
+        assert told.endswith("sparsebp 99.0 made it, this is " + told.rpartition(" ")[2]) == (damage == "version")
+    alone = call("compare", lost)
+    assert (alone.returncode, alone.stdout, alone.stderr.count("\n")) == (102, "", 1)
+    assert alone.stderr.startswith(f"error: run {lost} cannot be read: {study[0].plan_file} is not a plan")
+
+
 def test_a_gate_ends_with_1_and_says_why(call: Cli, study: list[RunFolder]) -> None:
     shut = call("compare", "dense", "sparse", "--fail-if", "eval/loss.delta.high > 0.02")
     assert shut.returncode == 1

@@ -157,9 +157,11 @@ def test_a_plan_that_this_version_cannot_read_says_nothing_of_its_state_and_hide
         _ = choose(local_candidates(), [runs[0].run_id], None, "here")[0].loaded
 
 
-def test_a_damaged_plan_is_no_candidate_and_hides_no_other(runs: list[RunFolder]) -> None:
+def test_a_damaged_plan_is_the_last_candidate_and_hides_no_other(runs: list[RunFolder]) -> None:
     runs[0].plan_file.write_text("{")
-    assert len(local_candidates()) == 5
+    assert ids(local_candidates()) == [*(run.run_id for run in runs[:0:-1]), runs[0].run_id]
+    assert runs[0].run_id not in pick(where="not policy=no-such")
+    assert pick("@5") == [run.run_id for run in runs[1:]]
 
 
 def test_seeds_of_the_same_recipe_that_were_not_chosen_are_named(make_run: MakeRun) -> None:

@@ -28,7 +28,7 @@ def store(fresh_database: Path, tmp_path: Path) -> ForeignStore:
 
 def compare(store: ForeignStore, question: Question | None = None, **more: object) -> Comparison:
     """All of a store's runs, the oldest first."""
-    runs = load_all(choose(store_candidates(store.uri), [], None, "there"))
+    runs, _ = load_all(choose(store_candidates(store.uri), [], None, "there"))
     return compare_runs(runs, question or Question(metric="eval_loss", **more))  # type: ignore[arg-type]
 
 

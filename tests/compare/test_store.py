@@ -68,7 +68,7 @@ def study(make_run: MakeRun) -> list[RunFolder]:
 
 
 def read_back(place: str, *words: str) -> Comparison:
-    return compare_runs(load_all(choose(store_candidates(place), words or ("dense", "topk"), None, "there")))
+    return compare_runs(load_all(choose(store_candidates(place), words or ("dense", "topk"), None, "there"))[0])
 
 
 def without_source(comparison: Comparison) -> Comparison:
