@@ -138,6 +138,12 @@ _OPTION_ROWS = (
         blame="update",
     ),
     Row(
+        "{independent_examples} works in one process, got {processes}",
+        why="Each process has its own part of the step's examples, and none may be among the others.",
+        options={"independent_examples": GIVEN, "processes": SEVERAL},
+        blame="independent_examples",
+    ),
+    Row(
         "{eager_clip} needs {update:eager}, got {update:=}",
         options={"eager_clip": GIVEN, "update": ("deferred",)},
         blame="eager_clip",

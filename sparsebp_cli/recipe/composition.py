@@ -28,6 +28,7 @@ PLACES: dict[str, Location] = {
     "float8": ("model", "float8"),
     "lora": ("model", "lora"),
     "format": ("dataset", "format"),
+    "independent_examples": ("measure", "independent_examples"),
     "processes": ("target", "processes"),
     "sharding": ("target", "sharding"),
 }

@@ -50,8 +50,6 @@ def measurable(recipe: Recipe, ranks: Ranks, engine: Engine) -> Recipe:
         frozen by a policy.
     """
     update: dict[str, None] = {"probe_every": None} if ranks.is_sharded else {}
-    if ranks.count > 1:
-        update["independent_examples"] = None
     if ranks.count > 1 and freezes(engine):
-        update = {"probe_every": None, "fidelity_every": None, "independent_examples": None}
+        update = {"probe_every": None, "fidelity_every": None}
     return recipe.model_copy(update={"measure": recipe.measure.model_copy(update=update)}) if update else recipe

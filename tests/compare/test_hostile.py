@@ -63,7 +63,7 @@ def hostile(fresh_database: Path, tmp_path: Path) -> Comparison:
     }
     kept |= {"ends": 5, "layers": {"x": EVIL}, "examples": []}
     (folder / "history.json").write_text(json.dumps(kept))
-    return compare_runs(load_all(store_candidates(store.uri)), Question(metric="eval_loss", curves=(f"m{EVIL}",)))
+    return compare_runs(load_all(store_candidates(store.uri))[0], Question(metric="eval_loss", curves=(f"m{EVIL}",)))
 
 
 def test_hostile_content_of_a_store_is_text_in_the_report(hostile: Comparison, tmp_path: Path) -> None:

@@ -80,14 +80,14 @@ def without_source(comparison: Comparison) -> Comparison:
 def test_a_folder_a_database_and_a_server_read_alike(
     study: list[RunFolder], store: str, server: Server, tmp_path: Path
 ) -> None:
-    here = compare_runs(load_all(choose(local_candidates(), ["dense", "topk"], None, "here")))
+    here = compare_runs(load_all(choose(local_candidates(), ["dense", "topk"], None, "here"))[0])
     for run in study:
         assert sync(run, store).complete
         (run.path / "tracking.json").unlink()
         assert sync(run, server.uri).complete
     copied = tmp_path / "from-another-machine"
     shutil.move(study[0].path.parent, copied)
-    there = compare_runs(load_all(choose(local_candidates(copied), ["dense", "topk"], None, "there")))
+    there = compare_runs(load_all(choose(local_candidates(copied), ["dense", "topk"], None, "there"))[0])
     assert there == here
     assert without_source(read_back(store)) == without_source(here)
     assert without_source(read_back(server.uri)) == without_source(here)
@@ -177,7 +177,7 @@ def test_runs_that_somebody_elses_client_logged_are_compared_by_their_parameters
     log_foreign(client, "b", 7, 2.0, "FAILED")
     log_foreign(client, "b", 8, 2.0, "RUNNING")
     log_foreign(client, "b", None, 2.4)
-    runs = load_all(choose(store_candidates(store), ["a", "b"], None, "there"))
+    runs, _ = load_all(choose(store_candidates(store), ["a", "b"], None, "there"))
     found = compare_runs(runs, metric="eval_loss")
     assert [(g.label, g.seeds, g.states) for g in found.groups] == [
         ("a", (0, 1, 2), {"finished": 3}),

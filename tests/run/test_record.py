@@ -66,7 +66,7 @@ def test_an_odd_line_costs_one_line_of_output_and_nothing_else(make_run: MakeRun
     assert (found["state"], found["eval_loss"], found["step"]) == ("finished", whole.last("eval/loss"), 20)
     assert found["problem"] == "line 6 of its journal cannot be read and is left out"
     assert bad.state() is State.FINISHED
-    comparison = compare_runs(load_all(local_candidates()))
+    comparison = compare_runs(load_all(local_candidates())[0])
     assert [warning for warning in comparison.warnings if "cannot be read" in warning] == [
         f"run {bad.run_id}: line 6 of its journal cannot be read and is left out"
     ]

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparsebp_cli.backward import attach
 from sparsebp_cli.policy import make_policy
+from sparsebp_cli.recipe.composition import find_unbuilt
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import IGNORED, Example
@@ -133,3 +134,13 @@ def test_a_run_tells_both_for_every_kind_of_choice(tiny_recipe: Any, prepared: A
 def test_other_examples_need_steps_at_which_fidelity_is_measured(tiny_recipe: Any) -> None:
     with pytest.raises(ValueError, match="independent_examples: 8 needs fidelity_every"):
         tiny_recipe(measure={"independent_examples": 8, "fidelity_every": None})
+
+
+def test_other_examples_with_several_processes_are_refused_by_name(tiny_recipe: Any) -> None:
+    measure = {"independent_examples": 8, "fidelity_every": 2}
+    assert [*find_unbuilt(tiny_recipe(measure=measure))] == []
+    (found,) = find_unbuilt(tiny_recipe(measure=measure, target={"processes": 2}))
+    assert (found.key, found.text) == (
+        "measure.independent_examples",
+        "8 works in one process, got target.processes: 2",
+    )
