@@ -34,7 +34,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1
-    run_id: str = Field(default_factory=lambda: secrets.token_hex(6))
+    run_id: str = Field(default_factory=lambda: secrets.token_hex(6), pattern=r"^[0-9a-f]{12}$")
     created: float = Field(default_factory=time.time)
     recipe: Recipe
     provenance: Provenance = Field(default_factory=Provenance)

@@ -22,6 +22,7 @@ from sparsebp_cli.source.model import (
     refuse_too_long,
 )
 from sparsebp_cli.source.name import DATASETS, MODELS, find_source, hub_cache, hub_folder, tell_search
+from sparsebp_cli.source.weight import check_weights
 
 OWN = "sparsebp"  # whose datasets are small, and made of files that ship
 
@@ -81,6 +82,7 @@ def _look_at_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Look]:
         if tokenizer is not None:
             problems += _try(at, read_config, tokenizer)
             problems = problems or _try(at, check_files, tokenizer, has_tokenizer=section.tokenizer is None)
+            problems = problems or _try(at, lambda folder: check_weights(folder, read_config(folder)), tokenizer)
             config = None if problems else read_config(tokenizer)
         yield from problems
         if any(problem.kind == "wrong" for problem in problems):

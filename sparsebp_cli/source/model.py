@@ -33,10 +33,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_object(file, LARGEST_CONFIG)
     if config is None:
         raise DataError(f"{folder}: no readable config.json")
-    for key in config:
+    _refuse_code(file, config)
+    return config
+
+
+def _refuse_code(file: Path, config: Mapping[str, Any]) -> None:
+    for key, value in config.items():
         if key == "auto_map" or (key.startswith("_") and key != "_name_or_path"):
             raise DataError(f"{file}: refused, because {key!r} can make other code run")
-    return config
+        if isinstance(value, dict):  # the settings of a part
+            _refuse_code(file, value)
 
 
 def read_object(file: Path, largest: int) -> dict[str, Any] | None:

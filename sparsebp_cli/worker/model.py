@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sparsebp_cli.errors import DataError, did_you_mean
+from sparsebp_cli.errors import DataError, SparseBPError, did_you_mean
 from sparsebp_cli.recipe.schema import LoraSection, ModelSection
 from sparsebp_cli.source import MODELS, find_source, read_config
+from sparsebp_cli.source.weight import check_sidecars, check_weights
 from sparsebp_cli.worker.float8 import convert_to_float8
 
 
@@ -38,10 +40,14 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """
     source = _folder_or_id(section.tokenizer or section.name or "")
     revision = None if section.tokenizer else section.revision
+    if isinstance(source, Path):
+        check_sidecars(source)
+        if os.path.lexists(source / "config.json"):  # which is read for the kind of tokenizer
+            check_weights(source, read_config(source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise DataError(f"tokenizer {source}: {_first_line(error)}") from None
+    except Exception as error:
+        raise _explain(f"tokenizer {source}", error) from None
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.bos_token or tokenizer.unk_token
     return tokenizer
@@ -77,7 +83,7 @@ def build_model(
         else:
             source = _folder_or_id(section.name or "")
             if isinstance(source, Path):
-                read_config(source)
+                check_weights(source, read_config(source))
             model, found = auto.from_pretrained(
                 source,
                 revision=section.revision,
@@ -91,8 +97,8 @@ def build_model(
             new = _refuse_incomplete(source, model, found, is_classification=num_labels is not None)
             if new and tell is not None:
                 tell(f"new, with random weights, because {section.name} has no such head: {_list(new)}")
-    except (OSError, ValueError, TypeError, ImportError, SafetensorError) as error:
-        raise DataError(f"model {section.name or section.config}: {_first_line(error)}") from None
+    except Exception as error:
+        raise _explain(f"model {section.name or section.config}", error) from None
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
@@ -154,5 +160,15 @@ def _with_adapters(model: PreTrainedModel, section: LoraSection, num_labels: int
         raise DataError(f"model.lora: {_first_line(error)}") from None
 
 
+def _explain(what: str, error: Exception) -> Exception:
+    """Return the line for an odd model, which makes the libraries raise any kind of error; memory is no fault of it."""
+    if isinstance(error, SparseBPError | MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return error
+    plain = isinstance(error, OSError | ValueError | TypeError | ImportError | SafetensorError)
+    return DataError(f"{what}: {'' if plain else type(error).__name__ + ': '}{_first_line(error)}")
+
+
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """A text of several lines is shown as far as a colon does not announce the next one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]

@@ -131,7 +131,7 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "kubernetes-rich.txt": lambda: show_kubernetes(**RICH_POD),
     "kubernetes-reader.txt": lambda: to_text(make_reader(KubernetesOptions(**RICH_POD), "0123456789ab")),
     "export-sbatch.txt": lambda: shorten_plan(
-        export_sbatch([make_plan({"kind": "slurm", **RICH_BATCH}, run_id) for run_id in ("a", "b")], 2)
+        export_sbatch([make_plan({"kind": "slurm", **RICH_BATCH}, run_id) for run_id in ("a" * 12, "b" * 12)], 2)
     ),
     "export-k8s.txt": lambda: shorten_plan(export_kubernetes([make_plan({"kind": "kubernetes", **RICH_POD})])),
     "export-sky.txt": lambda: shorten_plan(export_sky([make_plan({"kind": "slurm", "gpus": "A100:2"})])),
@@ -167,7 +167,7 @@ def test_manifests_keep_the_schema_of_kubernetes(options: dict[str, Any]) -> Non
     chosen = KubernetesOptions(**options)
     validate(make_job(chosen, "0123456789ab"), "kubernetes-1.20.json", "io.k8s.api.batch.v1.Job")
     validate(make_reader(chosen, "0123456789ab"), "kubernetes-1.20.json", "io.k8s.api.core.v1.Pod")
-    plans = [make_plan({"kind": "kubernetes", **options}, run_id) for run_id in ("a", "b")]
+    plans = [make_plan({"kind": "kubernetes", **options}, run_id) for run_id in ("a" * 12, "b" * 12)]
     documents = list(yaml.safe_load_all(export_kubernetes(plans)))
     assert [document["kind"] for document in documents] == ["ConfigMap", "Job"] * 2
     for document in documents:

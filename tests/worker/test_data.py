@@ -122,7 +122,7 @@ def test_a_classification_is_trained_and_its_accuracy_measured(tmp_path, tiny_re
 @pytest.mark.parametrize(
     ("section", "says"),
     [
-        ({"name": "./nowhere.txt"}, "no such file"),
+        ({"name": "./nowhere.txt"}, "no file or folder"),
         ({"name": "package:json/nothing.txt"}, "has no 'nothing.txt'"),
         ({"name": "package:no_such_package/x"}, "no installed package"),
         ({"name": "package:json/../os.py"}, "has no '../os.py'"),

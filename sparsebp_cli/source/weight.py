@@ -1,0 +1,110 @@
+"""What lies beside a model's config.json and decides what is read: adapters, the index of weights, their headers.
+
+All of it is looked at before a library opens any of it. An index can name files of other formats and other folders, an
+adapter names another model, and a config can ask for a model that no memory holds.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.policy.phrase import shorten
+
+LARGEST_JSON = 256 * 1024 * 1024
+LARGEST_HEADER = 100_000_000  # of safetensors; the library refuses larger ones itself
+INDEX = "model.safetensors.index.json"
+# Words of configs for what is at most the longest side of a tensor, and for how many modules there are.
+SIZES = ("hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_labels", "num_attention_heads")
+SIZES += ("num_key_value_heads", "n_embd", "n_inner", "n_head", "n_positions", "d_model", "d_ff", "ffn_dim")
+COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+COUNTS += ("num_decoder_layers", "num_experts", "num_local_experts", "n_routed_experts")
+ALWAYS_ALLOWED = 256  # layers may share their tensors
+
+
+def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a model's folder that leads to other files, or whose config asks for more than its weights hold.
+
+    Args:
+        folder: The model's.
+        config: What its config.json says.
+
+    Raises:
+        DataError: It does.
+    """
+    if (folder / "adapter_config.json").exists():
+        raise DataError(f"{folder}: has adapter_config.json, which leads to another model; name that model itself")
+    check_sidecars(folder)
+    shapes = [shape for name in _name_files(folder) for shape in _read_shapes(folder / name)]
+    if shapes:
+        longest = max((side for shape in shapes for side in shape), default=0)
+        _refuse_larger(folder, config, SIZES, max(longest, ALWAYS_ALLOWED), "by the longest side of a tensor")
+        _refuse_larger(folder, config, COUNTS, max(len(shapes), ALWAYS_ALLOWED), "by the number of tensors")
+
+
+def check_sidecars(folder: Path) -> None:
+    """Refuse settings that name code or are too large to be read.
+
+    Args:
+        folder: Of a model or a tokenizer.
+
+    Raises:
+        DataError: There are some.
+    """
+    for file in sorted(folder.glob("*.json")):
+        if file.is_file() and file.stat().st_size > LARGEST_JSON:
+            raise DataError(f"{file}: must have at most {LARGEST_JSON} bytes, got {file.stat().st_size}")
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and "auto_map" in _read_object(settings):
+        raise DataError(f"{settings}: refused, because 'auto_map' can make other code run")
+
+
+def _name_files(folder: Path) -> list[str]:
+    """Return the names of the files of weights; each has to be safetensors in the folder itself."""
+    index = folder / INDEX
+    if not index.is_file():
+        return [name for name in ("model.safetensors",) if (folder / name).is_file()]
+    names = _read_object(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise DataError(f"{index}: weight_map must be a mapping of tensors to files")
+    for name in names.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise DataError(f"{index}: must name safetensors in its own folder, got {shorten(str(name))!r}")
+    return sorted({name for name in names.values() if (folder / name).is_file()})
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise DataError(f"{file}: must be a JSON object")
+    return content
+
+
+def _read_shapes(file: Path) -> Iterator[list[int]]:
+    """Return the shapes in a header; none where it is damaged, which safetensors then says itself."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            header = json.loads(stream.read(length)) if length <= LARGEST_HEADER else {}
+    except (OSError, ValueError, RecursionError, struct.error):
+        return
+    for name, entry in header.items() if isinstance(header, dict) else ():
+        shape = entry.get("shape") if isinstance(entry, dict) and name != "__metadata__" else None
+        if isinstance(shape, list) and all(isinstance(side, int) for side in shape):
+            yield shape
+
+
+def _refuse_larger(folder: Path, config: Mapping[str, Any], keys: tuple[str, ...], most: int, what: str) -> None:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _refuse_larger(folder, value, keys, most, what)
+        elif key in keys and isinstance(value, int) and value > most:
+            limit = f"{most} for the weights beside it ({what})"
+            raise DataError(f"{folder / 'config.json'}: {key} must be at most {limit}, got {value}")
