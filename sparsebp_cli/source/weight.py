@@ -19,9 +19,16 @@ LARGEST_JSON = 256 * 1024 * 1024
 LARGEST_HEADER = 100_000_000  # of safetensors; the library refuses larger ones itself
 INDEX = "model.safetensors.index.json"
 # Words of configs for what is at most the longest side of a tensor, and for how many modules there are.
-SIZES = ("hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_labels", "num_attention_heads")
+SIZES: tuple[str, ...] = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "head_dim",
+    "num_labels",
+    "num_attention_heads",
+)
 SIZES += ("num_key_value_heads", "n_embd", "n_inner", "n_head", "n_positions", "d_model", "d_ff", "ffn_dim")
-COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+COUNTS: tuple[str, ...] = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
 COUNTS += ("num_decoder_layers", "num_experts", "num_local_experts", "n_routed_experts")
 ALWAYS_ALLOWED = 256  # layers may share their tensors
 
