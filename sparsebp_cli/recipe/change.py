@@ -10,6 +10,7 @@ from sparsebp_cli.errors import did_you_mean
 from sparsebp_cli.policy.phrase import shorten, show
 from sparsebp_cli.recipe.document import DEEPEST, read_document
 from sparsebp_cli.recipe.place import Node, Place
+from sparsebp_cli.run.visible import mask
 
 
 def apply_change(tree: Node, change: str) -> Node:
@@ -26,7 +27,7 @@ def apply_change(tree: Node, change: str) -> Node:
     Raises:
         RecipeError: The change cannot be read, or its path leads nowhere.
     """
-    place = Place(f"--set {shorten(change)}")
+    place = Place(f"--set {shorten(mask(change))}")
     key, equals, value = change.partition("=")
     deletes = key.startswith("~")
     key = key.removeprefix("~").strip()
