@@ -47,6 +47,10 @@ class Row(Part):
         peak_bytes: Highest use of tensors in one pass, beyond what was there before it; None where it is not known.
         peak_ratio: Over plain PyTorch's.
         kept_share: Share of the sites' gradient entries that was kept; None where nothing was asked.
+        cost_ratio: FLOPs of forward and backward over plain PyTorch's; None in files of older versions.
+        unit_worth: How many dense units (rows, entries) a kept one must be worth, ``cost_ratio / kept_share``: plain
+            PyTorch with that part of the batch costs the same. Choosing by norm can pay only where the gradients'
+            effective sample size over their number is below its inverse. None where nothing is chosen.
         note: What is to be known of it; empty when nothing.
         passes: Seconds of every measured pass.
     """
@@ -70,6 +74,8 @@ class Row(Part):
     peak_bytes: int | None
     peak_ratio: float | None
     kept_share: float | None
+    cost_ratio: float | None = None
+    unit_worth: float | None = None
     note: str = ""
     passes: list[dict[str, float]] = Field(default_factory=list)
 

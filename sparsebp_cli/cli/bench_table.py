@@ -11,6 +11,9 @@ LEGEND = (
     "speed-up: forward + backward, over plain PyTorch in the same round; with quartiles of the rounds",
     "ceiling, realised: what the FLOPs left would allow, and the share of that saving that came true",
     "flops, saved, peak: executed in the backward, kept for it, and highest in use; plain PyTorch is 1",
+    "worth: dense rows or entries that a kept one must be worth: dense on less of the batch costs as much",
+    "choosing by norm can pay only where the gradients' effective sample size (over their number) is",
+    "below 1 / worth; `sparsebp validate --probe RECIPE` measures it, for tokens are random here",
 )
 
 
@@ -53,6 +56,16 @@ def print_benchmark(found: Benchmark) -> None:
         table = make_table("site", "form", "is faster than", "where this share is kept")
         for one in found.break_evens:
             table.add_row(one.site, one.label, one.against, one.words)
+        console().print(table)
+    worths: dict[tuple[str, str], list[str]] = {}
+    for row in found.rows:
+        if row.unit_worth is not None:
+            share = row.kept_share if row.keep is None else row.keep
+            worths.setdefault((row.site, row.label), []).append(f"{row.unit_worth:.3g} at {share:.3g}")
+    if worths:
+        table = make_table("site", "form", "worth of what is kept, at each share")
+        for (site, label), told in worths.items():
+            table.add_row(site, label, ", ".join(told))
         console().print(table)
     for line in LEGEND:
         print_line(line)

@@ -9,7 +9,7 @@ from typing import Literal
 from sparsebp_cli.compare.busy import find_busy
 from sparsebp_cli.compare.cost import find_step_cost, probe_ratio
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.measured import Cost, Speed
+from sparsebp_cli.compare.measured import Choice, Cost, Speed
 from sparsebp_cli.compare.memory import find_step_peak
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
 from sparsebp_cli.run import metric
@@ -75,6 +75,7 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
         relative_error=_median(runs, metric.RELATIVE_ERROR),
         independent_cosine=_median(runs, metric.INDEPENDENT_COSINE),
         dense_independent_cosine=_median(runs, metric.DENSE_INDEPENDENT_COSINE),
+        choice=_choice(runs),
     )
 
 
@@ -93,6 +94,20 @@ def _ratio(
     runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], of: Callable[[LoadedRun], float | None]
 ) -> Difference | None:
     return paired_ratio(by_seed(runs, of), by_seed(baseline, of)) if baseline else None
+
+
+def _choice(runs: Sequence[LoadedRun]) -> Choice | None:
+    ratio = _median(runs, metric.CHOICE_COST)
+    if ratio is None:
+        return None
+    return Choice(
+        cost_ratio=ratio,
+        share=_median(runs, metric.CHOICE_SHARE),
+        unit_worth=_median(runs, metric.CHOICE_WORTH),
+        target_ess=_median(runs, metric.TARGET_ESS),
+        example_ess=_median(runs, metric.EXAMPLE_ESS),
+        row_ess=_median(runs, metric.ROW_ESS),
+    )
 
 
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:

@@ -180,6 +180,27 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """What a step of the policy cost and kept before training, and how unequal the gradients were; medians over runs.
+
+    Args:
+        cost_ratio: FLOPs of forward and backward over those of dense.
+        share: Of the units that the policy chooses among, those that are trained; None where it chooses none.
+        unit_worth: ``cost_ratio / share``: how many dense units a kept one must be worth.
+        target_ess: Effective sample size of the targets' gradients at the head, over their number.
+        example_ess: The same of the examples'.
+        row_ess: Of the rows' at the sites, the median site.
+    """
+
+    cost_ratio: float
+    share: float | None
+    unit_worth: float | None
+    target_ess: float | None
+    example_ess: float | None
+    row_ess: float | None
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a step takes beside time, and what became of the gradient.
 
@@ -201,6 +222,7 @@ class Cost:
         relative_error: Norm of their difference over the norm of the dense one.
         independent_cosine: Between the gradient and that of a large batch of other examples.
         dense_independent_cosine: The same of dense on the smaller batch that costs as much as the policy.
+        choice: What choosing could gain, as the runs found before their first step; None where none did.
     """
 
     peak_bytes: float | None = None
@@ -219,6 +241,7 @@ class Cost:
     relative_error: float | None = None
     independent_cosine: float | None = None
     dense_independent_cosine: float | None = None
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True)

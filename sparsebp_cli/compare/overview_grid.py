@@ -8,8 +8,9 @@ from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.memory import step_grid
-from sparsebp_cli.compare.number import BYTES, FLOPS, SECONDS
+from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
 from sparsebp_cli.compare.quality_grid import quality_grids
+from sparsebp_cli.plan.worth import HOW_SURE
 
 MOST_CHANGED_GROUPS = 4  # side by side in one table of recipe differences
 
@@ -22,10 +23,12 @@ def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
         everything: Also what a terminal has no room for: examples of groups that have enough seeds.
 
     Returns:
-        Recipe differences, other differences, quality, controls, speed, cost, runs that do not count.
+        Recipe differences, other differences, quality, controls, speed, cost, what choosing could gain, and the runs
+        that do not count.
     """
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
-    tables += [_speed(comparison), *memory_grids(comparison), _work(comparison), _left_out(comparison)]
+    tables += [_speed(comparison), *memory_grids(comparison), _work(comparison), _choice(comparison)]
+    tables.append(_left_out(comparison))
     return [table for table in tables if table.rows]
 
 
@@ -138,6 +141,30 @@ def _work(comparison: Comparison) -> Grid:
     return Grid("Backward work and fidelity of the gradient", tuple(columns), tuple(rows), note)
 
 
+def _choice(comparison: Comparison) -> Grid:
+    rows = tuple(
+        (
+            group.label,
+            show.of_share(c.cost_ratio),
+            show.of_share(c.share),
+            show.of_factor(c.unit_worth),
+            NONE if not c.unit_worth else f"{1.0 / c.unit_worth:.2f}",
+            *(NONE if ess is None else f"{ess:.2f}" for ess in (c.target_ess, c.example_ess, c.row_ess)),
+        )
+        for group in comparison.groups
+        if (c := group.cost.choice) is not None
+    )
+    columns = ("group", "cost", "trained", "worth", "pays below", "targets", "examples", "rows")
+    note = (
+        "Medians, measured before the first step. Cost: FLOPs of a step, forward and backward, over dense. Trained: of "
+        "the units that the policy chooses among. Worth: how many dense units each of them must be worth, since dense "
+        "with that part of the batch costs the same. Targets, examples, rows: effective sample size of the gradients "
+        "over their number. Choosing by norm can pay only where that of its units is below the column pays below, and "
+        f"gains at most 3 / (1 + 2 x size) over dense at the same cost ({HOW_SURE})."
+    )
+    return Grid("What choosing could gain", columns, rows, note)
+
+
 def _left_out(comparison: Comparison) -> Grid:
     rows = tuple(
         (run.run_id, run.label, "" if run.seed is None else str(run.seed), str(run.steps), run.reason)
@@ -148,4 +175,4 @@ def _left_out(comparison: Comparison) -> Grid:
 
 
 def _word(value: object) -> str:
-    return show.NONE if value is None else value if isinstance(value, str) else json.dumps(value)
+    return NONE if value is None else value if isinstance(value, str) else json.dumps(value)

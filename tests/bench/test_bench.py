@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,23 @@ def test_kept_shares_are_what_was_asked_for(found: Benchmark) -> None:
         if row.keep is not None:
             rounding = 0.1 if row.label == "blocks" else 0.02  # a gradient of six blocks has no quarter
             assert row.kept_share == pytest.approx(row.keep, abs=rounding), (row.label, row.keep)
+
+
+def test_what_a_kept_unit_must_be_worth_is_its_cost_over_the_share_kept(folder: Path, found: Benchmark) -> None:
+    plain = found.rows[0]
+    for row in found.rows:
+        executed = row.forward_flops + row.backward_flops
+        assert row.cost_ratio == pytest.approx(executed / (plain.forward_flops + plain.backward_flops), abs=1e-3)
+        if row.execution == "dense":
+            assert row.unit_worth is None
+        else:
+            assert row.kept_share is not None
+            assert row.unit_worth == pytest.approx(row.cost_ratio / row.kept_share, rel=1e-2)
+    quarter = _row(found, "linears", "rows", 0.25)
+    assert quarter.unit_worth is not None
+    table = (folder / "table.txt").read_text()
+    assert re.search(rf"^ *linears +rows +.* {quarter.unit_worth:.3g} at 0\.25", table, re.MULTILINE)
+    assert "sparsebp validate --probe RECIPE" in table
 
 
 def test_memory_is_counted_both_ways(found: Benchmark) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.bench import BreakEven, Form, Row, find_break_even
+from sparsebp_cli.plan.worth import Worth
+from sparsebp_cli.policy import GradientSelector
 from sparsebp_cli.worker.bench.subject import Count, Pass
 from sparsebp_cli.worker.bench.turn import bound, quartiles, ratios
 from sparsebp_cli.worker.bench.way import Way
@@ -51,6 +53,7 @@ def make_row(candidate: Candidate, count: Count, passes: list[Pass], plain: Coun
     note = ""
     if form is not None and form.execution == "csr" and count.backward_flops >= plain.backward_flops:
         note = "ran masked: there is no product in CSR for this dtype here"
+    worth = _find_worth(candidate, count, plain, ratio.median)
     return Row(
         site=way.sites or "",
         label=way.label if form is None else form.label,
@@ -71,9 +74,20 @@ def make_row(candidate: Candidate, count: Count, passes: list[Pass], plain: Coun
         peak_bytes=count.peak_bytes,
         peak_ratio=round(count.peak_bytes / plain.peak_bytes, 4) if has_peaks else None,  # type: ignore[operator]
         kept_share=None if count.kept_share is None or form is None else round(count.kept_share, 6),
+        cost_ratio=round(worth.cost_ratio, 4),
+        unit_worth=None if worth.unit_worth is None else round(worth.unit_worth, 4),
         note=note,
         passes=[one.as_dict() for one in passes],
     )
+
+
+def _find_worth(candidate: Candidate, count: Count, plain: Count, seconds_ratio: float) -> Worth:
+    """Return what a pass costs and keeps; its tokens are random, so how unequal gradients are is not known here."""
+    ratio = (count.forward_flops + count.backward_flops) / (plain.forward_flops + plain.backward_flops)
+    policy = candidate.way.policy
+    chooses = isinstance(policy, GradientSelector) and policy.selection is not None
+    share = count.kept_share if chooses else None
+    return Worth(ratio, seconds_ratio, share, None, {})
 
 
 def break_evens(forms: Sequence[Form], rows: list[Row]) -> list[BreakEven]:
