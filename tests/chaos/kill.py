@@ -71,10 +71,7 @@ def _digest(file: Path) -> str:
 
 
 def _is_saving(checkpoints: Path) -> bool:
-    try:
-        return any(entry.name.startswith(".part-") for entry in os.scandir(checkpoints))
-    except FileNotFoundError:
-        return False
+    return any(checkpoints.glob(".part-*"))
 
 
 def _count_steps(journal: Path, begin: int) -> int:

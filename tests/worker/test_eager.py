@@ -14,8 +14,9 @@ from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.recipe import load_recipe, refuse_unbuilt
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.run.metric import METRICS
+from tests.chaos.kill import outcome
 from tests.worker.conftest import LLAMA, start, work
-from tests.worker.test_resume import result, wait_for
+from tests.worker.test_resume import wait_for
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 EXACT = {"update": "eager", "eager_clip": "exact"}
@@ -74,7 +75,7 @@ def test_a_killed_eager_run_goes_on_bit_by_bit(tiny_recipe: Any, prepared: Any, 
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     assert work(killed) == 0, (killed.path / "worker.log").read_text()
-    assert result(killed) == result(straight)
+    assert outcome(killed) == outcome(straight)
 
 
 def test_a_run_holds_fewer_bytes_of_gradients_at_its_peak(tiny_recipe: Any, prepared: Any) -> None:

@@ -14,10 +14,11 @@ from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.recipe import load_recipe, refuse_unbuilt
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
+from tests.chaos.kill import outcome
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.ranks import make_run, train_alone, train_on_two
 from tests.worker.test_processes import ABSOLUTE, RELATIVE, make_recipe, weights_of
-from tests.worker.test_resume import result, wait_for
+from tests.worker.test_resume import wait_for
 
 __all__ = ["make_recipe"]  # a fixture
 
@@ -50,7 +51,7 @@ def test_a_killed_run_whose_layers_take_turns_resumes_to_identical_weights_and_s
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert work(broken) == 0
-    assert result(straight) == result(broken)
+    assert outcome(straight) == outcome(broken)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.run import History
+from tests.chaos.kill import outcome
 from tests.worker.conftest import start, work
-from tests.worker.test_resume import result, wait_for
+from tests.worker.test_resume import wait_for
 
 RANDOM_TIES = {"name": "max-child", "leaves": "always", "ties": "random", "lookahead": True}
 NODES = {"backward": {"sites": "nodes"}}
@@ -77,7 +78,7 @@ def test_an_interrupted_run_with_a_router_resumes_to_identical_weights_and_metri
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert work(broken) == 0
-    assert result(straight) == result(broken)
+    assert outcome(straight) == outcome(broken)
 
 
 def test_elements_at_nodes_train_and_tell_what_they_kept(tiny_recipe, prepared) -> None:
