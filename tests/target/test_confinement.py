@@ -34,8 +34,8 @@ ENGINES: dict[str, tuple[type[BaseModel], dict[str, object]]] = {
 HOSTILE = [
     "/", "//", "///", "/.", "/./", "/..", "//etc", "/srv//data", "/srv/./data", "/srv/../etc", "/srv/data/", "srv/data",
     "~/data", "$HOME", "/srv/$(id)", "/srv/`id`", "/srv/a;b", '/srv/a"b', "/srv/a'b", "/srv/a\\b", "/srv/a\nb",
-    "/srv/a,readonly=false", "/srv/\x1b[2J", "/srv/\u202ex", "/srv/\0", "/root", "/root" + "/x", "/etc", "/etc/ssl", "/proc",
-    "/proc/1/root", "/sys", "/sys/fs/cgroup", "/dev", "/dev/sda", "/run", "/run/user", "/run/docker.sock", "/var",
+    "/srv/a,readonly=false", "/srv/\x1b[2J", "/srv/\u202ex", "/srv/\0", "/root", "/root" + "/x", "/etc", "/etc/ssl",
+    "/proc", "/proc/1/root", "/sys", "/sys/fs/cgroup", "/dev", "/dev/sda", "/run", "/run/user", "/run/docker.sock", "/var",
     "/var/run", "/var/run/docker.sock", "/var/lib", "/var/lib/docker", "/var/lib/kubelet", "/boot", "/home",
     "/home/bob", "/home/bob/.ssh", "/home/bob/.ssh/id_rsa", "/home/bob/.aws", "/home/bob/.kube/config",
     "/home/bob/.docker/config.json", "/home/bob/.config", "/home/bob/.bashrc", "/home/bob/.netrc", "/tmp", "/var/tmp",
