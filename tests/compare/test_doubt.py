@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.compare import Comparison, Group, Question, Reducer, check, compare_runs
+from sparsebp_cli.compare import Comparison, Group, Grouping, Question, Reducer, check, compare_runs
 from sparsebp_cli.compare.choose import find_outcomes
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.question import label_groups
@@ -111,7 +111,7 @@ def test_groups_of_one_name_are_told_apart_and_each_label_is_a_baseline(make_run
 
 
 def test_labels_are_unique_short_and_steer_no_terminal(make_run: MakeRun) -> None:
-    run = load([make_run("dense")])[0]
+    run = load([make_run("dense")], Grouping())[0]
     members = {f"abcd{n:04x}": [replace(run, name="same")] for n in range(300)}
     members |= {"ffff": [replace(run, name="a\nb\x1b[31m\u202ered")], "eeee": [replace(run, name="é" * 300)]}
     labels = label_groups(members)

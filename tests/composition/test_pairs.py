@@ -118,6 +118,7 @@ def check(base: dict[str, Any], pairs: Sequence[tuple[Choice, Choice]]) -> tuple
     return wrong, done
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 def test_the_worker_carries_out_every_pair_that_validate_passes(base: dict[str, Any], kept: None) -> None:
     wrong, done = check(base, LIGHT)
     assert not wrong
@@ -125,6 +126,7 @@ def test_the_worker_carries_out_every_pair_that_validate_passes(base: dict[str, 
 
 
 @pytest.mark.chaos
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 def test_the_worker_carries_out_the_other_pairs_too(base: dict[str, Any], kept: None) -> None:
     wrong, done = check(base, HEAVY)
     assert not wrong

@@ -61,10 +61,10 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
         wrapped: By DDP ``before`` attaching, or ``after`` it.
     """
     if way.question == "ParameterSelector" and composition == "DDP":
-        if wrapped == "before":
-            return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
         if "turn" in way.policy:
             return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
+        if wrapped == "before":
+            return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
     return {
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
         ("segments", "checkpointing"): _CHECKPOINTED,
