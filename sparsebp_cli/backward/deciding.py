@@ -38,12 +38,8 @@ class ShortForward:
     _called: set[str] = field(default_factory=set)
 
     def dense_rows(self, name: str, num_rows: int) -> int:
-        """Return the rows of the dense forward that a call of a linear stands for.
-
-        Args:
-            name: The linear's. Of several calls for parts of the positions, the first stands for all of them.
-            num_rows: Of the call.
-        """
+        """Return the rows of the dense forward that a call of a linear stands for."""
+        # Of several calls for parts of the positions, the first stands for all of them.
         if self.num_rows is not None:
             num_rows = 0 if name in self._called else self.num_rows
             self._called.add(name)

@@ -34,11 +34,7 @@ def float8_class() -> type[nn.Linear] | None:
 
 
 def find_float8(model: nn.Module) -> str | None:
-    """Return the name of the first linear in float8; None: there is none.
-
-    Args:
-        model: Any.
-    """
+    """Return the name of the first linear in float8; None: there is none."""
     kind = float8_class()
     if kind is None:
         return None

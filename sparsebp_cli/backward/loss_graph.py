@@ -25,14 +25,8 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 
 def has_site(loss: Tensor, engine: object) -> bool:
-    """Return whether a site of an engine takes part in a loss; True also where a node hides what it runs.
-
-    The search ends at the first site, which is usually a few nodes below the loss.
-
-    Args:
-        loss: That will be differentiated; one without a graph is PyTorch's to refuse.
-        engine: Whose sites are looked for.
-    """
+    """Return whether a site of an engine takes part in a loss; True also where a node hides what it runs."""
+    # The search ends at the first site, which is usually a few nodes below the loss.
     root = getattr(loss, "grad_fn", None)
     if root is None:
         return True

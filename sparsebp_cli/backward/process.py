@@ -19,11 +19,7 @@ def current_rank() -> int:
 
 
 def count_processes(model: nn.Module) -> int:
-    """Return how many processes train together: 2 where the model is made for several, however many there are.
-
-    Args:
-        model: That is trained, as the user has it.
-    """
+    """Return how many processes train together: 2 where the model is made for several, however many there are."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_world_size()
     return 2 if any(isinstance(module, DistributedDataParallel) for module in model.modules()) else 1

@@ -152,12 +152,7 @@ def choose(candidates: Sequence[Candidate], words: Iterable[str], where: str | N
 
 
 def tell_left_out(candidates: Sequence[Candidate], chosen: Sequence[Candidate]) -> list[str]:
-    """Return which seeds of the chosen runs' recipes were not chosen, a line a name: those chosen may be the best.
-
-    Args:
-        candidates: All runs.
-        chosen: Those that are compared.
-    """
+    """Return which seeds of the chosen runs' recipes were not chosen, a line a name: those chosen may be the best."""
     taken: dict[tuple[tuple[str, str], ...], list[Candidate]] = {}
     for candidate in chosen:
         taken.setdefault(_without_seed(candidate), []).append(candidate)

@@ -123,12 +123,7 @@ class Grouping:
 
 
 def find_seed(flat: Mapping[str, Any], named: str = "") -> str:
-    """Return the parameter that is the seed of another program's run; empty when none is.
-
-    Args:
-        flat: Its parameters.
-        named: What the user calls it; empty: ``seed``, else ``random_seed``.
-    """
+    """Return the parameter that is the seed of another program's run; empty when none is."""
     return next((key for key in ((named,) if named else SEEDS) if key in flat), "")
 
 

@@ -42,11 +42,7 @@ class Repository:
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Return the repository that a folder is in, or None.
-
-        Args:
-            folder: Resolved; looked at, then upwards.
-        """
+        """Return the repository that a folder is in, or None."""
         for top in (folder, *folder.parents):
             place = top / ".git"
             if place.is_dir():

@@ -282,11 +282,7 @@ class History:
 
 
 def tell_unreadable(places: Sequence[str]) -> str:
-    """Return in a few words which parts of a journal hold no record; empty when every part does.
-
-    Args:
-        places: Such as ``line 7``.
-    """
+    """Return in a few words which parts of a journal hold no record; empty when every part does."""
     if not places:
         return ""
     parts = ", ".join(places[:3]) + ", ..." * (len(places) > 3)

@@ -67,11 +67,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def is_record(record: Mapping[str, Any]) -> bool:
-    """Whether the fields of a record are those that its kind has. A kind that is not known needs only the common ones.
-
-    Args:
-        record: A line of the journal, parsed.
-    """
+    """Whether a record has the fields of its kind; a kind that is not known needs only the common ones."""
     kind = record.get("kind")
     fields = FIELDS.get(kind, {}) if isinstance(kind, str) else {}
     return all(name in record and check(record[name]) for some in (COMMON, fields) for name, check in some.items())

@@ -96,22 +96,12 @@ def check_text(value: object, column: str, row: int) -> None:
 
 
 def missing_column(name: str, columns: Collection[str]) -> DataError:
-    """Return the error for a column that is not there.
-
-    Args:
-        name: That was wanted.
-        columns: That are there.
-    """
+    """Return the error for a column that is not there."""
     return DataError(f"the dataset has no column {name!r}; it has {_list(columns)}{did_you_mean(name, columns)}")
 
 
 def missing_split(name: str, splits: Collection[str]) -> DataError:
-    """Return the error for a split that is not there.
-
-    Args:
-        name: That was wanted.
-        splits: That are there.
-    """
+    """Return the error for a split that is not there."""
     return DataError(f"the dataset has no split {name!r}; it has {_list(splits)}{did_you_mean(name, splits)}")
 
 
