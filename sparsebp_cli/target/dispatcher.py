@@ -24,6 +24,7 @@ from sparsebp_cli.target.start import answer, folders, leave_client
 SLICE_SECONDS = 0.1
 GROWTH = 1.15  # of the time between two looks
 LONGEST_PAUSE = 60.0  # between two tries to reach a place that does not answer
+MOST_DOUBLINGS = 30  # of that pause: a line may be cut for days, and 2.0**1024 is no number
 
 
 class Dispatcher:
@@ -126,7 +127,7 @@ class Dispatcher:
             else:
                 self._start_next()
         except UnreachableError as error:
-            self._start_again = time.monotonic() + min(2.0 ** (first.failures + 1), LONGEST_PAUSE)
+            self._start_again = time.monotonic() + _pause_after(first.failures + 1)
             first.miss(str(error))
         except SparseBPError as error:
             self._waiting.remove(first)
@@ -168,11 +169,15 @@ class Dispatcher:
     def _rest(self) -> None:
         engine = self._engine
         worst = max((errand.failures for errand in [*self._live, *self._waiting]), default=0)
-        pause = min(2.0**worst, LONGEST_PAUSE) if worst else self._pause
+        pause = _pause_after(worst) if worst else self._pause
         self._pause = min(self._pause * GROWTH, engine.slowest_seconds)
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not (worst == 0 and any(errand.asked for errand in self._live)):
             self._sleep(min(SLICE_SECONDS, pause))
+
+
+def _pause_after(failures: int) -> float:
+    return min(2.0 ** min(failures, MOST_DOUBLINGS), LONGEST_PAUSE)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -48,8 +48,9 @@ class _Suite:
             "name": f"check-{fake}",
             "model": {"name": "none"},
             "dataset": {"name": "none"},
-            "training": {"max_steps": NUM_STEPS, "optim_args": {"fake": fake}},
-            "tracking": {"uri": "file:///nowhere"},  # refused before mlflow is imported, which takes seconds
+            "training": {"max_steps": NUM_STEPS},
+            # the address is refused before mlflow is imported, which takes seconds
+            "tracking": {"uri": "file:///nowhere", "tags": {"fake": fake}},
             "target": self.section,
         }
 

@@ -2,8 +2,8 @@
 
     python -m sparsebp_cli.testing.worker RUN/plan.json
 
-A target's option ``worker`` puts it in the place of the real one. ``training.optim_args.fake`` of the recipe says what
-it does: ``ok``; ``slow`` (goes on until it is stopped); ``stubborn`` (the same, and does not listen); ``fail`` (an
+A target's option ``worker`` puts it in the place of the real one. ``tracking.tags.fake`` of the recipe says what it
+does: ``ok``; ``slow`` (goes on until it is stopped); ``stubborn`` (the same, and does not listen); ``fail`` (an
 exception without a last word); ``data-error`` (the recipe cannot be carried out there); ``silent`` (dies before its
 journal).
 """
@@ -36,7 +36,7 @@ def work(run: RunFolder, asked: Callable[[], int | None]) -> int:
         RuntimeError: The recipe asks for a failure.
     """
     recipe = json.loads(run.plan_file.read_bytes())["recipe"]
-    fake, max_steps = recipe["training"]["optim_args"].get("fake", "ok"), recipe["training"]["max_steps"]
+    fake, max_steps = recipe["tracking"]["tags"].get("fake", "ok"), recipe["training"]["max_steps"]
     if fake == "silent":
         print("ImportError: no module named torch", file=sys.stderr)
         return 1

@@ -54,6 +54,27 @@ def test_a_run_that_ends_while_the_line_is_cut_is_fetched_later(
     assert "line is cut" not in job.warning()
 
 
+def test_a_line_that_is_cut_for_days_is_still_tried(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.0001)
+    tries: list[object] = []
+    look = fake.engine.look
+
+    def count(run: RunFolder, handle: str) -> Sight:
+        tries.append(None)
+        return look(run, handle)
+
+    monkeypatch.setattr(fake.engine, "look", count)
+    run = make_run("slow")
+    job = fake.submit(run)
+    wait_for_step(run)
+    fake.engine.cut()
+    tries.clear()
+    until(lambda: len(tries) > 1100)  # 2.0**1024 is too large for a float
+    fake.engine.mend()
+    until(lambda: job.status() is State.RUNNING)
+    assert job.cancel() is State.CANCELLED
+
+
 def test_a_worker_that_is_lost_is_interrupted_with_what_was_seen_of_it(fake: FakeTarget) -> None:
     run = make_run("slow")
     job = fake.submit(run)

@@ -45,8 +45,8 @@ def prepare(kind: str, options: Options, fake: str = "slow", **sections: Any) ->
             "name": f"{kind}-{fake}",
             "model": {"name": "none"},
             "dataset": {"name": "none"},
-            "training": {"max_steps": 12, "optim_args": {"fake": fake}},
-            "tracking": {"uri": UNUSABLE},
+            "training": {"max_steps": 12},
+            "tracking": {"uri": UNUSABLE, "tags": {"fake": fake}},
             "target": {"kind": kind, "worker": WORKER, **options},
             **sections,
         }
@@ -134,7 +134,7 @@ def test_a_client_and_a_dispatcher_that_are_killed_leave_the_run_at_work(
     section = json.dumps({"kind": "docker", "worker": WORKER, **docker_options})
     recipe.write_text(
         "version: 1\nmodel: {name: none}\ndataset: {name: none}\n"
-        f"training: {{optim_args: {{fake: slow}}}}\ntarget: {section}\ntracking: {{uri: '{UNUSABLE}'}}\n"
+        f"target: {section}\ntracking: {{uri: '{UNUSABLE}', tags: {{fake: slow}}}}\n"
     )
     words = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
     client = subprocess.Popen([*words, "run", str(recipe)], stdout=subprocess.DEVNULL, start_new_session=True)
