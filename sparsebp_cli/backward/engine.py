@@ -126,8 +126,15 @@ class Engine(Deciding):
         asks = self._decision is not None or any(isinstance(part, Asking) for part in self.parts)
         # What is frozen may lie between all sites and the loss; at nodes every node is one.
         frozen = any(isinstance(part, ParameterPart) for part in self.parts)
-        if asks and not frozen and self._binding.names and not has_site(loss, self):
+        if asks and not frozen and self._trains_at_sites() and not has_site(loss, self):
             raise UsageError(_UNSEEN)
+
+    def _trains_at_sites(self) -> bool:
+        """Whether a site has trained weights, so that a loss of this model passes through it: where adapters alone are
+        trained, and they are left out, no gradient need go through any site."""
+        modules = dict(self._model.named_modules())
+        sites = (modules[name] for name in self._binding.names if name in modules)
+        return any(p.requires_grad for module in sites for p in module.parameters())
 
     def _reads_graph(self) -> bool:
         """Whether the graph of the pass that begins is one of those that are read: ever fewer, so that it costs

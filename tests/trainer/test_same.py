@@ -31,7 +31,7 @@ from .conftest import (
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 DENSE = ["dense"]
-SHARE = "policy/kept_share"
+TRAINED = "policy/trained_share"
 KEPT = [{"name": "topk", "keep": 1.0, "along": "rows"}]
 
 
@@ -202,7 +202,7 @@ def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(name: str, door: M
         report, other = engine.report(), trainer.policy_callback.engine.report()
         assert report.sites == other.sites
         if report.chosen is not None:  # all but the seconds
-            assert report.chosen.trained_share == other.chosen.trained_share == trainer.state.log_history[-1][SHARE]
+            assert report.chosen.trained_share == other.chosen.trained_share == trainer.state.log_history[-1][TRAINED]
     assert differing(weights(model), weights(trainer.model)) == []
     assert is_free(trainer)
 

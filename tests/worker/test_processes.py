@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import ChangedError, UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unbuilt
 from sparsebp_cli.recipe.schema import Recipe
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_two_processes_holds_what_that_of_one_does(trained, way)
 def test_a_checkpoint_of_two_processes_is_refused_by_one(trained, make_recipe, tmp_path) -> None:
     run = make_run(make_recipe(**CASES["rows"]), tmp_path)
     shutil.copytree(trained["rows", "none"].path / "checkpoints", run.path / "checkpoints")
-    with pytest.raises(UnsupportedError, match=r"of 2 processes, got target.processes: 1"):
+    with pytest.raises(ChangedError, match=r"target.processes \(2, now 1\)"):
         train_alone([run])
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.promise("R17")
 
 Edit = Callable[[dict[str, Any]], Any]
 EDITS: dict[str, tuple[Edit, str]] = {
-    "policy": (lambda r: r.update(policy=[{"name": "frozen", "parameters": ["*norm*"]}]), "policy.0.name"),
+    "policy": (lambda r: r.update(policy=[{"name": "frozen", "freeze": ["*norm*"]}]), "policy.0.name"),
     "seed": (lambda r: r["training"].update(seed=7), "training.seed"),
     "batch size": (
         lambda r: r["training"].update(per_device_train_batch_size=2),
