@@ -20,7 +20,7 @@ picture: .venv/runtime  ## record the two newest runs as the README's picture an
 	mv docs/picture/quickstart.part docs/picture/quickstart.md
 	$(BIN)/python docs/generate.py
 
-results: results-study results-masked  ## both studies of docs/results, three seeds a part (about 45 minutes at two quiet cores)
+results: results-study results-masked  ## both studies of docs/results, three seeds a part (more than half an hour at two quiet cores)
 
 results-study: .venv/runtime  ## the study, dense at the cost of two of its parts, and the report
 	$(BIN)/python benchmarks/study.py recipes/study --baseline dense --margin 0.02 --controls tokens-random random-rows --out docs/results/study
