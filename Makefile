@@ -23,10 +23,10 @@ picture: .venv/runtime  ## record the two newest runs as the README's picture an
 results: results-study results-masked  ## both studies of docs/results, three seeds a part (more than half an hour at two quiet cores)
 
 results-study: .venv/runtime  ## the study, dense at the cost of two of its parts, and the report
-	$(BIN)/python benchmarks/study.py recipes/study --baseline dense --margin 0.02 --controls tokens-random random-rows --out docs/results/study
+	$(BIN)/python benchmarks/study.py recipes/study --baseline dense --margin 0.02 --controls tokens-random --kinds fewer_steps smaller_batch --out docs/results/study
 
 results-masked: .venv/runtime  ## masked fine-tuning, the loss mask at the cost of detach, and the report
-	$(BIN)/python benchmarks/study.py recipes/masked --baseline loss-mask --margin 0.02 --controls detach --out docs/results/masked
+	$(BIN)/python benchmarks/study.py recipes/masked --baseline loss-mask --margin 0.02 --controls detach --kinds fewer_steps smaller_batch --out docs/results/masked
 
 setup: .venv/develop  ## install for development
 

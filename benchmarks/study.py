@@ -37,7 +37,7 @@ def main() -> None:
             call("run", str(file), "--seeds", ",".join(map(str, missing)), *changes)
     for label in arguments.controls:  # one after the other: a control of the first may be one of the second
         for control in compare(arguments, "-o", "json", is_read=True)["controls"]:
-            if control["label"] == label and control["kind"] in EQUAL_COST and control["command"]:
+            if control["label"] == label and control["kind"] in arguments.kinds and control["command"]:
                 call(*shlex.split(control["command"])[1:])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     found = compare(arguments, "-o", "json", "--html", str(arguments.out.with_suffix(".html")), is_read=True)
@@ -51,6 +51,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("recipes", type=Path, help="folder of recipes")
     parser.add_argument("--baseline", required=True, help="name of the recipe that the others are held against")
     parser.add_argument("--controls", nargs="*", default=[], help="recipes whose controls of equal cost are made")
+    parser.add_argument("--kinds", nargs="*", choices=EQUAL_COST, default=EQUAL_COST, help="which controls those are")
     parser.add_argument("--out", type=Path, required=True, help="where to: .html, .txt and .json are added")
     parser.add_argument("--margin", default=None, help="how much worse still counts as not worse")
     parser.add_argument("--seeds", default="0-2", help="three or more; fewer allow no statement")
