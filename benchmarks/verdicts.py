@@ -22,8 +22,11 @@ from typing import Any
 import numpy as np
 
 from sparsebp_cli.compare import margin
+from sparsebp_cli.compare.choose import Candidate, tell_left_out
 from sparsebp_cli.compare.example import correct_examples
 from sparsebp_cli.compare.family import correct_family
+from sparsebp_cli.compare.load import mark_repeats
+from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import decide_all, withhold
 from sparsebp_cli.compare.measured import ExampleDifference
 from sparsebp_cli.compare.sequential import Trial
@@ -36,6 +39,7 @@ from sparsebp_cli.compare.statistics import (
     summarise_clusters,
 )
 from sparsebp_cli.compare.verdict import differs
+from sparsebp_cli.run import History, State
 
 Draw = np.random.Generator
 Row = tuple[str, ...]
@@ -287,6 +291,53 @@ def divergence(studies: int) -> list[Row]:
     ]
 
 
+def selection(studies: int) -> list[Row]:
+    """Nothing differs, and someone tries until something does: any statement that the policy is better, or worse."""
+
+    def says(values: Sequence[float], baseline: Sequence[float]) -> bool:
+        return differs(correct_family([[paired_difference(seeded(values), seeded(baseline))]], ratios=[False])[0][0])
+
+    def repeated(draw: Draw, n: int, tries: int, best: bool) -> bool:
+        baseline, values = noise(draw, "normal", n), noise(draw, "normal", tries, n)
+        if best:  # what keeping the best run of each seed would say
+            return says([float(x) for x in values.min(axis=0)], [float(x) for x in baseline])
+        runs = [
+            LoadedRun(f"{t}-{s}", "policy", s, "group", {}, float(t), History(), State.FINISHED)
+            for t in range(tries)
+            for s in range(n)
+        ]
+        mark_repeats(runs)
+        counted = {run.seed: float(values[int(run.created), run.seed or 0]) for run in runs if not run.repeats}
+        return says([counted[s] for s in range(n)], [float(x) for x in baseline])
+
+    def chosen(draw: Draw, n: int, most: int) -> tuple[bool, bool]:
+        values, baseline = noise(draw, "normal", most), noise(draw, "normal", most)
+        kept = np.argsort(values - baseline)[:n]
+        there = [
+            Candidate(f"{name}-{s}", name, 0.0, {"model": name, "training": {"seed": s}}, {}, _no_run)
+            for name in ("policy", "dense")
+            for s in range(most)
+        ]
+        taken = [run for run in there if run.recipe["training"]["seed"] in kept]
+        said = says([float(values[s]) for s in kept], [float(baseline[s]) for s in kept])
+        return said, said and len(tell_left_out(there, taken)) < 2
+
+    rows = []
+    for n in (3, 5, 10):
+        for tries in (3, 10):
+            row = [share(studies, lambda d, n=n, t=tries, b=b: repeated(d, n, t, b)) for b in (False, True)]  # type: ignore[misc]
+            rows.append((f"every seed run {tries} times", f"{n}", *row))
+    for n, most in ((3, 5), (3, 10), (5, 10)):
+        found = [chosen(np.random.default_rng(s), n, most) for s in range(studies)]
+        said, unmarked = (sum(column) / studies for column in zip(*found, strict=True))
+        rows.append((f"the best {n} of {most} seeds chosen", f"{n}", f"{unmarked:.3f}", f"{said:.3f}"))
+    return rows
+
+
+def _no_run() -> LoadedRun:
+    raise AssertionError("its recipe and its seed are enough")
+
+
 TABLES: tuple[tuple[str, str, Row, Callable[[int], list[Row]]], ...] = (
     (
         "Intervals that hold the truth",
@@ -352,6 +403,16 @@ TABLES: tuple[tuple[str, str, Row, Callable[[int], list[Row]]], ...] = (
         "studies with a run that diverged and the margin's answer *yes*.",
         ("seeds", "chance to diverge", "yes", "yes, of survivors alone"),
         divergence,
+    ),
+    (
+        "Seeds that were repeated or chosen",
+        "Two groups that do not differ, and someone who tries until they seem to. Repeated: of each seed the first run "
+        "counts, so repeating changes nothing; beside it what the best run of each seed would say. Chosen: the seeds "
+        "where the policy did best are compared; `compare` cannot take the statement back, but names the seeds that "
+        "are there and were left out. Shown is the share of studies with a statement without such a note, and of those "
+        "with any statement.",
+        ("how", "seeds", "stated without a note", "stated if the best counted"),
+        selection,
     ),
 )
 

@@ -28,7 +28,7 @@ def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[Load
         if run.run_id not in loaded:
             loaded[run.run_id] = run if isinstance(run, LoadedRun) else load_folder(run)
     placed = grouping.apply(list(loaded.values()))
-    _mark_repeats(placed)
+    mark_repeats(placed)
     return placed
 
 
@@ -50,8 +50,14 @@ def load_folder(run: RunFolder) -> LoadedRun:
     return loaded
 
 
-def _mark_repeats(runs: Sequence[LoadedRun]) -> None:
-    """Of the runs of one seed the first that finished or diverged counts: no later one can be chosen by its result."""
+def mark_repeats(runs: Sequence[LoadedRun]) -> None:
+    """Say of every run whether an earlier one has its seed; the first that finished or diverged counts.
+
+    Were it the newest, a seed could be repeated until its result is good.
+
+    Args:
+        runs: All that are compared, with their groups; their ``repeats`` is set.
+    """
     first: dict[tuple[str, int], LoadedRun] = {}
     for run in runs:
         run.repeats = ""
