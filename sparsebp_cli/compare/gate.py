@@ -2,7 +2,8 @@
 
 Names: ``METRIC.mean``, ``METRIC.delta`` (and ``.low``, ``.high``, ``.p``), ``time/step_seconds.ratio``, and more:
 :func:`figures` has them all. A group is chosen by ``LABEL:NAME``; without, every group but the baseline is asked, and
-one that meets the condition is enough. A number that is not there cannot pass: the gate then fails, and says why.
+one that meets the condition is enough. A number that is not there cannot pass: the gate then fails, and says why. Step
+times that a busy machine slowed down are not there.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def figures(comparison: Comparison, group: Group) -> dict[str, Any]:
     """
     quality, speed, cost = group.quality, group.speed, group.cost
     final = quality.final
+    busy, base_busy = (some.speed.busy is not None for some in (group, comparison.groups[0]))
     executed = cost.executed_flops / cost.dense_flops if cost.executed_flops and cost.dense_flops else None
     found: dict[str, Any] = {
         f"{comparison.metric}.mean": final.mean if final else None,
@@ -84,8 +86,8 @@ def figures(comparison: Comparison, group: Group) -> dict[str, Any]:
         "margin.answer": quality.not_worse.answer if quality.not_worse else None,
         "margin.equivalent": quality.not_worse.equivalent if quality.not_worse else None,
         "margin.anytime": quality.not_worse.anytime if quality.not_worse else None,
-        f"{metric.STEP_SECONDS.name}.median": speed.step.median if speed.step else None,
-        **_of_difference(f"{metric.STEP_SECONDS.name}.ratio", speed.step_ratio),
+        f"{metric.STEP_SECONDS.name}.median": speed.step.median if speed.step and not busy else None,
+        **_of_difference(f"{metric.STEP_SECONDS.name}.ratio", None if busy or base_busy else speed.step_ratio),
         f"{metric.CEILING.name}": speed.ceiling,
         f"{metric.REALISED_SHARE.name}": speed.realised_share.median if speed.realised_share else None,
         "memory/peak_bytes": cost.peak_bytes,

@@ -2,7 +2,8 @@
 
 Groups with different seeds have means of different things: dense with three harder seeds looks worse than a policy that
 lost every pair. So a group stands at the baseline's mean plus its paired difference, its costs at the baseline's times
-their paired ratio, and one group beats another over the seeds that both have.
+their paired ratio, and one group beats another over the seeds that both have. Step times from a busy machine place
+nobody, as they allow no statement.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Trade:
         label: Of the group.
         quality: The baseline's mean plus the paired difference; the group's own mean where no seed is shared.
         sd: Standard deviation over seeds.
-        costs: ``step_seconds`` (median) and ``peak_bytes``, by the ratio to the baseline; None where not measured.
+        costs: ``step_seconds`` (median) and ``peak_bytes``, by the ratio to the baseline; None where not measured,
+            and for step times of a group or a baseline that a busy machine slowed down.
         beaten_by: Labels of groups that are nowhere worse and somewhere better, by these numbers alone.
         is_paired: Whether it shares seeds with the baseline; if not, it is beaten by nothing and beats nothing.
     """
@@ -83,14 +85,19 @@ def _place(group: Group, base: Group) -> Trade:
     quality = own.mean if own else None
     if not group.baseline and is_paired and difference and base.quality.final:
         quality = base.quality.final.mean + difference.mean
-    costs = {"step_seconds": group.speed.step.median if group.speed.step else None, "peak_bytes": group.cost.peak_bytes}
-    bases = {"step_seconds": base.speed.step.median if base.speed.step else None, "peak_bytes": base.cost.peak_bytes}
+    costs = {"step_seconds": _steady_step(group), "peak_bytes": group.cost.peak_bytes}
+    bases = {"step_seconds": _steady_step(base), "peak_bytes": base.cost.peak_bytes}
     ratios = {"step_seconds": group.speed.step_ratio, "peak_bytes": group.cost.peak_ratio}
     for cost, ratio in ratios.items():
         there = bases[cost]
-        if not group.baseline and ratio is not None and ratio.n > 0 and there is not None and costs[cost] is not None:
-            costs[cost] = there * ratio.mean
+        if group.baseline or ratio is None or not ratio.n or costs[cost] is None:
+            continue
+        costs[cost] = None if there is None else there * ratio.mean
     return Trade(group.label, quality, own.sd if own else None, costs, (), is_paired)
+
+
+def _steady_step(group: Group) -> float | None:
+    return group.speed.step.median if group.speed.step and group.speed.busy is None else None
 
 
 def _by_seed(comparison: Comparison, group: Group) -> Mapping[int, float]:

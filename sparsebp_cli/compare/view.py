@@ -90,7 +90,10 @@ def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
     heads = {"step": "step", "tokens": "tokens", "wall_time": "training time"}
     note = "Mean ± standard deviation (seeds) of the last value at or before; nothing is interpolated."
     if comparison.shared_seeds:
-        note += f" Seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
+        shared = set(comparison.shared_seeds)
+        short = [group.label for group in comparison.groups if set(group.seeds) == shared]
+        why = f": {', '.join(short)} {'have' if len(short) > 1 else 'has'} no others" if short else ""
+        note += f" Seeds that the groups share: {', '.join(map(str, sorted(shared)))}{why}."
     return Grid(metric, (heads[along], *lines), tuple(rows), note)
 
 

@@ -84,15 +84,25 @@ def without_underflow(grad_NO: Tensor) -> Tensor:
     Returns:
         A scaled copy.
     """
+    return grad_NO * find_scale(grad_NO) if grad_NO.numel() else grad_NO
+
+
+def find_scale(gradient: Tensor) -> Tensor:
+    """Return the power of two by which a gradient is multiplied so that its largest entry is about 1.
+
+    Args:
+        gradient: float32 or float64, of any shape, with at least one entry.
+
+    Returns:
+        A scalar of the gradient's dtype, on its device; 1.0 for a gradient of zeros.
+    """
     import torch
 
-    if not grad_NO.numel():
-        return grad_NO
-    low, high = torch.aminmax(grad_NO)  # an infinity norm takes seventeen times as long (torch 2.13, CPU)
+    low, high = torch.aminmax(gradient)  # an infinity norm takes seventeen times as long (torch 2.13, CPU)
     largest_entry = torch.maximum(-low, high)
-    most = 126 if grad_NO.dtype == torch.float32 else 1022  # a larger power is no finite number
+    most = 126 if gradient.dtype == torch.float32 else 1022  # a larger power is no finite number
     exponent = -torch.frexp(largest_entry).exponent.clamp(-most, most)
-    return grad_NO * torch.ldexp(torch.ones_like(largest_entry), exponent)
+    return torch.ldexp(torch.ones_like(largest_entry), exponent)
 
 
 def fit_block(block_shape: tuple[int, int], grad_NO: Tensor) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, final
 
 from pydantic import Field
 
+from sparsebp_cli.policy import choice
 from sparsebp_cli.policy.contract import Policy, Step
 
 if TYPE_CHECKING:
@@ -77,8 +78,12 @@ class EdgeRouter(Policy):
 
         found = []
         for gradient in gradients:
-            dtype = torch.promote_types(gradient.dtype, torch.float32)
-            size = torch.linalg.vector_norm(gradient, ord=2 if self.norm == "l2" else 1, dtype=dtype)
-            found.append(size / max(1, gradient.numel()) if self.norm == "l1_mean" else size)
-        sizes = torch.stack([size.double() for size in found])
+            wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+            if self.norm == "l2" and gradient.numel():  # an entry below 1e-23 has no square in float32
+                scale = choice.find_scale(wide)
+                found.append(torch.linalg.vector_norm(wide * scale).double() / scale.double())
+            else:
+                size = torch.linalg.vector_norm(wide, ord=1).double()
+                found.append(size / max(1, gradient.numel()) if self.norm == "l1_mean" else size)
+        sizes = torch.stack(found)
         return sizes.nan_to_num(nan=torch.inf, posinf=torch.inf).tolist()

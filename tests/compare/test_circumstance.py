@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.compare import Group, Question, Reducer, compare_runs
+from sparsebp_cli.compare import Group, Question, Reducer, check, compare_runs
+from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.run import JournalWriter, RunFolder
 
 from .conftest import MakeRun
@@ -50,6 +51,10 @@ def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_in_place_of_step_t
     assert f"no statement about step time: {told}" in group.verdict
     assert "forward and backward take -40 % [-40, -40] (median and quartiles of 6 probes)" in group.verdict
     assert group.speed.busy is not None
+    found = compare_runs(runs)
+    assert [trade.costs["step_seconds"] is None for trade in find_trades(found)] == [False, True]
+    failures = check(found, "time/step_seconds.ratio > 9")
+    assert ["time/step_seconds.ratio is not known" in failure.text for failure in failures] == [True]
 
 
 @pytest.mark.parametrize(

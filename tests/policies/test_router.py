@@ -50,6 +50,14 @@ def test_sizes_are_summed_in_float32_and_find_what_is_not_a_number(norm: str, si
     assert sizes == pytest.approx([size, float("inf"), {"l1": 4096.0, "l1_mean": 1.0, "l2": 64.0}[norm]])
 
 
+@pytest.mark.parametrize("norm", ["l1", "l1_mean", "l2"])
+def test_sizes_far_below_one_keep_their_order(norm: str) -> None:
+    small, smaller = torch.full((2, 3), 2e-30), torch.full((2, 3), 1e-30)
+    sizes = SkipSmall(norm=norm).sizes([smaller, small, torch.zeros(2, 3)])
+    assert sizes[2] == 0.0 < sizes[0]
+    assert sizes[1] / sizes[0] == pytest.approx(2.0)
+
+
 class _All(Everything, EdgeRouter):
     """Keeps the contract: everything goes on. Each router below breaks one promise."""
 
