@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from sparsebp_cli.backward.bound import Bound
 from sparsebp_cli.backward.branch import is_filled
@@ -28,6 +27,8 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from sparsebp_cli.backward.engine import Engine
 
 Arguments = Mapping[str, Any]
@@ -46,6 +47,8 @@ class ExamplePart:
     """
 
     def __init__(self, policy: ExampleSelector, model: nn.Module) -> None:
+        from transformers import PreTrainedModel  # takes seconds: no import of the engine waits for it
+
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if found is None:
             raise UnsupportedError(

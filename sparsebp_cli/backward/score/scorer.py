@@ -12,11 +12,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
@@ -100,7 +100,7 @@ class Scorer:
 
     def _logits(self, hidden_KD: Tensor, forward: Callable[..., Any]) -> Tensor:
         """Return the logits of some rows, float32, (K, V)."""
-        output = _Hidden(last_hidden_state=hidden_KD[None])
+        output = _hidden_class()(last_hidden_state=hidden_KD[None])
         with _instead(self._base, lambda *_, **__: output):
             logits: Tensor = forward(
                 input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
@@ -108,12 +108,19 @@ class Scorer:
         return logits.float()
 
 
-class _Hidden(BaseModelOutputWithPastAndCrossAttentions):
-    """What the layers below the head return; whatever else some of them do, such as routers' logits, is None."""
+@cache
+def _hidden_class() -> type[Any]:
+    # transformers takes seconds to import, and only models that score need it.
+    from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("_"):
-            raise AttributeError(name)
+    class Hidden(BaseModelOutputWithPastAndCrossAttentions):
+        """What the layers below the head return; whatever else some of them do, such as routers' logits, is None."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("_"):
+                raise AttributeError(name)
+
+    return Hidden
 
 
 @contextmanager

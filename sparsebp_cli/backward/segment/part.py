@@ -8,8 +8,8 @@ micro-batches and over processes are autograd's own, and hooks run once, when th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +162,9 @@ class BoundLayer(Bound):
 
     def __init__(self, module: nn.Module, segments: Segments, covered: Any) -> None:
         self.module, self.segments, self.covered = module, segments, covered
+        # In a compiled model the layers run as they are: what is run again in a backward is no part of a graph.
+        # Not a decorator, which would import torch._dynamo with this file.
+        self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(segments.run)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer as if there were no segments."""
@@ -169,20 +172,17 @@ class BoundLayer(Bound):
             return self.covered(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    # In a compiled model the layers run as they are: what is run again in a backward is no part of a graph.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.segments.run(self, args, kwargs)
+        return self._run(self, args, kwargs)
 
 
 class _Start:
     def __init__(self, segments: Segments) -> None:
-        self._segments = segments
+        self._start: Callable[[], None] = cast("Any", torch.compiler).disable(segments.start_forward)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
         if torch.is_grad_enabled():
-            self._segments.start_forward()
+            self._start()
 
 
 def _is_sharded(parameter: Tensor) -> bool:
