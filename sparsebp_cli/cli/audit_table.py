@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rich.markup import escape
+from rich.text import Text
 
 from sparsebp_cli.cli.screen import console, make_table, print_line
 from sparsebp_cli.finding import AuditReport, Finding
@@ -24,17 +24,17 @@ def print_audit(report: AuditReport) -> None:
     if report.findings:
         table = make_table("waste", *NUMBERS, numbers=NUMBERS)
         for finding in report.findings:
-            table.add_row(escape(finding.title), *_cells(finding))
+            table.add_row(finding.title, *_cells(finding))
         console().print(table)
         for finding in report.findings:
             _print_finding(finding)
     for note in report.notes:
-        console().print(f"note: {note}", markup=False)
+        console().print(f"note: {note}")
     cells = rows(report)
     used = [place for place in range(len(COLUMNS)) if any(row[place] for row in cells)]
     table = make_table(*(COLUMNS[place] for place in used), numbers=COLUMNS[1:])
     for row in cells[:MOST_MODULES]:
-        table.add_row(*(escape(row[place]) for place in used))
+        table.add_row(*(row[place] for place in used))
     console().print(table)
     if len(cells) > MOST_MODULES:
         print_line(f"and {len(cells) - MOST_MODULES} more")
@@ -62,7 +62,7 @@ def _print_finding(finding: Finding) -> None:
     named = where(finding.modules)
     hint = "" if finding.exact else " (not exactly: what is used would change)"
     out = console()
-    out.print(f"[bold]{escape(finding.title)}[/bold]: {escape(finding.detail)}{hint}")
+    out.print(Text.assemble((finding.title, "bold"), f": {finding.detail}{hint}"))
     if named:
-        out.print(f"  where: {escape(named)}")
-    out.print(f"  to do: {escape(finding.advice)}")
+        out.print(f"  where: {named}")
+    out.print(f"  to do: {finding.advice}")

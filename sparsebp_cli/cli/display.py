@@ -72,7 +72,7 @@ class LiveDisplay(Display):
         self._live.stop()
 
     def say(self, text: str) -> None:
-        self._live.console.print(text, markup=False)
+        self._live.console.print(text)
 
     def refresh(self, waiting_for: str = "") -> None:
         self.progress.phase = waiting_for or self.progress.phase

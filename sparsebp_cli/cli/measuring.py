@@ -126,12 +126,11 @@ class _Display:
         if self._console.is_terminal:
             from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
-            text = TextColumn("{task.description}", markup=False)
             self._progress = Progress(
                 SpinnerColumn(),
                 BarColumn(20),
                 TextColumn("{task.fields[left]:>13}"),
-                text,
+                TextColumn("{task.description}", markup=False),  # it makes a text of its own, whatever the console does
                 console=self._console,
                 transient=True,
             )

@@ -1,7 +1,8 @@
 """Where everything is printed: results on standard output, the rest on standard error.
 
 Much of what is printed was written elsewhere: by a run's worker, by a store, by another machine. So whatever goes
-through here has its control characters and marks of writing direction written out.
+through here has its control characters and marks of writing direction written out, and nothing in it is read as markup
+or as the name of an emoji: colours are those of `Text` and of styles alone.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def console(*, stderr: bool = False) -> Console:
     """
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
-    return _console_class()(stderr=stderr, width=width, highlight=False, soft_wrap=False)
+    return _console_class()(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def print_line(text: str, *, stderr: bool = False) -> None:

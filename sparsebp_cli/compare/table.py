@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -79,11 +78,11 @@ def _stack(grid: Grid) -> Text:
 
 
 def _draw(grid: Grid) -> Table:
-    drawn = Table(title=escape(grid.title), title_justify="left", title_style="bold", box=None, pad_edge=False)
+    drawn = Table(title=Text(grid.title, style="bold"), title_justify="left", box=None, pad_edge=False)
     for number, heading in enumerate(grid.columns):
         words = grid.has_words(number)
         drawn.add_column(
-            escape(heading),
+            Text(heading),
             justify="left" if words else "right",
             overflow="fold",
             no_wrap=not words,
