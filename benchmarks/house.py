@@ -1,0 +1,197 @@
+"""How the package is laid out: its files, its rooms, and which way imports run.
+
+Imports are read from the syntax tree, so those under ``TYPE_CHECKING`` and inside functions count like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import tokenize
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "sparsebp_cli"
+Graph = Mapping[str, frozenset[str]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """Counts over some files.
+
+    Args:
+        files: Python files.
+        code: Lines of code: not blank, no comment, no docstring.
+        comments: Comments on a line of their own.
+        any: Uses of the name ``Any``.
+        noqa: Comments that switch off a rule of the linter.
+    """
+
+    files: int
+    code: int
+    comments: int
+    any: int
+    noqa: int
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """Return the files of the package by module name."""
+    found = {}
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def read_imports(root: Path) -> Graph:
+    """Return which modules of the package each of them imports, anywhere in its file."""
+    modules = find_modules(root)
+    graph = {}
+    for name, path in modules.items():
+        found = set[str]()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                full = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= full & modules.keys()
+                if full - modules.keys():
+                    found.add(node.module)
+        graph[name] = frozenset(found & modules.keys()) - {name}
+    return graph
+
+
+def find_circles(graph: Graph) -> list[list[str]]:
+    """Return the groups of nodes that reach each other (Tarjan's strongly connected components of two or more)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for child in graph.get(node, ()):
+            if child not in index:
+                visit(child)
+                low[node] = min(low[node], low[child])
+            elif child in stack:
+                low[node] = min(low[node], index[child])
+        if low[node] == index[node]:
+            start = stack.index(node)
+            group = stack[start:]
+            del stack[start:]
+            if len(group) > 1:
+                circles.append(sorted(group))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return sorted(circles)
+
+
+def find_rooms(graph: Graph, container: str) -> Graph:
+    """Return which rooms of a container each of its rooms imports; a room is a module or package right inside it."""
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for name, children in graph.items():
+        room = _room_of(name, container)
+        if room:
+            rooms[room] |= {other for child in children if (other := _room_of(child, container)) and other != room}
+    return {room: frozenset(others) for room, others in sorted(rooms.items())}
+
+
+def _room_of(module: str, container: str) -> str:
+    inside = module.removeprefix(f"{container}.")
+    return "" if inside == module else inside.partition(".")[0]
+
+
+def read_orders(root: Path) -> dict[str, list[list[str]]]:
+    """Return the layers of each container, top first, as pyproject.toml gives them to import-linter."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    orders = {}
+    for contract in settings["tool"]["importlinter"]["contracts"]:
+        if contract["type"] == "layers":
+            layers = [[room.strip() for room in layer.replace(":", "|").split("|")] for layer in contract["layers"]]
+            orders |= {container: layers for container in contract["containers"]}
+    return orders
+
+
+def find_back_arrows(graph: Graph, container: str, layers: Iterable[Iterable[str]]) -> list[tuple[str, str]]:
+    """Return the pairs of rooms of which the first imports the second, which is in a layer above."""
+    heights = {room: height for height, layer in enumerate(layers) for room in layer}
+    return [
+        (room, other)
+        for room, others in find_rooms(graph, container).items()
+        for other in sorted(others)
+        if heights[other] < heights[room]
+    ]
+
+
+def find_shared_names(root: Path) -> dict[str, list[str]]:
+    """Return the class names that more than one module defines, with these modules."""
+    homes: dict[str, list[str]] = defaultdict(list)
+    for module, path in find_modules(root).items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(module)
+    return {name: modules for name, modules in sorted(homes.items()) if len(modules) > 1}
+
+
+def measure(paths: Iterable[Path]) -> Size:
+    """Count what some files hold."""
+    files = code = comments = uses = noqa = 0
+    for path in paths:
+        text = path.read_text()
+        tree = ast.parse(text)
+        docs = set[int]()
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                docs |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            uses += isinstance(node, ast.Name) and node.id == "Any"
+        lines = text.splitlines()
+        own = {number for number, line in enumerate(lines, 1) if line.lstrip().startswith("#")}
+        files += 1
+        comments += len(own)
+        code += sum(bool(line.strip()) and n not in docs and n not in own for n, line in enumerate(lines, 1))
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        noqa += sum(token.type == tokenize.COMMENT and "noqa" in token.string for token in tokens)
+    return Size(files, code, comments, uses, noqa)
+
+
+def main() -> None:
+    """Print the counts of a checkout."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("root", nargs="?", type=Path, default=Path(__file__).parents[1], help="a checkout; this one")
+    root: Path = parser.parse_args().root
+    modules, graph = find_modules(root), read_imports(root)
+    for title, prefix in (("whole package", PACKAGE), ("backward", f"{PACKAGE}.backward")):
+        size = measure(path for name, path in modules.items() if f"{name}.".startswith(f"{prefix}."))
+        rates = (f"{value / size.code * 1000:.1f} {what}" for what, value in vars(size).items() if what != "code")
+        print(f"{title}: {size.files} files, {size.code:,} code lines; per 1,000 of them: {', '.join(rates)}")
+    for container in (PACKAGE, f"{PACKAGE}.backward"):
+        rooms = find_rooms(graph, container)
+        arrows = sum(map(len, rooms.values()))
+        print(f"{container}: {len(rooms)} rooms, {arrows} arrows, {len(find_circles(rooms))} circles of rooms")
+    for container, layers in read_orders(root).items():
+        back = find_back_arrows(graph, container, layers)
+        print(f"{container}: {len(layers)} layers, {len(back)} arrows against them {back or ''}")
+    circles = find_circles(graph)
+    print(f"circles of modules: {len(circles)}")
+    for circle in circles:
+        print("   ", ", ".join(circle))
+    shared = find_shared_names(root)
+    print(f"class names with several homes: {len(shared)}")
+    for name, homes in shared.items():
+        print(f"    {name}: {', '.join(homes)}")
+
+
+if __name__ == "__main__":
+    main()
