@@ -29,7 +29,8 @@ from eager_picture import draw  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
-from sparsebp_cli.backward import attach, memory_trace  # noqa: E402
+from sparsebp_cli.backward import attach  # noqa: E402
+from sparsebp_cli.memory import memory_trace  # noqa: E402
 from sparsebp_cli.run.memory import MemoryCurve, MemorySplit  # noqa: E402
 from sparsebp_cli.worker.apollo import Apollo  # noqa: E402
 

@@ -116,7 +116,7 @@ def read_orders(root: Path) -> dict[str, list[list[str]]]:
     for contract in settings["tool"]["importlinter"]["contracts"]:
         if contract["type"] == "layers":
             layers = [[room.strip() for room in layer.replace(":", "|").split("|")] for layer in contract["layers"]]
-            orders |= {container: layers for container in contract["containers"]}
+            orders |= dict.fromkeys(contract["containers"], layers)
     return orders
 
 

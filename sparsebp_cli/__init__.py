@@ -18,8 +18,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparsebp_cli.auditor import audit
     from sparsebp_cli.backward import Engine, GradStore, attach, segmented_backward
-    from sparsebp_cli.backward.audit import audit
+    from sparsebp_cli.memory import memory_trace
     from sparsebp_cli.policy import find_policies, make_policy
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
 
@@ -40,14 +41,14 @@ __all__ = [
 
 _ROOMS = {
     "attach": "sparsebp_cli.backward",
-    "audit": "sparsebp_cli.backward.audit",
+    "audit": "sparsebp_cli.auditor",
     "Engine": "sparsebp_cli.backward",
     "GradStore": "sparsebp_cli.backward",
     "PolicyCallback": "sparsebp_cli.trainer",
     "PolicyTrainer": "sparsebp_cli.trainer",
     "find_policies": "sparsebp_cli.policy",
     "make_policy": "sparsebp_cli.policy",
-    "memory_trace": "sparsebp_cli.backward",
+    "memory_trace": "sparsebp_cli.memory",
     "segmented_backward": "sparsebp_cli.backward",
 }
 

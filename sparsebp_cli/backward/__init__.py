@@ -6,7 +6,6 @@ from sparsebp_cli.backward.fidelity import Fidelity, GradientComparison, compare
 from sparsebp_cli.backward.flops import FlopCount, count_flops
 from sparsebp_cli.backward.grad_store import GradStore
 from sparsebp_cli.backward.memory import SavedBytes, saved_bytes, tensor_bytes
-from sparsebp_cli.backward.memory_trace import MemoryTrace, memory_trace
 from sparsebp_cli.backward.movement import Moved, Movement
 from sparsebp_cli.backward.proof import Overclaim, PassCount, Proof
 from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport
@@ -22,7 +21,6 @@ __all__ = [
     "FlopCount",
     "GradStore",
     "GradientComparison",
-    "MemoryTrace",
     "ModuleTrace",
     "Moved",
     "Movement",
@@ -36,7 +34,6 @@ __all__ = [
     "attach",
     "compare_gradients",
     "count_flops",
-    "memory_trace",
     "saved_bytes",
     "segmented_backward",
     "tensor_bytes",

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebp_cli.backward import Engine, MemoryTrace, memory_trace
+from sparsebp_cli.backward import Engine
+from sparsebp_cli.memory import MemoryTrace, memory_trace
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, metric
 from sparsebp_cli.run.memory import Phase

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.audit.parameter import Fate
+from sparsebp_cli.auditor.parameter import Fate
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward import MemoryTrace
+from sparsebp_cli.memory import MemoryTrace
 from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 
 FLOAT, ROWS = 4, 32

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from sparsebp_cli.backward.audit import Audit
+from sparsebp_cli.auditor import Audit
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 

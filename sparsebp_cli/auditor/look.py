@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sparsebp_cli.backward.audit.ledger import Ledger
-from sparsebp_cli.backward.audit.storage import key_of
+from sparsebp_cli.auditor.ledger import Ledger
+from sparsebp_cli.auditor.storage import key_of
 
 _ATEN = torch.ops.aten
 _CLEARING = (_ATEN.zero_, _ATEN._foreach_zero_, _ATEN.fill_)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sparsebp_cli.backward.audit.ledger import Pass
-from sparsebp_cli.backward.audit.reach import UNKNOWN
-from sparsebp_cli.backward.audit.storage import has_storage, key_of, refer
+from sparsebp_cli.auditor.ledger import Pass
+from sparsebp_cli.auditor.reach import UNKNOWN
+from sparsebp_cli.auditor.storage import has_storage, key_of, refer
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # numbers that are cast at once

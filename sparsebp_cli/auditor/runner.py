@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sparsebp_cli.backward.audit.ledger import Pass
-from sparsebp_cli.backward.audit.operation import Tape
-from sparsebp_cli.backward.audit.parameter import Parameters
-from sparsebp_cli.backward.audit.reach import UNKNOWN, Reach, walk
-from sparsebp_cli.backward.audit.sharded import is_flat
-from sparsebp_cli.backward.audit.storage import has_storage, key_of, refer
-from sparsebp_cli.backward.audit.watch import Watch
+from sparsebp_cli.auditor.ledger import Pass
+from sparsebp_cli.auditor.operation import Tape
+from sparsebp_cli.auditor.parameter import Parameters
+from sparsebp_cli.auditor.reach import UNKNOWN, Reach, walk
+from sparsebp_cli.auditor.sharded import is_flat
+from sparsebp_cli.auditor.storage import has_storage, key_of, refer
+from sparsebp_cli.auditor.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from sparsebp_cli.backward.memory_record import MemoryRecord
-from sparsebp_cli.backward.memory_watch import MemoryWatch
 from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.memory.profiler_record import MemoryRecord
+from sparsebp_cli.memory.watch import MemoryWatch
 from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint, Phase
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparsebp_cli.backward.audit.parameter import Fate
-from sparsebp_cli.backward.audit.runner import InputGradient
-from sparsebp_cli.backward.audit.session import Session
-from sparsebp_cli.backward.audit.storage import has_died
+from sparsebp_cli.auditor.parameter import Fate
+from sparsebp_cli.auditor.runner import InputGradient
+from sparsebp_cli.auditor.session import Session
+from sparsebp_cli.auditor.storage import has_died
 
 FEWEST_STEPS = 2  # a first step may well have a learning rate of zero: schedules with warm-up begin so
 EXACT = ("unheld", "zero-rate", "unread-leaf")

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sparsebp_cli.backward.audit.operation import AGAIN, Operation
+from sparsebp_cli.auditor.operation import AGAIN, Operation
 
 
 class Account(NamedTuple):
@@ -14,7 +14,7 @@ class Account(NamedTuple):
 
     Args:
         module: To which it belongs.
-        kind: Of :class:`~sparsebp_cli.backward.audit.operation.Operation`.
+        kind: Of :class:`~sparsebp_cli.auditor.operation.Operation`.
         parameter: Whose product it is; empty for none.
         leaves: That it leads to.
     """

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from sparsebp_cli.backward.memory_record import MemoryRecord
-from sparsebp_cli.backward.memory_storage import plain_tensors, tensors_in
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.memory.profiler_record import MemoryRecord
+from sparsebp_cli.memory.storage import plain_tensors, tensors_in
 from sparsebp_cli.run.memory import Part
 
 

@@ -7,8 +7,8 @@ from typing import Any, Self, overload
 
 from torch import nn
 
-from sparsebp_cli.backward.audit.account import make_report
-from sparsebp_cli.backward.audit.session import Session
+from sparsebp_cli.auditor.account import make_report
+from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.finding import THRESHOLD, AuditReport
 

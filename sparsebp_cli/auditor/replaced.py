@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from sparsebp_cli.backward.audit.saved import SavedTensors
+from sparsebp_cli.auditor.saved import SavedTensors
 
 
 class Replaced:

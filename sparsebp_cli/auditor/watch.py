@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsebp_cli.backward.audit.ledger import Ledger, Pass
-from sparsebp_cli.backward.audit.look import Looks
-from sparsebp_cli.backward.audit.module import AnyModules
-from sparsebp_cli.backward.audit.operation import AGAIN, DGRAD, WGRAD, Operation, Tape
-from sparsebp_cli.backward.audit.product import factors_of, find_zero, is_product
-from sparsebp_cli.backward.audit.reach import UNKNOWN, Reach
-from sparsebp_cli.backward.audit.saved import SavedTensors
-from sparsebp_cli.backward.audit.storage import Weights, key_of, refer, tensors_in
+from sparsebp_cli.auditor.ledger import Ledger, Pass
+from sparsebp_cli.auditor.look import Looks
+from sparsebp_cli.auditor.module import AnyModules
+from sparsebp_cli.auditor.operation import AGAIN, DGRAD, WGRAD, Operation, Tape
+from sparsebp_cli.auditor.product import factors_of, find_zero, is_product
+from sparsebp_cli.auditor.reach import UNKNOWN, Reach
+from sparsebp_cli.auditor.saved import SavedTensors
+from sparsebp_cli.auditor.storage import Weights, key_of, refer, tensors_in
 from sparsebp_cli.backward.flops import find_formula
 from sparsebp_cli.backward.trace import is_in_backward
 

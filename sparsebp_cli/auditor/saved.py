@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.audit.storage import has_storage, key_of, num_bytes
+from sparsebp_cli.auditor.storage import has_storage, key_of, num_bytes
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.audit.module import AnyModules
-    from sparsebp_cli.backward.audit.storage import Weights
+    from sparsebp_cli.auditor.module import AnyModules
+    from sparsebp_cli.auditor.storage import Weights
 
 
 @dataclass

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.backward.audit.reach import UNKNOWN
+from sparsebp_cli.auditor.reach import UNKNOWN
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sparsebp_cli.backward.audit.saved import Kept
+    from sparsebp_cli.auditor.saved import Kept
 
 DGRAD, WGRAD, OTHER, AGAIN = "dgrad", "wgrad", "other", "again"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from sparsebp_cli.backward.audit.session import Session
+    from sparsebp_cli.auditor.session import Session
 
 
 class Steps:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from sparsebp_cli.backward.audit.ledger import Account, Pass, Work
-from sparsebp_cli.backward.audit.operation import DGRAD, WGRAD
-from sparsebp_cli.backward.audit.parameter import Fate
-from sparsebp_cli.backward.audit.saved import Kept
-from sparsebp_cli.backward.audit.session import Session
-from sparsebp_cli.backward.audit.verdict import Verdict
+from sparsebp_cli.auditor.ledger import Account, Pass, Work
+from sparsebp_cli.auditor.operation import DGRAD, WGRAD
+from sparsebp_cli.auditor.parameter import Fate
+from sparsebp_cli.auditor.saved import Kept
+from sparsebp_cli.auditor.session import Session
+from sparsebp_cli.auditor.verdict import Verdict
 
 
 @dataclass

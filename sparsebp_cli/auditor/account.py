@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from sparsebp_cli.backward.audit.hook import HookCount
-from sparsebp_cli.backward.audit.judge import Waste, judge_work
-from sparsebp_cli.backward.audit.operation import AGAIN, DGRAD, OTHER, WGRAD
-from sparsebp_cli.backward.audit.session import Session
-from sparsebp_cli.backward.audit.verdict import Verdict, judge_leaves
+from sparsebp_cli.auditor.hook import HookCount
+from sparsebp_cli.auditor.judge import Waste, judge_work
+from sparsebp_cli.auditor.operation import AGAIN, DGRAD, OTHER, WGRAD
+from sparsebp_cli.auditor.session import Session
+from sparsebp_cli.auditor.verdict import Verdict, judge_leaves
 from sparsebp_cli.finding import KINDS, AuditReport, Finding, ModuleWork
 
 FEWEST_VISITS = 4  # of one call: a hook that looks at fewer parameters scans nothing

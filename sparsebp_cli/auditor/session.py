@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sparsebp_cli.backward.audit.hook import Hooks
-from sparsebp_cli.backward.audit.ledger import Ledger, Pass
-from sparsebp_cli.backward.audit.module import AnyModules
-from sparsebp_cli.backward.audit.parameter import Parameters
-from sparsebp_cli.backward.audit.replaced import Replaced, step_aside
-from sparsebp_cli.backward.audit.runner import PassRunner
-from sparsebp_cli.backward.audit.saved import Kept, SavedTensors
-from sparsebp_cli.backward.audit.sharded import find_gathered, is_sharded
-from sparsebp_cli.backward.audit.step import Steps
-from sparsebp_cli.backward.audit.storage import Weights, has_storage
-from sparsebp_cli.backward.audit.watch import Watch
+from sparsebp_cli.auditor.hook import Hooks
+from sparsebp_cli.auditor.ledger import Ledger, Pass
+from sparsebp_cli.auditor.module import AnyModules
+from sparsebp_cli.auditor.parameter import Parameters
+from sparsebp_cli.auditor.replaced import Replaced, step_aside
+from sparsebp_cli.auditor.runner import PassRunner
+from sparsebp_cli.auditor.saved import Kept, SavedTensors
+from sparsebp_cli.auditor.sharded import find_gathered, is_sharded
+from sparsebp_cli.auditor.step import Steps
+from sparsebp_cli.auditor.storage import Weights, has_storage
+from sparsebp_cli.auditor.watch import Watch
 from sparsebp_cli.backward.trace import is_in_backward
 
 MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass

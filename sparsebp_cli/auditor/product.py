@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.audit.operation import DGRAD
-from sparsebp_cli.backward.audit.storage import is_plain
+from sparsebp_cli.auditor.operation import DGRAD
+from sparsebp_cli.auditor.storage import is_plain
 
 _ATEN = torch.ops.aten
 _PRODUCTS = (_ATEN.mm, _ATEN.addmm, _ATEN.addmm_)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from sparsebp_cli.backward.memory_ledger import Allocation, Event, Ledger, Note, Turn
-from sparsebp_cli.backward.memory_storage import plain_tensors
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.memory.ledger import Allocation, Event, Ledger, Note, Turn
+from sparsebp_cli.memory.storage import plain_tensors
 from sparsebp_cli.run.memory import MemoryCurve, Part, Phase
 
 _MARK = "sparsebp::memory::"
