@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebp_cli.backward.attribution import is_left_out
-from sparsebp_cli.backward.trace import ModuleTrace
+from sparsebp_cli.backward.observe.attribution import is_left_out
+from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 
 # A wrapper's own name for what it wraps: no part of what its user calls the module.
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

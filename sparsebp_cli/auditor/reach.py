@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from sparsebp_cli.backward.graph import LEAF
+from sparsebp_cli.backward.observe.graph import LEAF
 
 UNKNOWN = 1  # the bit of what nobody can judge
 

@@ -25,7 +25,7 @@ from sparsebp_cli.auditor.sharded import find_gathered, is_sharded
 from sparsebp_cli.auditor.step import Steps
 from sparsebp_cli.auditor.storage import Weights, has_storage
 from sparsebp_cli.auditor.watch import Watch
-from sparsebp_cli.backward.trace import is_in_backward
+from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
 MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass
 Progress = Callable[[int, int], None]

@@ -22,8 +22,8 @@ from sparsebp_cli.auditor.product import factors_of, find_zero, is_product
 from sparsebp_cli.auditor.reach import UNKNOWN, Reach
 from sparsebp_cli.auditor.saved import SavedTensors
 from sparsebp_cli.auditor.storage import Weights, key_of, refer, tensors_in
-from sparsebp_cli.backward.flops import find_formula
-from sparsebp_cli.backward.trace import is_in_backward
+from sparsebp_cli.backward.observe.flops import find_formula
+from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
 _ATEN = torch.ops.aten
 _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)

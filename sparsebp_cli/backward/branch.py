@@ -6,16 +6,17 @@ piece. The modules pass the residual stream on untouched until the last of them,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.dropout import DropoutRecorder, Tape, capture_generators
-from sparsebp_cli.backward.layout import AttentionLayout
+from sparsebp_cli.backward.decoder.kv_cache import is_filled
+from sparsebp_cli.backward.decoder.layout import AttentionLayout, attention_name
+from sparsebp_cli.backward.dropout import DropoutRecorder, Tape
+from sparsebp_cli.backward.patch.forward import call_module
+from sparsebp_cli.backward.patch.rng import capture_generators
 from sparsebp_cli.backward.site import find_linears
 from sparsebp_cli.errors import UnsupportedError
 
@@ -148,44 +149,10 @@ class Branch:
         return x if self.after is None else cast("Tensor", call_module(self.after, x))
 
 
-def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module by its class's own forward, whatever covers it."""
-    return type(module).forward(module, *args, **kwargs)
-
-
 def autocast_as(call: Call, device: torch.device) -> torch.autocast:
     """Return autocast as it was in a call's forward."""
     enabled, dtype = call.autocast
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-
-@contextmanager
-def replaced(modules: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
-    """Let some modules compute something else.
-
-    Args:
-        modules: Each with what it computes instead.
-
-    Yields:
-        None: As long as they do.
-    """
-    with ExitStack() as stack:
-        for module, forward in modules:
-            stack.callback(_put_back, module, module.__dict__.get("forward"))
-            module.forward = forward
-        yield
-
-
-def _put_back(module: nn.Module, covered: Any) -> None:
-    if covered is None:
-        del module.__dict__["forward"]
-    else:
-        module.forward = covered
-
-
-def is_filled(cache: Any, core: nn.Module) -> bool:
-    """Whether a key/value cache, or None, holds anything for an attention."""
-    return cache is not None and cache.get_seq_length(getattr(core, "layer_idx", 0)) > 0
 
 
 def _draws_attention(core: nn.Module) -> bool:
@@ -197,11 +164,6 @@ def _draws_attention(core: nn.Module) -> bool:
 
 
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids"}
-
-
-def attention_name(core: nn.Module) -> str | None:
-    """Return transformers' name of the function that an attention calls; None where there is none."""
-    return getattr(getattr(core, "config", None), "_attn_implementation", None)
 
 
 def _find_unknown(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

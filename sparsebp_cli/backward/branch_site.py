@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.bound import Bound
-from sparsebp_cli.backward.branch import Branch, Call, call_module
+from sparsebp_cli.backward.branch import Branch, Call
 from sparsebp_cli.backward.branch_work import BranchWork
+from sparsebp_cli.backward.patch.forward import Bound, call_module
 from sparsebp_cli.backward.recompute import SparseRecompute
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.bound import Bound
+from sparsebp_cli.backward.patch.forward import Bound
+from sparsebp_cli.backward.patch.rng import get_state, set_state
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class DropoutRecorder:
         if self.tape is None or not module.training or module.p == 0.0:
             return nn.functional.dropout(x, module.p, module.training, module.inplace)
         if self._taken is None:
-            self.tape.draws[module].append(Draw(_get_state(x.device), x.shape, x.dtype, x.device))
+            self.tape.draws[module].append(Draw(get_state(x.device), x.shape, x.dtype, x.device))
             return nn.functional.dropout(x, module.p)
         number = self._taken[module] = self._taken.get(module, -1) + 1
         mask = _draw_again(self.tape.draws[module][number], module.p)
@@ -124,48 +125,10 @@ class BoundDropout(Bound):
         return self.recorder.run(self.module, x)
 
 
-def _get_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_state(state: Tensor, device: torch.device) -> None:
-    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
-
-
 def _draw_again(draw: Draw, p: float) -> Tensor:
-    before = _get_state(draw.device)
+    before = get_state(draw.device)
     try:
-        _set_state(draw.state, draw.device)
+        set_state(draw.state, draw.device)
         return nn.functional.dropout(torch.ones(draw.shape, dtype=draw.dtype, device=draw.device), p)
     finally:
-        _set_state(before, draw.device)
-
-
-@contextmanager
-def generators_at(states: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
-    """Run with the global generators as they were once, and put them back.
-
-    Args:
-        states: From :func:`capture_generators`.
-        device: The device that computes.
-
-    Yields:
-        None: As long as they are there.
-    """
-    before = capture_generators(device)
-    try:
-        _put(states, device)
-        yield
-    finally:
-        _put(before, device)
-
-
-def capture_generators(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the state of the CPU's generator, and of the device's where it has one of its own."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _put(states: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1], device)
+        set_state(before, draw.device)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from sparsebp_cli.backward.bound import Bound
+from sparsebp_cli.backward.patch.forward import Bound
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.deciding import Deciding

@@ -15,8 +15,9 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch import Branch, Call, call_module, replaced
+from sparsebp_cli.backward.branch import Branch, Call
 from sparsebp_cli.backward.linear import Form
+from sparsebp_cli.backward.patch.forward import call_module, replaced
 from sparsebp_cli.backward.site import run_linear
 from sparsebp_cli.policy import Selection
 
@@ -60,7 +61,7 @@ def known(branch: Branch, call: Call, index_K: Tensor | None) -> list[tuple[nn.M
         index_K: The rows that it runs on; None: all.
 
     Returns:
-        What :func:`~sparsebp_cli.backward.branch.replaced` takes.
+        What :func:`~sparsebp_cli.backward.patch.forward.replaced` takes.
     """
     modules: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     for name, module, form in branch.linears:

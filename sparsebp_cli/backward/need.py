@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from sparsebp_cli.backward.layer import LayerNumbers
-from sparsebp_cli.backward.part import PassClaim
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.observe.claim import PassClaim
 from sparsebp_cli.backward.site import find_linears
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.part import DensePass
+    from sparsebp_cli.backward.observe.claim import DensePass
 
 
 def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -> PassClaim:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.attribution import Attribution
-from sparsebp_cli.backward.graph import Graph, Place
-from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.observe.attribution import Attribution
+from sparsebp_cli.backward.observe.graph import Graph, Place
 from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.backward.visitor import Gradients, Visitor, visiting
 from sparsebp_cli.backward.walk import find_hook, is_checkpointed, refuse_hooks, walked

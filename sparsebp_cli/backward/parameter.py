@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.need import claim_needed
-from sparsebp_cli.backward.part import DensePass, PassClaim
+from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NoReturn, Protocol, runtime_checkable
 
 from sparsebp_cli.errors import UsageError
@@ -12,9 +10,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sparsebp_cli.backward.engine import Engine
-    from sparsebp_cli.backward.flops import FlopCount
-    from sparsebp_cli.backward.trace import ModuleTrace
     from sparsebp_cli.policy import Policy, Step
+from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
 
 
 class Part(Protocol):
@@ -47,42 +44,6 @@ class Asking(Protocol):
 
     def check_asked(self) -> None:
         """Refuse a backward when the policy has not been asked since the model was attached."""
-
-
-@dataclass(frozen=True)
-class DensePass:
-    """A forward and backward pass of the model without policies, under counters.
-
-    Args:
-        loss: That was differentiated; its graph is there, what it saved is not.
-        trace: Knows which module made a node of the graph.
-        flops: What was executed, by module.
-    """
-
-    loss: Tensor
-    trace: ModuleTrace
-    flops: FlopCount
-
-
-@dataclass(frozen=True)
-class PassClaim:
-    """Which share of a dense pass's FLOPs a policy claims to leave, by module; a module that is not named keeps all.
-
-    Shares of several policies are multiplied.
-
-    Args:
-        backward: Of the backward, in [0, 1].
-        recomputed: Of forwards that run again inside the backward, in [0, 1].
-        forward: Of the forward, from 0.
-        allowed_backward: As ``backward``, with counts rounded up to what can be computed; empty: the same.
-        allowed_recomputed: As ``recomputed``, the same way.
-    """
-
-    backward: Mapping[str, float] = field(default_factory=dict)
-    recomputed: Mapping[str, float] = field(default_factory=dict)
-    forward: Mapping[str, float] = field(default_factory=dict)
-    allowed_backward: Mapping[str, float] = field(default_factory=dict)
-    allowed_recomputed: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

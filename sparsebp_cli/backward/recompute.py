@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.branch import Branch, Call, autocast_as, call_module, replaced
-from sparsebp_cli.backward.dropout import generators_at
+from sparsebp_cli.backward.branch import Branch, Call, autocast_as
 from sparsebp_cli.backward.kept import keeping, known
+from sparsebp_cli.backward.patch.forward import call_module, replaced
+from sparsebp_cli.backward.patch.rng import generators_at
 from sparsebp_cli.backward.queries import Queries, compute_keys_values, is_causal, run_queries
 from sparsebp_cli.policy import Rows, Selection
 

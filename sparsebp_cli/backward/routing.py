@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from sparsebp_cli.backward.engine import Engine
-    from sparsebp_cli.backward.graph import Graph, Place
+    from sparsebp_cli.backward.observe.graph import Graph, Place
 
 
 @final

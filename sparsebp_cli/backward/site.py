@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebp_cli.backward.bound import Bound, check_free
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.float8 import Float8Form, float8_class
 from sparsebp_cli.backward.kernel import Needs
-from sparsebp_cli.backward.layer import LayerNumbers
 from sparsebp_cli.backward.linear import Conv1DForm, Decider, Form, LinearForm, MatmulForm
+from sparsebp_cli.backward.patch.forward import Bound, check_free
 from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.backward.shared_cast import SharedCast
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.graph import Graph, Place
+    from sparsebp_cli.backward.observe.graph import Graph, Place
 
 Gradients = tuple[Tensor | None, ...]
 

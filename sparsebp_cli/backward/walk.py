@@ -26,7 +26,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from sparsebp_cli.backward.graph import Graph
+    from sparsebp_cli.backward.observe.graph import Graph
 
 _WALKED = "sparsebp.walked"
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from sparsebp_cli.backward import Route
-from sparsebp_cli.backward.memory import tensor_bytes
+from sparsebp_cli.backward.observe.saved_bytes import tensor_bytes
 from sparsebp_cli.memory.storage import tensors_in
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.peak import PeakMemory

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement, Proof
-from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.proof import Overclaim
 from sparsebp_cli.backward.proof_table import COLUMNS, kept_share
 from sparsebp_cli.backward.report import Report, SiteReport

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.worker.precision import keep_precision
 
 

@@ -223,7 +223,7 @@ def test_adapters_are_their_reference(family: str, dropout: float) -> None:
 
 LAYOUT = """
 from torch import nn
-from sparsebp_cli.backward.layout import BranchLayout
+from sparsebp_cli.backward.decoder.layout import BranchLayout
 
 
 class Layer(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import GradientComparison, compare_gradients
-from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.policy import Step
 
 from .conftest import tiny_model, tokens

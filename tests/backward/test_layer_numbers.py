@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, WhisperConfig, WhisperForConditionalGeneration
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.layer import LayerNumbers
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
 
 from .conftest import tiny_model
 

@@ -9,7 +9,7 @@ from typing import Self
 
 import torch
 
-from sparsebp_cli.backward.flops import counting_now
+from sparsebp_cli.backward.observe.flops import counting_now
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from sparsebp_cli.backward.bound import Bound
+from sparsebp_cli.backward.patch.forward import Bound
 from sparsebp_cli.backward.segment.cut import Layers, cut, find_layers
 from sparsebp_cli.backward.segment.function import SegmentFunction, Work
 from sparsebp_cli.backward.segment.passage import Passage

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sparsebp_cli.backward.leaf import find_leaves
+from sparsebp_cli.backward.observe.leaves import find_leaves
 from sparsebp_cli.backward.segment.argument import Contents, refuse_hidden
 from sparsebp_cli.backward.segment.refusal import Refusal
 from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions

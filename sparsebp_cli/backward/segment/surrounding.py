@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.dropout import capture_generators, generators_at
+from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 from sparsebp_cli.backward.segment.state import ModuleState
 
 

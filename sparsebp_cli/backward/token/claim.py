@@ -1,6 +1,6 @@
 """What a choice of positions claims to leave of a dense forward and backward, by module, from counts alone.
 
-Attention counts the whole square of queries and keys, as :mod:`sparsebp_cli.backward.flops` does.
+Attention counts the whole square of queries and keys, as :mod:`sparsebp_cli.backward.observe.flops` does.
 
 Shape letters: B examples, T positions.
 """
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.part import PassClaim
-from sparsebp_cli.backward.token.decoder import Decoder, Layer
+from sparsebp_cli.backward.decoder.decoder import Decoder, Layer
+from sparsebp_cli.backward.observe.claim import PassClaim
 from sparsebp_cli.backward.token.plan import Plan
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.bound import Bound, check_free
-from sparsebp_cli.backward.branch import call_module, replaced
-from sparsebp_cli.backward.part import DensePass, PassClaim, refuse_unasked
+from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
+from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
+from sparsebp_cli.backward.part import refuse_unasked
+from sparsebp_cli.backward.patch.forward import Bound, call_module, check_free, replaced
 from sparsebp_cli.backward.score.chooser import TokenChooser
 from sparsebp_cli.backward.token.chooser import Chooser
 from sparsebp_cli.backward.token.claim import Sizes, claim
-from sparsebp_cli.backward.token.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits, with_changes
 from sparsebp_cli.backward.token.plan import Marks, Plan, make_plan, read_marks
 from sparsebp_cli.backward.token.reference import detached

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.branch import call_module, replaced
-from sparsebp_cli.backward.token.decoder import Decoder, Layer, by_name, unchecked
+from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, by_name, unchecked
+from sparsebp_cli.backward.patch.forward import call_module, replaced
 
 
 @contextmanager

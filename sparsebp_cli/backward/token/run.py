@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch import call_module, replaced
-from sparsebp_cli.backward.cache import Captured, Capturing, Giving, Joining, Meeting, silence
+from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, argument_names, unchecked
+from sparsebp_cli.backward.decoder.kv_cache import Captured, Capturing, Giving, Joining, Meeting, silence
+from sparsebp_cli.backward.patch.forward import call_module, replaced
 from sparsebp_cli.backward.token.cut import Cutter, View
-from sparsebp_cli.backward.token.decoder import Decoder, Layer, argument_names, unchecked
 from sparsebp_cli.backward.token.plan import Plan
 from sparsebp_cli.backward.token.rows import Rows
 from sparsebp_cli.errors import UnsupportedError

@@ -19,8 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch import is_filled, replaced
-from sparsebp_cli.backward.token.decoder import Decoder, argument_names, by_name, unchecked
+from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, by_name, unchecked
+from sparsebp_cli.backward.decoder.kv_cache import is_filled
+from sparsebp_cli.backward.patch.forward import replaced
 from sparsebp_cli.backward.token.plan import Plan
 from sparsebp_cli.backward.token.run import LayerRun, Views
 from sparsebp_cli.errors import UnsupportedError

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import OPTConfig, OPTForCausalLM
 
-from sparsebp_cli.backward.layout import BranchLayout, find_layouts
+from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
 from tests.docs.block import blocks
 
 from .case import assert_near, make_batch, plain_step, step

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 
+from torch import nn
+
 from sparsebp_cli.errors import UnsupportedError
 
 GROUP = "sparsebp.layouts"
@@ -127,3 +129,8 @@ def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:
             raise UnsupportedError(f"the layout {entry.name!r} is not a tuple of BranchLayout, got {layout!r}")
         layouts[entry.name] = layout
     return layouts
+
+
+def attention_name(core: nn.Module) -> str | None:
+    """Return transformers' name of the function that an attention calls; None where there is none."""
+    return getattr(getattr(core, "config", None), "_attn_implementation", None)

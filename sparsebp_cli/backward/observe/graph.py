@@ -18,7 +18,7 @@ from sparsebp_cli.errors import UnsupportedError
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from sparsebp_cli.backward.attribution import Attribution
+    from sparsebp_cli.backward.observe.attribution import Attribution
 
 LEAF = "torch::autograd::AccumulateGrad"
 # What may lie between a parameter and its use: the same numbers, seen otherwise or cast.

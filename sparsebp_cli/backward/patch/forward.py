@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from sparsebp_cli.errors import UnsupportedError
 
@@ -38,3 +40,32 @@ class Bound(ABC):
     def __reduce_ex__(self, _: Any) -> NoReturn:
         # A copy would share this module's weights with the copied model, without a word.
         raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module by its class's own forward, whatever covers it."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+@contextmanager
+def replaced(modules: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+    """Let some modules compute something else.
+
+    Args:
+        modules: Each with what it computes instead.
+
+    Yields:
+        None: As long as they do.
+    """
+    with ExitStack() as stack:
+        for module, forward in modules:
+            stack.callback(_put_back, module, module.__dict__.get("forward"))
+            module.forward = forward
+        yield
+
+
+def _put_back(module: nn.Module, covered: Any) -> None:
+    if covered is None:
+        del module.__dict__["forward"]
+    else:
+        module.forward = covered

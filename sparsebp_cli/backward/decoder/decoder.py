@@ -12,9 +12,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from sparsebp_cli.backward.branch import attention_name
-from sparsebp_cli.backward.layer import LayerNumbers
-from sparsebp_cli.backward.layout import GROUP, AttentionLayout, find_layouts
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, attention_name, find_layouts
 from sparsebp_cli.errors import UnsupportedError
 
 BUILT = ("eager", "sdpa")

@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
-from sparsebp_cli.backward.trace import ModuleTrace, is_in_backward
+from sparsebp_cli.backward.observe.module_trace import ModuleTrace, is_in_backward
 
 
 class FlopCount:

@@ -98,7 +98,7 @@ def silence(
         one_head: Zeros of one head: less to carry about, for attentions that take any number of heads.
 
     Returns:
-        What :func:`~sparsebp_cli.backward.branch.replaced` takes.
+        What :func:`~sparsebp_cli.backward.patch.forward.replaced` takes.
     """
     silent: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo does so in place
@@ -118,3 +118,8 @@ def _zeros(width: int, x: Tensor, *, is_written: bool) -> Tensor:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def is_filled(cache: Any, core: nn.Module) -> bool:
+    """Whether a key/value cache, or None, holds anything for an attention."""
+    return cache is not None and cache.get_seq_length(getattr(core, "layer_idx", 0)) > 0

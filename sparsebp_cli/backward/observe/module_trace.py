@@ -1,10 +1,11 @@
 """Which module is at work right now, in forward and backward, and in a forward that runs again inside the backward.
 
-:class:`~sparsebp_cli.backward.attribution.Attribution` knows the nodes of a forward's own graph. A backward may run
-modules itself: activation checkpointing does, to have their inputs again, and sparse recompute builds a graph of them
-and differentiates it on the spot. The nodes of such an inner graph take their numbers from the thread that runs the
-backward, which on an accelerator is not the forward's and counts on its own. So they are looked up apart, and whether
-a node belongs to an inner graph follows from the pass that runs it: passes inside another have an id of their own.
+:class:`~sparsebp_cli.backward.observe.attribution.Attribution` knows the nodes of a forward's own graph. A backward may
+run modules itself: activation checkpointing does, to have their inputs again, and sparse recompute builds a graph of
+them and differentiates it on the spot. The nodes of such an inner graph take their numbers from the thread that runs
+the backward, which on an accelerator is not the forward's and counts on its own. So they are looked up apart, and
+whether a node belongs to an inner graph follows from the pass that runs it: passes inside another have an id of their
+own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.autograd.variable import Variable
 
-from sparsebp_cli.backward.attribution import Attribution
+from sparsebp_cli.backward.observe.attribution import Attribution
 
 
 class _ThreadState(threading.local):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.trace import ModuleTrace
+    from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 
 
 class SavedBytes:

@@ -1,0 +1,1 @@
+"""How a module's forward is replaced, and random generators are put back."""
