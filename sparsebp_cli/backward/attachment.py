@@ -10,24 +10,24 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.binding import Binding
-from sparsebp_cli.backward.branching import BranchBinding
+from sparsebp_cli.backward.branch.site import BranchBinding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.eager.choice import choose_update
 from sparsebp_cli.backward.eager.clip import Clipping
 from sparsebp_cli.backward.engine import Engine
-from sparsebp_cli.backward.float8 import find_float8
-from sparsebp_cli.backward.node import NodeBinding
+from sparsebp_cli.backward.linear.float8 import find_float8
+from sparsebp_cli.backward.linear.site import LinearBinding
+from sparsebp_cli.backward.node.router import Routing
+from sparsebp_cli.backward.node.site import NodeBinding
 from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.parameter import ParameterPart, refuse_lazy
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.patch.forward import Bound
 from sparsebp_cli.backward.process import SEVERAL, count_processes
-from sparsebp_cli.backward.routing import Routing
 from sparsebp_cli.backward.score.check import check_scoring
 from sparsebp_cli.backward.score.example import ExamplePart
 from sparsebp_cli.backward.segment.part import Segments
-from sparsebp_cli.backward.site import LinearBinding
 from sparsebp_cli.backward.token.part import make_parts
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from sparsebp_cli.backward.branch_site import BranchSite
+from sparsebp_cli.backward.branch.forward import BranchSite
 
 Shape = tuple[int, ...]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.observe.claim import PassClaim
-from sparsebp_cli.backward.site import find_linears
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.observe.claim import DensePass

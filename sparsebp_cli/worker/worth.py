@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.site import find_linears
+from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.plan.worth import Unit, Worth, effective_share
 from sparsebp_cli.policy import GradientSelector, Policy, Rows
 from sparsebp_cli.run import metric

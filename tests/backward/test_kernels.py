@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward import kernel
+from sparsebp_cli.backward.linear import kernel
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoToFour, choice
 from tests.selector import Given
 

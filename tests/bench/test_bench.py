@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sparsebp_cli.backward import kernel
+from sparsebp_cli.backward.linear import kernel
 from sparsebp_cli.bench import Benchmark, Row
 
 CLI = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", "bench"]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from sparsebp_cli.backward import count_flops, kernel
+from sparsebp_cli.backward import count_flops
+from sparsebp_cli.backward.linear import kernel
 from sparsebp_cli.bench import Row
 from sparsebp_cli.policy import Rows
 from tests.docs.block import ROOT

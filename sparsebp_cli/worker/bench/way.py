@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch import nn
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations, keep_activations
-from sparsebp_cli.backward import Engine, attach, kernel
+from sparsebp_cli.backward import Engine, attach
+from sparsebp_cli.backward.linear import kernel
 from sparsebp_cli.policy import Policy
 
 CSR_ALWAYS, CSR_NEVER = 2.0, 0.0  # shares of kept entries below which a product is done in CSR

@@ -1,7 +1,7 @@
 """How one residual branch is run while an engine is attached.
 
 Two forms carry a decision out. *Masked*, the reference: the branch runs as it always does, and the gradient of its
-output is masked. *Sparse recompute*, for rows: see :mod:`sparsebp_cli.backward.recompute`.
+output is masked. *Sparse recompute*, for rows: see :mod:`sparsebp_cli.backward.branch.recompute`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.branch import Branch, Call
-from sparsebp_cli.backward.branch_work import BranchWork
+from sparsebp_cli.backward.branch.branch import Branch, Call
+from sparsebp_cli.backward.branch.cost import BranchWork
+from sparsebp_cli.backward.branch.recompute import SparseRecompute
 from sparsebp_cli.backward.patch.forward import Bound, call_module
-from sparsebp_cli.backward.recompute import SparseRecompute
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BranchSite:
-    """Where the policy is asked about one branch; see :class:`sparsebp_cli.backward.recompute.Chooser`.
+    """Where the policy is asked about one branch; see :class:`sparsebp_cli.backward.branch.recompute.Chooser`.
 
     Args:
         branch: What is run.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.kept import is_again
+from sparsebp_cli.backward.branch.stored_outputs import is_again
 from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.policy import Rows, Selection
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.branch import Branch
+    from sparsebp_cli.backward.branch.branch import Branch
 
 
 @dataclass(frozen=True)

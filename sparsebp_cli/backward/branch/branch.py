@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.branch.dropout import DropoutRecorder, Tape
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, attention_name
-from sparsebp_cli.backward.dropout import DropoutRecorder, Tape
+from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import call_module
 from sparsebp_cli.backward.patch.rng import capture_generators
-from sparsebp_cli.backward.site import find_linears
 from sparsebp_cli.errors import UnsupportedError
 
 _STREAM = "hidden_states"  # what transformers calls the argument that a core computes from

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoToFour
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.linear import Form
+    from sparsebp_cli.backward.linear.function import Form
 
 # Below this share of kept entries a product in CSR, with its conversion, beats masking and a dense one: break-even was
 # 0.077 in `sparsebp bench topk` on two CPU cores, torch 2.13, MKL: docs/log.md, 2026-11-21.

@@ -6,8 +6,9 @@ rows. An MLP is computed position by position, so that is all. In an attention t
 values, which get gradients at all positions; nothing is approximated.
 
 The branch keeps its input and the outputs of its linears, or its input alone and multiplies again (``checkpointing``;
-:mod:`sparsebp_cli.backward.kept`). Of a dense step, 3 F, a share p of the rows leaves F (1 + 2 p) in the first case and
-at most F (1 + 3 p) in the second, but for the linears of keys and values, whose backward stays dense.
+:mod:`sparsebp_cli.backward.branch.stored_outputs`). Of a dense step, 3 F, a share p of the rows leaves F (1 + 2 p) in
+the first case and at most F (1 + 3 p) in the second, but for the linears of keys and values, whose backward stays
+dense.
 
 Shape letters: B examples, T positions, N rows (= B*T), D width, K kept.
 """
@@ -23,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.branch import Branch, Call, autocast_as
-from sparsebp_cli.backward.kept import keeping, known
+from sparsebp_cli.backward.branch.branch import Branch, Call, autocast_as
+from sparsebp_cli.backward.branch.query_rows import Queries, compute_keys_values, is_causal, run_queries
+from sparsebp_cli.backward.branch.stored_outputs import keeping, known
 from sparsebp_cli.backward.patch.forward import call_module, replaced
 from sparsebp_cli.backward.patch.rng import generators_at
-from sparsebp_cli.backward.queries import Queries, compute_keys_values, is_causal, run_queries
 from sparsebp_cli.policy import Rows, Selection
 
 _QUERIES_AT_ONCE = 128  # of 512; 64, 128 and all are within a few percent on two CPU cores: docs/log.md, 2026-11-21

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.node.hooks import Gradients, Visitor
 from sparsebp_cli.backward.process import refuse_processes
 from sparsebp_cli.backward.report import Route
-from sparsebp_cli.backward.visitor import Gradients, Visitor
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Edge, EdgeRouter, Step
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.kernel import Needs
-from sparsebp_cli.backward.linear import Decider, Form
-from sparsebp_cli.backward.shared_cast import SharedCast
+from sparsebp_cli.backward.linear.function import Decider, Form
+from sparsebp_cli.backward.linear.kernel import Needs
+from sparsebp_cli.backward.linear.shared_cast import SharedCast
 from sparsebp_cli.policy import Rows, Selection
 
 

@@ -1,7 +1,7 @@
 """What takes part in a backward pass node by node, and the hooks by which PyTorch's own engine lets it.
 
-The Python walk (:mod:`sparsebp_cli.backward.walk`) asks the same visitors at the same places, so the two can be held
-against each other.
+The Python walk (:mod:`sparsebp_cli.backward.node.python_walk`) asks the same visitors at the same places, so the two
+can be held against each other.
 """
 
 from __future__ import annotations

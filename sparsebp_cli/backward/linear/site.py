@@ -20,12 +20,12 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
-from sparsebp_cli.backward.float8 import Float8Form, float8_class
-from sparsebp_cli.backward.kernel import Needs
-from sparsebp_cli.backward.linear import Conv1DForm, Decider, Form, LinearForm, MatmulForm
+from sparsebp_cli.backward.linear.float8 import Float8Form, float8_class
+from sparsebp_cli.backward.linear.function import Conv1DForm, Decider, Form, LinearForm, MatmulForm
+from sparsebp_cli.backward.linear.kernel import Needs
+from sparsebp_cli.backward.linear.shared_cast import SharedCast
 from sparsebp_cli.backward.patch.forward import Bound, check_free
 from sparsebp_cli.backward.report import Claim
-from sparsebp_cli.backward.shared_cast import SharedCast
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
@@ -187,7 +187,7 @@ class BoundLinear(Bound):
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
     ) -> tuple[Tensor, Selection | None]:
-        """Ask the policy what is kept; see :class:`sparsebp_cli.backward.linear.Decider`.
+        """Ask the policy what is kept; see :class:`sparsebp_cli.backward.linear.function.Decider`.
 
         Args:
             grad_NO: The gradient of the output.
@@ -215,7 +215,7 @@ class BoundLinear(Bound):
 @dataclass(frozen=True)
 class _Call:
     """One call of a linear of which more is known than its input shows; see
-    :class:`sparsebp_cli.backward.linear.Decider`.
+    :class:`sparsebp_cli.backward.linear.function.Decider`.
 
     Args:
         linear: The site.

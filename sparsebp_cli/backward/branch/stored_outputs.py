@@ -15,10 +15,10 @@ from typing import Any, cast, final
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch import Branch, Call
-from sparsebp_cli.backward.linear import Form
+from sparsebp_cli.backward.branch.branch import Branch, Call
+from sparsebp_cli.backward.linear.function import Form
+from sparsebp_cli.backward.linear.site import run_linear
 from sparsebp_cli.backward.patch.forward import call_module, replaced
-from sparsebp_cli.backward.site import run_linear
 from sparsebp_cli.policy import Selection
 
 
@@ -127,7 +127,7 @@ class _KeptForm(Form):
 
 @dataclass(frozen=True)
 class _Dense:
-    """See :class:`sparsebp_cli.backward.linear.Decider`: keeps everything."""
+    """See :class:`sparsebp_cli.backward.linear.function.Decider`: keeps everything."""
 
     form: Form
     reference: bool = True

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.node.hooks import Gradients, Visitor, visiting
+from sparsebp_cli.backward.node.python_walk import find_hook, is_checkpointed, refuse_hooks, walked
 from sparsebp_cli.backward.observe.attribution import Attribution
 from sparsebp_cli.backward.observe.graph import Graph, Place
 from sparsebp_cli.backward.report import Claim
-from sparsebp_cli.backward.visitor import Gradients, Visitor, visiting
-from sparsebp_cli.backward.walk import find_hook, is_checkpointed, refuse_hooks, walked
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.engine import Engine
-    from sparsebp_cli.backward.routing import Routing
+    from sparsebp_cli.backward.node.router import Routing
 
 
 @final

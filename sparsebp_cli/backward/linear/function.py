@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.kernel import Needs, kernel_share, run_kernel
+from sparsebp_cli.backward.linear.kernel import Needs, kernel_share, run_kernel
 from sparsebp_cli.policy import Selection
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, cast, final
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch import Branch
-from sparsebp_cli.backward.branch_site import BoundAfter, BoundBefore, BoundCore, BranchSite
+from sparsebp_cli.backward.branch.branch import Branch
+from sparsebp_cli.backward.branch.forward import BoundAfter, BoundBefore, BoundCore, BranchSite
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
+from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import Bound, check_free
-from sparsebp_cli.backward.site import find_linears
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.branch import Branch, Call
+from sparsebp_cli.backward.branch.branch import Branch, Call
+from sparsebp_cli.backward.branch.stored_outputs import known
 from sparsebp_cli.backward.decoder.kv_cache import Captured, Capturing, Giving, silence
 from sparsebp_cli.backward.decoder.layout import attention_name
-from sparsebp_cli.backward.kept import known
 from sparsebp_cli.backward.patch.forward import replaced
 
 

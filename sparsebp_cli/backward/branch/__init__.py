@@ -1,0 +1,1 @@
+"""Sites at the outputs of residual branches."""

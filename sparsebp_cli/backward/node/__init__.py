@@ -1,0 +1,1 @@
+"""Sites at the nodes of the autograd graph."""
