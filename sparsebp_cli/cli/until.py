@@ -58,6 +58,7 @@ def run_until(
         raise UsageError("--until-ci compares: give a recipe for the baseline and one beside it")
     trial = Trial(groups, len(pool), margin, worse_is_up=better(metric) == "lower")
     made: tuple[int, ...] = ()
+    chosen: list[RunFolder] = []
     for count in trial.looks:
         plans = [plan for seed in pool[:count] for plan in make_plans(str(seed))]
         wanted = [plan for plan in plans if plan.group in {baseline, *trial.open}]
@@ -75,6 +76,7 @@ def run_until(
         if max_minutes is not None and time.monotonic() - began > 60.0 * max_minutes:
             print_line(f"--max-minutes {max_minutes:g} are over; {len(trial.open)} not decided", stderr=True)
             break
+    _send(chosen)
     _tell(trial, {plan.group: plan.recipe.name for plan in first}, metric)
     return 0
 
@@ -115,6 +117,16 @@ def _look(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse | None]
     found = compare_runs(runs, baseline=looks.baseline, metric=looks.metric, margin=looks.margin)
     answers = {group.group: group.quality.not_worse for group in found.groups}
     return {group: answers.get(group) for group in looks.groups}
+
+
+def _send(runs: Sequence[RunFolder]) -> None:
+    """Send the looks to the stores that have the runs, so that a comparison there gives the same answer."""
+    from sparsebp_cli.tracking import sync
+    from sparsebp_cli.tracking.sent import FILE
+
+    for run in runs:
+        if (run.path / FILE).exists() and (advice := sync(run).advice(run.run_id)):
+            print_line(f"warning: {run.run_id}: {advice}", stderr=True)
 
 
 def _tell(trial: Trial, names: dict[str, str], metric: str) -> None:

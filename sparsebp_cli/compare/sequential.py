@@ -5,8 +5,8 @@ looks, fixed before the first (after 3, 5, 8, 12, 18, ... shared seeds), and the
 evenly over looks and groups (Bonferroni): whatever is decided at whichever look, any wrong answer at all has at
 most a chance of 5%.
 
-A trial leaves what it asked and the looks that it made in the folders of its runs (``trial.json``). Whoever compares
-those runs with the same metric and margin gets the trial's answer: the same looks are taken again.
+A trial leaves what it asked and the looks that it made in the folders of its runs (``trial.json``) and in their store.
+Whoever compares those runs with the same metric and margin gets the trial's answer: the same looks are taken again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from sparsebp_cli.compare.margin import LEVEL, NotWorse, decide_all
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, paired_difference
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import RunFolder
 
 GROWTH = 1.5
-FILE = "trial.json"
 
 
 def plan_looks(num_seeds: int) -> tuple[int, ...]:
@@ -101,15 +101,24 @@ class Looks:
 
     def save(self, run_folder: Path) -> None:
         """Write the file into a run's folder, atomically; a later trial replaces it."""
-        part = run_folder / f"{FILE}.part"
+        file = RunFolder(run_folder).trial_file
+        part = file.with_name(f"{file.name}.part")
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        part.replace(run_folder / FILE)
+        part.replace(file)
 
     @classmethod
     def load(cls, run_folder: Path) -> Looks | None:
         """Read a run's file; None when there is none that can be read."""
         try:
-            found = json.loads((run_folder / FILE).read_bytes())
+            return cls.parse(RunFolder(run_folder).trial_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def parse(cls, text: str) -> Looks | None:
+        """Read what :meth:`save` wrote, or the tag of a store that has it; None when it cannot be read."""
+        try:
+            found = json.loads(text)
             return cls(
                 str(found["metric"]),
                 float(found["margin"]),
@@ -118,7 +127,7 @@ class Looks:
                 tuple(map(int, found["seeds"])),
                 tuple(map(int, found["made"])),
             )
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return None
 
     def answer(self, values: Mapping[str, Mapping[int, float]], *, worse_is_up: bool) -> dict[str, NotWorse | None]:

@@ -24,13 +24,14 @@ from sparsebp_cli.compare.client import AT_ONCE, ClientSource
 from sparsebp_cli.compare.database import Database
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.parameter import unflatten
+from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri
-from sparsebp_cli.tracking.content import RUN_ID
+from sparsebp_cli.tracking.content import RUN_ID, TRIAL
 from sparsebp_cli.tracking.uri import is_server, is_sqlite, one_line, sqlite_file
 
 STATES = {
@@ -175,6 +176,7 @@ class _Store:
                 git_sha=run.tags.get("mlflow.source.git.commit", ""),
                 source=source,
             )
+        found.looks = Looks.parse(run.tags.get(TRIAL, ""))
         found.steps_logged = max((row.step for row in run.latest.values()), default=0)
         return found
 

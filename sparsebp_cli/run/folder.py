@@ -59,6 +59,11 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def trial_file(self) -> Path:
+        """What the trial of ``run --until-ci`` asked that it was part of, and the looks that were taken."""
+        return self.path / "trial.json"
+
+    @property
     def log_file(self) -> Path:
         """What the worker printed."""
         return self.path / "worker.log"

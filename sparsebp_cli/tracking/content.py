@@ -14,6 +14,7 @@ from sparsebp_cli.run import History, RunFolder, State, metric
 from sparsebp_cli.run.visible import mask
 
 RUN_ID = "sparsebp.run_id"
+TRIAL = "sparsebp.trial"
 SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.CEILING, metric.REALISED_SHARE, metric.COSINE)
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
 LONGEST_TAG = 5000
@@ -81,13 +82,14 @@ def parameters(plan: Plan) -> dict[str, str]:
     return {clean_name(key): mask(text)[:LONGEST_VALUE] for key, text in flat}
 
 
-def tags(plan: Plan, history: History, state: State) -> dict[str, str]:
+def tags(plan: Plan, history: History, state: State, trial: str = "") -> dict[str, str]:
     """Return what one looks for in a list of runs.
 
     Args:
         plan: The run's.
         history: Its journal.
         state: Its state.
+        trial: Its ``trial.json``; empty where it has none. One that is longer than a tag may be is left out.
 
     Returns:
         Tag to text.
@@ -108,6 +110,7 @@ def tags(plan: Plan, history: History, state: State) -> dict[str, str]:
         "mlflow.source.name": plan.provenance.recipe_file,
         "mlflow.source.git.commit": plan.provenance.git_sha,
     }
+    found |= {TRIAL: trial} if 0 < len(trial) <= LONGEST_TAG else {}
     return {key: value[:LONGEST_TAG] for key, value in found.items()}
 
 

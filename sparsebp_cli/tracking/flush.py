@@ -158,11 +158,11 @@ class Flusher:
         from mlflow.entities import Param, RunTag
 
         run_id, state = mlflow_run.info.run_id, find_state(self.run, self._history)
+        trial = self.run.trial_file.read_text(encoding="utf-8") if self.run.trial_file.exists() else ""
+        wanted = tags(self.plan, self._history, state, trial)
         with writing(self.uri):
             params = {k: v for k, v in parameters(self.plan).items() if k not in mlflow_run.data.params}
-            labels = {
-                k: v for k, v in tags(self.plan, self._history, state).items() if mlflow_run.data.tags.get(k, "") != v
-            }
+            labels = {k: v for k, v in wanted.items() if mlflow_run.data.tags.get(k, "") != v}
             client.log_batch(
                 run_id,
                 params=[Param(k, v) for k, v in params.items()],

@@ -14,8 +14,18 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from sparsebp_cli.compare import Comparison, choose, compare_runs, load_all, local_candidates, store_candidates, table
+from sparsebp_cli.compare import (
+    Comparison,
+    Question,
+    choose,
+    compare_runs,
+    load_all,
+    local_candidates,
+    store_candidates,
+    table,
+)
 from sparsebp_cli.compare.parameter import unflatten
+from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder
@@ -239,3 +249,21 @@ def test_a_store_that_cannot_be_written_is_read_and_nothing_is_left_beside_it(
     found = read_back(store, "dense")
     assert [(line.run_id, line.source) for line in found.runs] == [(run.run_id, store)]
     assert (file.read_bytes(), sorted(file.parent.iterdir())) == before
+
+
+def test_the_looks_of_a_trial_are_in_the_store_too(make_run: MakeRun, store: str, tmp_path: Path) -> None:
+    kinds: dict[str, dict[str, Any]] = {"dense": {}, "topk": TOPK}
+    runs = [make_run(name, seed, loss=3.0 + seed / 100, **some) for seed in range(3) for name, some in kinds.items()]
+    for run in runs:
+        assert sync(run, store).complete  # as the run was followed, before the first look
+    baseline, group = (Plan.load(run.plan_file).group for run in runs[:2])
+    looks = Looks("eval/loss", 0.02, baseline, (group,), (0, 1, 2, 3), (3,))
+    for run in runs:
+        looks.save(run.path)
+        assert sync(run, store).complete
+    loaded = load_all(choose(store_candidates(store), ["dense", "topk"], None, "there"))[0]
+    assert [run.looks for run in loaded] == [looks] * 6
+    assert compare_runs(loaded, Question(margin=0.02)).groups[1].quality.not_worse == (
+        compare_runs(runs, Question(margin=0.02)).groups[1].quality.not_worse
+    )
+    assert "fixed beforehand" in compare_runs(loaded, Question(margin=0.02)).groups[1].verdict
