@@ -11,7 +11,8 @@ from sparsebp_cli.compare.loaded import LoadedRun, Point
 from sparsebp_cli.compare.measured import AtEqual, Unequal
 from sparsebp_cli.compare.statistics import Spread, paired_difference, spread
 
-TOLERANCE = 1.05  # runs of equal work differ by a few percent; without this the slower would lose its last evaluation
+LATEST = 1.05  # runs of equal work differ by a few percent; without this the slower would lose its last evaluation
+EARLIEST = 0.9  # an older value is that of less work: dense at step 20 says nothing about dense at step 38
 
 Place = Callable[[Point], float]
 Values = tuple[list[float], dict[int, float]]  # of all runs, and by seed
@@ -30,7 +31,8 @@ def compare_at_equal(
         is_timed: Whether seconds may stand in where the cost is not known: not on a busy machine.
 
     Returns:
-        Both at their last evaluation inside that; None where neither cost nor time is known.
+        Both at their evaluation nearest to the end of that, without values where one of them has none in its last
+        tenth; None where neither cost nor time is known.
     """
     if not runs or not others:
         return None
@@ -96,20 +98,20 @@ def _count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple
 
 
 def _last(runs: Sequence[LoadedRun], name: str, budget: float, place: Place) -> Values:
-    """Each run's last value inside a budget, never one in between: nothing was measured there."""
+    """Each run's last value at about the end of a budget, never one in between: nothing was measured there."""
     found: dict[str, float] = {}
     for run in runs:
-        if inside := [point.value for point in run.curve(name) if place(point) <= budget * TOLERANCE]:
-            found[run.run_id] = inside[-1]
+        if near := [p.value for p in run.curve(name) if EARLIEST * budget <= place(p) <= LATEST * budget]:
+            found[run.run_id] = near[-1]
     return list(found.values()), by_seed(runs, lambda run: found.get(run.run_id))
 
 
-def _entry(label: str, by: Literal["cost", "time"], amount: float, mine: Values, its: Values) -> AtEqual | None:
+def _entry(label: str, by: Literal["cost", "time"], amount: float, mine: Values, its: Values) -> AtEqual:
     (values, here), (others, there) = mine, its
     if shared := here.keys() & there.keys():
         values, others = [here[seed] for seed in shared], [there[seed] for seed in shared]
     if not values or not others:
-        return None
+        return AtEqual(label, by, amount, None, None, None)
     spreads: tuple[Spread | None, Spread | None] = (spread(values), spread(others))
     return AtEqual(label, by, amount, *spreads, paired_difference(here, there))
 

@@ -68,7 +68,8 @@ class AtEqual:
         by: ``cost``, counted in dense steps of this group's batch; ``time``, seconds of training, where the cost of one
             of them is not known or their models differ.
         amount: How much.
-        quality: Of this group, at its last evaluation inside that; on the seeds that both have, where they share any.
+        quality: Of this group, at its evaluation at about the end of that; on the seeds that both have, where they
+            share any. None where one of the two was not evaluated in the last tenth, nor up to 5 % later.
         others: Of the other.
         difference: This group's minus the other's, paired by seed.
     """

@@ -114,10 +114,12 @@ def _at_equal(comparison: Comparison) -> Grid:
             values = (show.of_spread(entry.quality), show.of_spread(entry.others), show.of_difference(entry.difference))
             rows.append((group.label, entry.other, amount, *values))
     note = (
-        "Two groups at a time, on the seeds that both have: the last evaluation inside the cost of the cheaper one "
-        "(or 5% later); training time where a cost is not known. For the dearer one, the learning rate was then still "
-        "under way: dense with its own schedule, among the controls, is the fair one."
+        "Two groups at a time, on the seeds that both have: the evaluation at the cost of the cheaper one (up to 10% "
+        "earlier or 5% later); training time where a cost is not known. For the dearer one, the learning rate was then "
+        "still under way: dense with its own schedule, among the controls, is the fair one."
     )
+    if any(row[3] == show.NONE for row in rows):
+        note += " A dash: one of the two was not evaluated near there; measure.eval_every says how often to evaluate."
     metric = find_course(comparison.metric)
     columns = ("group", "against", "after", metric, "of the other", "difference")
     return Grid("At equal cost, pair by pair", columns, tuple(rows), note, aside=3)

@@ -299,6 +299,9 @@ def _against(control: Control, against: str, way: Way) -> str:
     if difference is None or difference.n < FEWEST_PAIRS or difference.low is None or difference.high is None:
         return f"too few seeds for a statement against {against}"
     if not differs(difference) or not way:
-        return f"no difference from {against} was shown ({show_interval(difference)})"
+        p = difference.decisive_p
+        alone = p is not None and not difference.low <= 0.0 <= difference.high  # the interval, unlike p, stands alone
+        corrected = f"; corrected for all that was compared, p = {p:.2g}" if alone else ""
+        return f"no difference from {against} was shown ({show_interval(difference)}{corrected})"
     word = "worse" if (difference.mean > 0) == (way == "lower") else "better"
     return f"{word} than {against}, by {abs(difference.mean):.3g} ({show_interval(difference)})"

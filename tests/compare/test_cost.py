@@ -9,6 +9,7 @@ import pytest
 
 from sparsebp_cli.compare import Comparison, Group, compare_runs
 from sparsebp_cli.compare.cost import is_near, whole
+from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.run import JournalWriter, RunFolder
 
 from .conftest import MakeRun
@@ -225,10 +226,22 @@ def test_at_equal_cost_the_dearer_group_is_judged_by_an_earlier_evaluation(make_
 
 
 def test_models_that_differ_are_held_against_each_other_after_equal_time(make_run: MakeRun) -> None:
-    runs = [make_run(seconds=4.0), make_run("other", model={"name": "other"}, seconds=1.0)]
+    runs = [make_run(seconds=2.0), make_run("other", model={"name": "other"}, seconds=1.0)]
     entry = compare_runs(runs).groups[1].quality.at_equal[0]
     assert entry.by == "time"
     assert entry.amount == pytest.approx(20, rel=0.03)
+    assert entry.others is not None
+    assert entry.others.mean == pytest.approx(4.0)
+
+
+def test_an_evaluation_far_before_the_equal_cost_stands_for_nothing(make_run: MakeRun) -> None:
+    runs = [make_run(seconds=4.0), make_run("other", model={"name": "other"}, seconds=1.0)]
+    found = compare_runs(runs)  # after 20 s dense was at step 5, and evaluated at 0 and 10
+    entry = found.groups[1].quality.at_equal[0]
+    assert (entry.quality, entry.others, entry.difference) == (None, None, None)
+    grid = next(grid for grid in grids(found) if grid.title.startswith("At equal cost"))
+    assert grid.rows[0][3:] == ("-", "-", "-")
+    assert "was not evaluated near there" in grid.note
 
 
 def test_the_best_control_is_chosen_on_validation_and_reported_on_test(make_run: MakeRun) -> None:
