@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
+.PHONY: test-fast test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -30,7 +30,10 @@ results-masked: .venv/runtime  ## masked fine-tuning, the loss mask at the cost 
 
 setup: .venv/develop  ## install for development
 
-test: .venv/develop  ## the tests
+test-fast: .venv/develop  ## the tests that need no model
+	$(BIN)/pytest --fast -n 2 --dist loadfile
+
+test: .venv/develop  ## all tests
 	$(BIN)/pytest -n 2 --dist loadgroup
 
 test-oldest:  ## the tests with the oldest PyTorch and transformers that are allowed (fetches gigabytes)

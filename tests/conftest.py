@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from tests import trials
+from tests import tier, trials
 
 os.environ.update(
     OMP_NUM_THREADS="1",
@@ -78,18 +79,28 @@ DYNAMO_WARNS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--trials FILE``."""
+    """Add ``--trials FILE`` and ``--fast``."""
     trials.add_option(parser)
+    tier.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count trials where that was asked for."""
+    """Count trials, and keep the fast tier from importing what is slow, where that was asked for."""
     trials.register(config)
+    if config.getoption("fast"):
+        sys.meta_path.insert(0, tier.Barrier())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the other tiers' files alone with ``--fast``."""
+    return True if config.getoption("fast") and tier.is_left_alone(collection_path, config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Name the promises of tests, and give those marked ``compiles`` an empty cache and dynamo's own warnings."""
     trials.name_promises(items)
+    if config.getoption("fast"):
+        tier.deselect(config, items)
     for item in items:
         if item.get_closest_marker("compiles"):
             for text in DYNAMO_WARNS:

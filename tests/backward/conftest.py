@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 VOCABULARY = 64
 _DECODER: dict[str, Any] = {
@@ -39,6 +41,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny_model(family: str, **options: Any) -> PreTrainedModel:
     """Return a model of two layers, the same for every call, in training mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(FAMILIES[family] | options))
     model = AutoModelForCausalLM.from_config(config)

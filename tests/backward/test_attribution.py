@@ -36,6 +36,7 @@ def _multiplications(attribution: Attribution, loss: Tensor) -> dict[str | None,
     return count
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen2"])
 def test_every_linear_owns_its_one_multiplication(family: str) -> None:
     """Also of modules that share an input, which torch's own counter mixes up."""
@@ -49,6 +50,7 @@ def test_every_linear_owns_its_one_multiplication(family: str) -> None:
     assert attribution.name_of(loss.grad_fn) == ""
 
 
+@pytest.mark.model
 def test_checkpointed_layers_are_credited_by_their_first_run() -> None:
     model, ids = tiny_model("llama"), tokens(0)
     checkpoint_activations(model)

@@ -100,6 +100,7 @@ def test_error_feedback_goes_on_from_a_checkpoint_that_is_flat() -> None:
     assert SHOWN[-1][:, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.model
 @pytest.mark.parametrize("sites", ["linears", "branches"])
 @pytest.mark.parametrize(("layers", "asked"), [([0], {0}), ([-1], {1}), ([0, -1], {0, 1}), ([], set()), (None, {0, 1})])
 def test_only_the_layers_that_were_named_are_asked(sites: str, layers: list[int] | None, asked: set[int]) -> None:
@@ -114,6 +115,7 @@ def test_only_the_layers_that_were_named_are_asked(sites: str, layers: list[int]
     assert set(outside) <= ({0.25} if layers is None else {1.0})
 
 
+@pytest.mark.model
 def test_a_layer_that_the_model_has_not_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="layers: the model has no layer 2; allowed: -2 to 1"):
         sbp.attach(tiny_model("llama"), [sbp.make_policy("topk", keep=0.5, layers=[2])])

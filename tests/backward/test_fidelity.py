@@ -168,6 +168,7 @@ def test_bias_is_what_chance_makes_it_for_an_unbiased_policy_and_more_for_a_bias
         assert found.bias == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.model
 def test_parts_are_layers_and_the_modules_outside_of_them() -> None:
     model = tiny_model("llama")
     layers = LayerNumbers(model)
@@ -178,6 +179,7 @@ def test_parts_are_layers_and_the_modules_outside_of_them() -> None:
     assert layers.part_of("MeanBackward0.0") == ""
 
 
+@pytest.mark.model
 def test_exact_policies_have_no_error_at_all() -> None:
     model, ids = tiny_model("llama"), tokens(0)
     model(input_ids=ids, labels=ids).loss.backward()

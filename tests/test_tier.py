@@ -1,0 +1,46 @@
+"""The fast tier is what it says: its files are there, and none of them gets by the barrier."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tier import HEAVY, Barrier, HeavyImportError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", sorted(HEAVY))
+def test_an_import_of_what_is_heavy_fails_at_the_barrier(name: str) -> None:
+    with pytest.raises(HeavyImportError, match=f"imports {name}.inside: mark the test `model`"):
+        Barrier().find_spec(f"{name}.inside")
+
+
+def test_the_barrier_lets_others_pass() -> None:
+    assert [Barrier().find_spec(name) for name in ("torch", "datasets_of_mine", "sparsebp_cli.asset")] == [None] * 3
+
+
+def test_the_fast_tier_runs_behind_the_barrier(pytestconfig: pytest.Config) -> None:
+    if not pytestconfig.getoption("fast"):
+        pytest.skip("of the fast tier alone")
+    assert not HEAVY & sys.modules.keys()
+    with pytest.raises(HeavyImportError):
+        importlib.util.find_spec("transformers")
+
+
+def test_every_pattern_of_the_fast_tier_names_a_file(pytestconfig: pytest.Config) -> None:
+    assert [pattern for pattern in pytestconfig.getini("fast_files") if not list(ROOT.glob(pattern))] == []
+
+
+@pytest.mark.slow
+def test_the_files_of_the_fast_tier_are_collected_behind_the_barrier_and_no_others() -> None:
+    command = [sys.executable, "-m", "pytest", "--fast", "--collect-only", "-q", "-n", "0", "tests"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    folders = {line.split("/")[1] for line in done.stdout.splitlines() if "::" in line}
+    assert {"recipe", "backward"} <= folders
+    assert not {"worker", "trainer"} & folders
