@@ -11,15 +11,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from sparsebp_cli.policy import Step
 from sparsebp_cli.worker.contract import check_not_negative
 from sparsebp_cli.worker.separate import SeparateOptimizer
 
 _GROWTH = 1.01  # section 3.2: by how much the norm of a step may exceed that of the one before
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """Where a projection is drawn, as :meth:`Step.generator` wants to know it."""
+
+    name: str
 
 
 class Apollo(SeparateOptimizer):
@@ -127,10 +136,8 @@ class Apollo(SeparateOptimizer):
 
     def _draw(self, parameter: Tensor, width: int, step: int, group: dict[str, Any]) -> Tensor:
         turn = (step - 1) // group["update_proj_gap"]
-        seed = (
-            hash((group["seed"], self._number[parameter], turn)) % 2**63
-        )  # of whole numbers, the same in every process
-        generator = torch.Generator(parameter.device).manual_seed(seed)
+        place = _Projection(f"APOLLO's projection of parameter {self._number[parameter]}")
+        generator = Step(turn, seed=group["seed"]).generator(place, parameter.device)
         shape = group["rank"], width
         return torch.randn(shape, generator=generator, device=parameter.device) / math.sqrt(group["rank"])
 
