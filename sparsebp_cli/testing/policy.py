@@ -9,7 +9,7 @@ import json
 
 from pydantic import ValidationError
 
-from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import (
     EdgeRouter,
     ExampleSelector,
@@ -28,14 +28,17 @@ from sparsebp_cli.testing.selector import check_keep_all, check_selector
 from sparsebp_cli.testing.token import check_token_selector
 
 
-def check_policy(policy: str | type[Policy], **options: object) -> None:
+def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None:
     """Hold a policy against every promise of the contract; a broken one is an ``AssertionError``.
 
     Args:
-        policy: Its class, or the name under which it is installed.
-        **options: Its options, as a recipe would give them.
+        policy: The name under which it is installed, its class, or an instance, which has its options.
+        **options: Options of a name or a class, as a recipe would give them.
+
+    Raises:
+        UsageError: ``policy`` is none of these, or an instance with options beside it.
     """
-    policy_class = _installed(policy) if isinstance(policy, str) else policy
+    policy_class, options = _find_class(policy, options)
     made = _check_options(policy_class, options)
     _check_control(made)
     if isinstance(made, EdgeRouter):
@@ -55,6 +58,19 @@ def check_policy(policy: str | type[Policy], **options: object) -> None:
     check_selector(made)
     if "keep" in policy_class.model_fields:
         check_keep_all(_make(policy_class, options | {"keep": 1.0}))
+
+
+def _find_class(policy: object, options: dict[str, object]) -> tuple[type[Policy], dict[str, object]]:
+    if isinstance(policy, str):
+        return _installed(policy), options
+    if isinstance(policy, type) and issubclass(policy, Policy):
+        return policy, options
+    if not isinstance(policy, Policy):
+        raise UsageError(f"check_policy takes the name, the class or an instance of a policy, got {policy!r}")
+    if options:
+        raise UsageError(f"check_policy: an instance has its options, got {', '.join(options)} beside it")
+    _check_json(policy)
+    return type(policy), policy.model_dump(mode="json")
 
 
 def _installed(name: str) -> type[Policy]:
@@ -95,9 +111,13 @@ def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Po
     for option, field in policy_class.model_fields.items():
         require(bool(field.description), f"{name}: option {option!r} has no description")
     json.dumps(policy_class.model_json_schema())
-    again = through_json(policy)
-    require(again == policy, f"{name}: options differ after a way through JSON: {policy!r}, then {again!r}")
+    _check_json(policy)
     return policy
+
+
+def _check_json(policy: Policy) -> None:
+    name, again = type(policy).__name__, through_json(policy)
+    require(again == policy, f"{name}: options differ after a way through JSON: {policy!r}, then {again!r}")
 
 
 def _make(policy_class: type[Policy], options: dict[str, object]) -> Policy:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pydantic import ConfigDict, Field, PrivateAttr, ValidationError
 
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policies.random import Random
 from sparsebp_cli.policies.topk import TopK
 from sparsebp_cli.policy import (
@@ -321,3 +322,16 @@ def test_option_that_json_loses_is_caught() -> None:
 def test_unknown_name_is_told() -> None:
     with pytest.raises(AssertionError, match="no policy 'topq' is installed"):
         check_policy("topq")
+
+
+def test_an_instance_is_checked_with_the_options_that_it_has() -> None:
+    check_policy(TopK(keep=0.25, along="rows"))
+    with pytest.raises(AssertionError, match="differ after a way through JSON"):
+        check_policy(_LosesAnOption(share=0.25))
+
+
+def test_what_is_no_policy_and_options_beside_an_instance_are_refused() -> None:
+    with pytest.raises(UsageError, match="takes the name, the class or an instance of a policy, got 3"):
+        check_policy(3)
+    with pytest.raises(UsageError, match="an instance has its options, got keep beside it"):
+        check_policy(TopK(keep=0.25, along="rows"), keep=0.5)
