@@ -15,21 +15,45 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sparsebp_cli.auditor import audit
-    from sparsebp_cli.backward import Engine, GradStore, attach, segmented_backward
-    from sparsebp_cli.memory import memory_trace
-    from sparsebp_cli.policy import find_policies, make_policy
-    from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
+from sparsebp_cli.errors import (
+    ChangedError,
+    CheckpointError,
+    DataError,
+    DivergedError,
+    PolicyError,
+    RecipeError,
+    RunBusyError,
+    RunFailedError,
+    RunNotFoundError,
+    SparseBPError,
+    TrackingError,
+    UnreachableError,
+    UnsupportedError,
+    UsageError,
+)
 
 __version__ = version("sparsebp")
 __all__ = [
+    "ChangedError",
+    "CheckpointError",
+    "DataError",
+    "DivergedError",
     "Engine",
     "GradStore",
     "PolicyCallback",
+    "PolicyError",
     "PolicyTrainer",
+    "RecipeError",
+    "RunBusyError",
+    "RunFailedError",
+    "RunNotFoundError",
+    "SparseBPError",
+    "TrackingError",
+    "UnreachableError",
+    "UnsupportedError",
+    "UsageError",
     "__version__",
     "attach",
     "audit",
@@ -39,21 +63,28 @@ __all__ = [
     "segmented_backward",
 ]
 
-_ROOMS = {
-    "attach": "sparsebp_cli.backward",
-    "audit": "sparsebp_cli.auditor",
-    "Engine": "sparsebp_cli.backward",
-    "GradStore": "sparsebp_cli.backward",
-    "PolicyCallback": "sparsebp_cli.trainer",
-    "PolicyTrainer": "sparsebp_cli.trainer",
-    "find_policies": "sparsebp_cli.policy",
-    "make_policy": "sparsebp_cli.policy",
-    "memory_trace": "sparsebp_cli.memory",
-    "segmented_backward": "sparsebp_cli.backward",
-}
+# A type checker sees the names themselves and no __getattr__, which would make every typo an Any.
+if TYPE_CHECKING:
+    from sparsebp_cli.auditor import audit
+    from sparsebp_cli.backward import Engine, GradStore, attach, segmented_backward
+    from sparsebp_cli.memory import memory_trace
+    from sparsebp_cli.policy import find_policies, make_policy
+    from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
+else:
+    _ROOMS = {
+        "attach": "sparsebp_cli.backward",
+        "audit": "sparsebp_cli.auditor",
+        "Engine": "sparsebp_cli.backward",
+        "GradStore": "sparsebp_cli.backward",
+        "PolicyCallback": "sparsebp_cli.trainer",
+        "PolicyTrainer": "sparsebp_cli.trainer",
+        "find_policies": "sparsebp_cli.policy",
+        "make_policy": "sparsebp_cli.policy",
+        "memory_trace": "sparsebp_cli.memory",
+        "segmented_backward": "sparsebp_cli.backward",
+    }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(import_module(_ROOMS[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        if name in _ROOMS:
+            return getattr(import_module(_ROOMS[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,11 @@ class RecipeError(UsageError):
             column: Counted from 1; 0 when unknown.
             key: Dotted path of the key, ``policy.0.keep``.
         """
-        self.text, self.file, self.line, self.column, self.key = text, file, line, column, key
+        self.text: str = text
+        self.file: str = file
+        self.line: int = line
+        self.column: int = column
+        self.key: str = key
         place = ":".join(str(part) for part in (file, line, column) if part)
         super().__init__(": ".join(part for part in (place, key, text) if part))
 
@@ -78,7 +82,7 @@ class ChangedError(UsageError):
             where: What it is compared with.
             changes: Field, its value then, its value now.
         """
-        self.changes = [tuple(change) for change in changes]
+        self.changes: list[tuple[str, ...]] = [tuple(change) for change in changes]
         shown = ", ".join(map(str, changes))
         options = " ".join(f"--allow-change {change[0]}" for change in changes)
         super().__init__(f"changed since {where}: {shown}; `sparsebp resume {run_id} {options}` goes on with it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -33,23 +33,29 @@ from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy
 
+Sites = Literal["linears", "branches", "nodes"]
+Update = Literal["deferred", "eager"]
+EagerClip = Literal["parameter", "previous", "exact"]
+Checkpointing = Literal["none", "sparse"]
+Carrier = Literal["fast", "reference"]
+
 
 def attach(  # noqa: PLR0913 - each is one choice of the user
     model: nn.Module,
     policies: Sequence[Policy],
     *,
-    sites: str = "linears",
+    sites: Sites = "linears",
     optimizer: torch.optim.Optimizer | None = None,
-    update: str = "deferred",
+    update: Update = "deferred",
     max_grad_norm: float | None = None,
-    eager_clip: str | None = None,
+    eager_clip: EagerClip | None = None,
     segments: int | Sequence[str] | None = None,
-    checkpointing: str = "none",
-    engine: str = "fast",
+    checkpointing: Checkpointing = "none",
+    engine: Carrier = "fast",
     exclude: Iterable[str] = (),
     seed: int = 0,
     num_steps: int | None = None,
-    reference: nn.Module | str | None = None,
+    reference: nn.Module | Literal["batch"] | None = None,
 ) -> Engine:
     """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
 
@@ -144,10 +150,10 @@ _BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "sites": tuple(_BINDINGS),
-    "update": ("deferred", "eager"),
-    "checkpointing": ("none", "sparse"),
-    "engine": ("fast", "reference"),
+    "sites": get_args(Sites),
+    "update": get_args(Update),
+    "checkpointing": get_args(Checkpointing),
+    "engine": get_args(Carrier),
 }
 
 

@@ -14,19 +14,18 @@ def test_my_cluster_keeps_the_contract():
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+__all__ = ["FakeTarget", "check_policy", "check_target"]
 
 if TYPE_CHECKING:
     from sparsebp_cli.testing.fake import FakeTarget
     from sparsebp_cli.testing.policy import check_policy
     from sparsebp_cli.testing.target import check_target
+else:
+    _FILES = {"FakeTarget": "fake", "check_policy": "policy", "check_target": "target"}  # only one of them needs torch
 
-__all__ = ["FakeTarget", "check_policy", "check_target"]
-
-_FILES = {"FakeTarget": "fake", "check_policy": "policy", "check_target": "target"}  # only one of them needs torch
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FILES:
-        return getattr(import_module(f"sparsebp_cli.testing.{_FILES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name):
+        if name in _FILES:
+            return getattr(import_module(f"sparsebp_cli.testing.{_FILES[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

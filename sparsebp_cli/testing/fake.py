@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from typing import ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.run import RunFolder
@@ -63,8 +63,8 @@ class _Worker:
 class FakeEngine(Engine):
     """A folder of this machine that plays another one; workers are threads."""
 
-    fastest_seconds = 0.02
-    slowest_seconds = 0.05
+    fastest_seconds: ClassVar[float] = 0.02
+    slowest_seconds: ClassVar[float] = 0.05
 
     def __init__(self, there: Path) -> None:
         """Choose the place.
@@ -73,7 +73,7 @@ class FakeEngine(Engine):
             there: An empty or missing folder.
         """
         self.there = there
-        self.reachable = True
+        self.reachable: bool = True
         self.refusal = ""
         self._workers: dict[str, _Worker] = {}
 
@@ -172,7 +172,7 @@ class FakeTarget(Target):
         Args:
             there: An empty or missing folder, where workers work.
         """
-        self.engine = FakeEngine(there)
+        self.engine: FakeEngine = FakeEngine(there)
         self._threads: list[threading.Thread] = []
 
     def command(self, run: RunFolder) -> list[str]:

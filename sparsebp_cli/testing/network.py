@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +32,8 @@ def train_network(
     stop: int | None = None,
     resume_with: Policy | None = None,
     dtype: torch.dtype = torch.float32,
-    engine: str = "fast",
-    sites: str = "linears",
+    engine: Literal["fast", "reference"] = "fast",
+    sites: Literal["linears", "branches", "nodes"] = "linears",
 ) -> list[Tensor]:
     """Train a small network, two backward passes a step.
 

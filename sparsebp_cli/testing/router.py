@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ def _train(
     num_steps: int = 3,
     stop: int | None = None,
     resume_with: EdgeRouter | None = None,
-    engine: str = "fast",
+    engine: Literal["fast", "reference"] = "fast",
 ) -> list[Tensor]:
     return train_network(policy, num_steps=num_steps, stop=stop, resume_with=resume_with, engine=engine, sites="nodes")
 

@@ -61,7 +61,7 @@ class PolicyTrainer(Trainer):
             attach_options=attach_options,
         )
         super().__init__(*args, **kwargs)
-        self.policy_callback = callback.join(self)
+        self.policy_callback: PolicyCallback = callback.join(self)
 
     @property
     def engine(self) -> Engine | None:

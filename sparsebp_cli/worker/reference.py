@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class Reference:
     """
 
     data: Data
-    attached: nn.Module | str | None = None
+    attached: nn.Module | Literal["batch"] | None = None
     facts: dict[str, Any] | None = None
     columns: frozenset[str] = frozenset()
 
