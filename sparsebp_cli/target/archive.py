@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import tarfile
@@ -10,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 
 from sparsebp_cli.errors import RunFailedError, UnreachableError
+from sparsebp_cli.policy.phrase import shorten
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
@@ -18,6 +20,10 @@ CHUNK = 1 << 20
 END_OF_ARCHIVE = bytes(1024)
 SENT = ("plan.json", JOURNAL, "checkpoints")  # all that a worker needs to start or to go on
 FOLLOWED = (JOURNAL, "worker.log")  # grow here line by line; never replaced as a whole
+FOLDERS = ("checkpoints", "model")
+MOST_PARTS = 32  # of a path: removing a folder that is nested 1,000 times ends Python
+# What the system says of names that no run writes: too long ones, and files and folders in each other's place.
+ODD_NAMES = {errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 # Made here or there for the one side only: processes, locks, requests.
 PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request"}
@@ -64,7 +70,7 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
 
     Raises:
         UnreachableError: The stream broke off.
-        RunFailedError: It holds what no run's folder holds: a device, or a path that leads out of it.
+        RunFailedError: It holds what no run's folder holds: a path that leads out of it, a file with holes.
     """
     part = run.path / ".part-fetch"
     shutil.rmtree(part, ignore_errors=True)
@@ -74,11 +80,18 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
         with tarfile.open(fileobj=counted, mode="r|", errorlevel=2) as archive:  # type: ignore[call-overload]
             for member in archive:
                 if member.isfile() or member.isdir():  # links are of no use, and of no good
+                    _check_member(member)
                     archive.extract(member, part, filter="data")
         while counted.read(CHUNK):
             pass
     except tarfile.FilterError as error:
-        raise RunFailedError(f"what the run left holds something dangerous and was not taken: {error}") from None
+        raise _refuse(str(error)) from None
+    except OSError as error:
+        if error.errno not in ODD_NAMES:
+            raise
+        raise _refuse(f"{error.strerror}: {shorten(str(error.filename))}") from None
+    except (ValueError, OverflowError) as error:  # of names and times that no file can have
+        raise _refuse(str(error)) from None
     except (tarfile.TarError, EOFError) as error:
         raise UnreachableError(f"a transfer broke off: {error}") from None
     if counted.tail != END_OF_ARCHIVE:
@@ -93,7 +106,18 @@ def take_in(part: Path, top: str, run: RunFolder) -> None:
         part: From :func:`receive`.
         top: Name of the run's folder in it.
         run: The run.
+
+    Raises:
+        RunFailedError: It holds files where a run has folders, or the other way about. Nothing was taken.
     """
+    if not (part / top).is_dir():
+        raise _refuse(f"there is no folder {top}")
+    for path in (part / top).iterdir():
+        place = run.path / path.name
+        known = path.name in (*FOLLOWED, *FOLDERS)
+        is_folder = path.name in FOLDERS if known else place.is_dir()
+        if (known or place.exists()) and path.is_dir() != is_folder:
+            raise _refuse(f"{shorten(path.name)} must be a {'folder' if is_folder else 'file'}")
     _settle(part / top, run)
     shutil.rmtree(part, ignore_errors=True)
 
@@ -118,6 +142,17 @@ def append_lines(file: Path, data: bytes) -> int:
 def size_of(file: Path) -> int:
     """Return a file's bytes; 0 where there is none."""
     return file.stat().st_size if file.exists() else 0
+
+
+def _refuse(what: str) -> RunFailedError:
+    return RunFailedError(f"what the run left holds something dangerous and was not taken: {what}")
+
+
+def _check_member(member: tarfile.TarInfo) -> None:
+    if member.issparse():  # a few bytes that become a file of any size
+        raise _refuse(f"{shorten(member.name)!r} is a file with holes")
+    if len(PurePosixPath(member.name).parts) > MOST_PARTS:
+        raise _refuse(f"{shorten(member.name)!r} has more than {MOST_PARTS} parts")
 
 
 def _walk(folder: Path, names: Sequence[str]) -> Iterator[Path]:
