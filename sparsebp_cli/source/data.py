@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ LOADERS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".j
 LOADERS |= {".tsv": "csv", ".parquet": "parquet"}
 NUM_ROWS = 100
 MOST_BYTES = 1024 * 1024  # that are read
+DEEPEST = 500  # lists and mappings within each other; at 200,000 the reader of datasets 5.2 ends its process
+BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+TEXT_FEATURES = {"Value", "ClassLabel", "Json"}  # of datasets; others open the files that a row names
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -89,10 +93,31 @@ def check_text(value: object, column: str, row: int) -> None:
         row: Its number, from 0.
 
     Raises:
-        DataError: It is a list or a mapping.
+        DataError: It is a list, a mapping or bytes.
     """
-    if isinstance(value, Mapping | list | tuple):
-        raise DataError(f"column {column!r}, row {row}: must be text, got {show_with_type(value)}")
+    if isinstance(value, Mapping | list | tuple | bytes):
+        got = "bytes" if isinstance(value, bytes) else show_with_type(value)
+        raise DataError(f"column {column!r}, row {row}: must be text, got {got}")
+
+
+def refuse_deep(file: Path) -> None:
+    """Refuse JSON that is nested more deeply than data is.
+
+    Args:
+        file: Of JSON, or of lines of it.
+
+    Raises:
+        DataError: It is.
+    """
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.count(b"[") + line.count(b"{") <= DEEPEST:
+                continue
+            depth = 0
+            for found in BRACKETS.finditer(line):
+                depth += (found[0] in b"[{") - (found[0] in b"]}")
+                if depth > DEEPEST:
+                    raise DataError(f"{file}, line {number}: no JSON: nested too deeply; allowed: {DEEPEST} levels")
 
 
 def missing_column(name: str, columns: Collection[str]) -> DataError:
@@ -134,7 +159,8 @@ def _read_json(file: Path, text: str, *, is_whole: bool) -> list[dict[str, Any]]
         except (ValueError, RecursionError) as error:
             if file.suffix == ".json":  # one object over many lines, which is too large to be read here
                 return []
-            reason = getattr(error, "msg", "nested too deeply")
+            deep = "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
+            reason = getattr(error, "msg", deep)
             raise DataError(f"{file}, line {number}: no JSON: {reason}; got {shorten(line)!r}") from None
         if not isinstance(row, dict):
             if file.suffix == ".json":
@@ -171,7 +197,22 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        names = pyarrow.parquet.read_schema(file).names
+        schema = pyarrow.parquet.read_schema(file)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{file}: no Parquet file: {str(error).splitlines()[0]}") from None
-    return [dict.fromkeys(names)]
+    return [{field.name: _show_kind(field, schema.metadata or {}) for field in schema}]
+
+
+def _show_kind(field: Any, metadata: Mapping[bytes, bytes]) -> Any:
+    """Return a value that stands for those of a column: None for texts and numbers."""
+    import pyarrow
+
+    try:
+        feature = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"][field.name]
+        is_text = feature["_type"] in TEXT_FEATURES
+    except (ValueError, RecursionError, LookupError, TypeError):
+        is_text = True
+    if not is_text or pyarrow.types.is_nested(field.type):
+        return {}
+    is_binary = pyarrow.types.is_binary(field.type) or pyarrow.types.is_large_binary(field.type)
+    return b"" if is_binary else None

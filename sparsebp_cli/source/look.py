@@ -13,6 +13,7 @@ from sparsebp_cli.policy import TokenSelector, make_policy
 from sparsebp_cli.policy.finding import Location
 from sparsebp_cli.recipe.schema import DatasetSection, Recipe
 from sparsebp_cli.source.data import NUM_ROWS, Rows, check_rows, missing_split, read_rows
+from sparsebp_cli.source.folder import check_folder
 from sparsebp_cli.source.model import (
     check_files,
     check_tokenizer,
@@ -146,9 +147,9 @@ def _look_at_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Look]:
         yield Look("wrong", name, str(error))
         return
     if isinstance(source, Path) and source.is_dir():
-        if not any(source.iterdir()):
-            yield Look("wrong", name, f"{source}: is an empty folder")
-        else:
+        problems = _try(name, check_folder, source)
+        yield from problems
+        if not problems:
             yield Look("unknown", name, f"{source} is a folder: which splits and columns it has is found when it runs")
     elif isinstance(source, Path):
         yield from _look_at_file(section, source, spans)

@@ -12,10 +12,20 @@ from typing import Any, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparsebp_cli.errors import DataError
+from sparsebp_cli.errors import DataError, SparseBPError
 from sparsebp_cli.recipe.schema import DatasetSection
 from sparsebp_cli.run import home
-from sparsebp_cli.source import DATASETS, LOADERS, check_text, find_source, missing_column, missing_split
+from sparsebp_cli.source import (
+    DATASETS,
+    LOADERS,
+    TEXT_FEATURES,
+    check_folder,
+    check_text,
+    find_source,
+    missing_column,
+    missing_split,
+    refuse_deep,
+)
 from sparsebp_cli.worker.column import mark_tokens
 
 IGNORED = -100  # the label that transformers' losses leave out
@@ -192,13 +202,44 @@ def _load_splits(section: DatasetSection) -> dict[str, Any]:
         options |= {"path": LOADERS[source.suffix], "data_files": {section.split: str(source)}}
         options |= {"sample_by": "document"} if LOADERS[source.suffix] == "text" else {}
         options |= {"sep": "\t"} if source.suffix == ".tsv" else {}
+        if LOADERS[source.suffix] == "json":
+            refuse_deep(source)
     else:
+        if isinstance(source, Path):
+            check_folder(source)
         options |= {"path": str(source), "name": section.subset, "revision": section.revision}
     try:
-        return dict(load_dataset(**options))
+        return {name: _keep_readable(rows, section) for name, rows in load_dataset(**options).items()}
+    except SparseBPError:
+        raise
     except Exception as error:  # datasets raises many kinds; each is the user's to mend
         reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"dataset {section.name}: {reason}") from None
+
+
+def _keep_readable(rows: Any, section: DatasetSection) -> Any:
+    """Leave out columns of pictures, sounds and the like: to read a row is to open the files that it names."""
+    wanted = {
+        section.text_column,
+        section.label_column,
+        section.prompt_column,
+        section.completion_column,
+    }
+    kinds = {name: type(feature).__name__ for name, feature in rows.features.items() if not _is_plain(feature)}
+    for name in kinds.keys() & wanted:
+        raise DataError(f"column {name!r}: must be text, got {kinds[name]}")
+    return rows.remove_columns(list(kinds))
+
+
+def _is_plain(feature: Any) -> bool:
+    """Whether nothing is decoded in a feature of ``datasets``: its lists and mappings hold features."""
+    if isinstance(feature, dict):
+        return all(map(_is_plain, feature.values()))
+    if isinstance(feature, list):
+        return all(map(_is_plain, feature))
+    if hasattr(feature, "feature"):
+        return _is_plain(feature.feature)
+    return type(feature).__name__ in TEXT_FEATURES
 
 
 def _pick(splits: dict[str, Any], name: str, max_examples: int | None) -> Rows:

@@ -1,0 +1,86 @@
+"""A folder of data: which files may lie in it, and where its own settings may lead.
+
+The library that reads data decides by suffix what to do with a file: it unpacks archives, decodes pictures, follows
+addresses in a README. Only what is read from single files as well is let through to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.policy.phrase import shorten
+from sparsebp_cli.source.data import LOADERS
+
+READ = tuple(suffix for suffix in LOADERS if suffix not in {".md", ".text"})  # of a folder, these are not data
+BESIDE = ("README", "LICENSE", "NOTICE", "CITATION", "CHANGELOG")
+SETTINGS = ("README.md", ".huggingface.yaml")
+LARGEST_SETTINGS = 1024 * 1024
+MOST_BRACKETS = 1000  # in settings: the time to parse them grows with the square of their depth
+LEADING = ("data_files", "data_dir")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds more than data files, or whose settings lead out of it.
+
+    Args:
+        folder: Of data.
+
+    Raises:
+        DataError: It does.
+    """
+    names = 0
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]  # which the library leaves out, too
+        for file in (Path(place) / name for name in sorted(files)):
+            if file.name.startswith(".") or file.name.startswith(BESIDE):
+                continue
+            names += 1
+            if file.suffix not in READ:
+                raise DataError(
+                    f"{file}: a folder of data may hold {', '.join(READ)}, got {shorten(file.suffix) or 'no suffix'}"
+                )
+            if not file.is_file():
+                raise DataError(f"{file}: is not a regular file")
+    if not names:
+        raise DataError(f"{folder}: is an empty folder")
+    for name in SETTINGS:
+        if os.path.lexists(folder / name):
+            _check_settings(folder / name)
+
+
+def _check_settings(file: Path) -> None:
+    import yaml
+
+    try:
+        if not file.is_file() or file.stat().st_size > LARGEST_SETTINGS:
+            raise DataError(f"{file}: must be a regular file of at most {LARGEST_SETTINGS} bytes")
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".md":
+            head, _, rest = text.partition("\n")
+            text = rest.partition("\n---")[0] if head.strip() == "---" else ""
+        if max(text.count("["), text.count("{")) > MOST_BRACKETS or "- " * 50 in text:
+            raise ValueError("nested too deeply")
+        content = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"{file}: its settings cannot be read: {reason}") from None
+    configs = content.get("configs") if isinstance(content, dict) else None
+    for config in configs if isinstance(configs, list) else ():
+        for key in LEADING if isinstance(config, dict) else ():
+            for path in _find_paths(config.get(key), set()):
+                if path.startswith(("/", "~")) or ".." in path.split("/") or "::" in path or "://" in path:
+                    raise DataError(f"{file}: {key} must stay in its folder, got {shorten(path)!r}")
+
+
+def _find_paths(value: Any, seen: set[int]) -> Iterator[str]:
+    """Every text within; a part to which aliases lead from many places is looked at once."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list) and id(value) not in seen:
+        seen.add(id(value))
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _find_paths(part, seen)

@@ -1,0 +1,207 @@
+"""Hostile data: files and folders are refused in one line or are harmless, and nothing that lies in them runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.recipe.schema import DatasetSection, Recipe
+from sparsebp_cli.source import look
+from sparsebp_cli.worker.data import build_data
+from tests.worker.test_hostile_model import MODULES, Trap
+
+pytestmark = [
+    pytest.mark.promise("R12"),
+    pytest.mark.filterwarnings("ignore:.*(py_extension_type|PyExtensionType).*"),
+]
+
+WORDS = "the quick brown fox jumps over the lazy dog " * 10
+ROW = json.dumps({"text": WORDS}) + "\n"
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+Write = Callable[[Path], object]
+
+
+def lines(*more: str, num_good: int = 150) -> Write:
+    """Lines of JSON; a first look sees a hundred of them."""
+    return lambda file: file.write_text(ROW * num_good + "".join(line + "\n" for line in more))
+
+
+def content(data: str | bytes) -> Write:
+    return lambda file: file.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def parquet(column: pa.Array | None = None, **metadata: Any) -> Write:
+    """A table of one column, with metadata of its schema."""
+    table = pa.table({"text": pa.array([WORDS] * 20) if column is None else column})
+    encoded = {key: value if isinstance(value, bytes) else json.dumps(value) for key, value in metadata.items()}
+    return lambda file: pq.write_table(table.replace_schema_metadata(encoded), file)
+
+
+def extension(name: str, metadata: Callable[[Path], bytes]) -> Write:
+    """A column of an extension type of Arrow."""
+
+    def write(file: Path) -> None:
+        told = {"ARROW:extension:name": name.encode(), "ARROW:extension:metadata": metadata(file.parent)}
+        field = pa.field("text", pa.string(), metadata=told)
+        pq.write_table(pa.table([pa.array([WORDS] * 20)], schema=pa.schema([field])), file)
+
+    return write
+
+
+def feature(kind: str) -> Write:
+    """A column that the library would decode: to read a row is to open the file that it names."""
+    named = pa.array([{"bytes": None, "path": "/etc/passwd"}] * 20)
+    return parquet(named, huggingface={"info": {"features": {"text": {"_type": kind}}}})
+
+
+def folder(**files: str | bytes | Write) -> Write:
+    """A folder with a good file of data and others; ``__`` stands for a dot, ``_in_`` for a slash."""
+
+    def write(place: Path) -> None:
+        place.mkdir()
+        (place / "train.jsonl").write_text(ROW * 30)
+        for name, given in files.items():
+            file = place / name.replace("_in_", "/").replace("__", ".")
+            file.parent.mkdir(exist_ok=True)
+            given(file) if callable(given) else content(given)(file)
+
+    return write
+
+
+def packed(file: Path) -> None:
+    """An archive of 50 MB that has 50 kB."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.jsonl", "\n" * 50_000_000)
+
+
+def shards(file: Path) -> None:
+    """An archive with a pickle, which readers of such archives decode by its suffix."""
+    trap = file.with_name(".trap")
+    trap.write_bytes(pickle.dumps(Trap(file.parents[1] / "canary")))
+    with tarfile.open(file, "w") as archive:
+        for suffix in ("pkl", "pyd", "npy"):
+            archive.add(trap, f"a.{suffix}")
+
+
+def card(paths: str) -> str:
+    return f"---\nconfigs:\n- config_name: default\n  data_files: {paths}\n---\n"
+
+
+def pickled(file: Path) -> None:
+    file.write_bytes(pickle.dumps(Trap(file.parents[1] / "canary")))
+
+
+TRAP = "import os\nos.mkdir('canary')\n"
+HOLDS = "a folder of data may hold"
+# Name of the file or folder, what it is, what is said of it, and whether the first look can know.
+REFUSED: dict[str, tuple[str, Write, str, bool]] = {
+    "image": ("a.parquet", feature("Image"), "must be text, got", True),
+    "audio": ("a.parquet", feature("Audio"), "must be text, got", True),
+    "video": ("a.parquet", feature("Video"), "must be text, got", True),
+    "pdf": ("a.parquet", feature("Pdf"), "must be text, got", True),
+    "bytes": ("a.parquet", parquet(pa.array([b"\xff\0"] * 20)), "must be text, got bytes", True),
+    "mappings": ("a.parquet", parquet(pa.array([{"a": 1}] * 20)), "must be text, got", True),
+    "not Parquet": ("a.parquet", content(b"PAR1" + bytes(100) + b"PAR1"), "a.parquet", True),
+    "Parquet of traps": ("a.parquet", lambda file: file.write_bytes(pickle.dumps(Trap(file.parent / "canary"))),
+                         "a.parquet", True),
+    "deep": ("a.jsonl", lines(DEEP, num_good=0), "nested too deeply", True),
+    "deep behind the first look": ("a.jsonl", lines(DEEP), "line 151: no JSON: nested too deeply", False),
+    "deep lists": ("a.jsonl", lines('{"text": ' + "[" * 200_000 + "]" * 200_000 + "}"), "nested too deeply", False),
+    "deep and cut": ("a.json", content('{"text": ' + "[" * 200_000), "nested too deeply", False),
+    "long number": ("a.jsonl", lines('{"text": 1' + "0" * 5000 + "}", num_good=3), "", True),
+    "same key twice": ("a.jsonl", lines(*['{"text": "a", "text": "b"}'] * 99, num_good=0), "twice", False),
+    "other kinds of rows": ("a.jsonl", lines('{"text": {"a": 1}}'), "", False),
+    "line without an end": ("a.jsonl", content('{"text": "' + "a" * 4_000_000), "", False),
+    "NUL alone": ("a.csv", content(bytes(5000)), "", True),
+    "script": ("data", folder(data__py=TRAP), HOLDS, True),
+    "script of another name": ("data", folder(x_in_load__py=TRAP), HOLDS, True),
+    "pickle": ("data", folder(train__pkl=pickled), HOLDS, True),
+    "pickles in an archive": ("data", folder(train__tar=shards), HOLDS, True),
+    "packed": ("data", folder(train__zip=packed), HOLDS, True),
+    "compressed": ("data", folder(train__jsonl__gz=b"\x1f\x8b"), HOLDS, True),
+    "pages": ("data", folder(a__md="x"), HOLDS, True),
+    "pipe": ("data", folder(test__txt=os.mkfifo), "is not a regular file", True),
+    "card to a system file": ("data", folder(README__md=card("/etc/passwd")), "must stay in its folder", True),
+    "card to the parent": ("data", folder(README__md=card("[{split: train, path: ../x.txt}]")), "must stay", True),
+    "card to an address": ("data", folder(README__md=card("https://h.invalid/x.txt")), "must stay in its", True),
+    "card to an archive": ("data", folder(README__md=card("'zip://x.txt::train.zip'")), "must stay in its", True),
+    "card to a home": ("data", folder(README__md=card("{train: ['~/x.txt']}")), "must stay in its folder", True),
+    "card with code": ("data", folder(README__md="---\na: !!python/object/apply:os.mkdir [canary]\n---\n"),
+                       "settings cannot be read", True),
+    "deep card": ("data", folder(README__md="---\na: " + "[" * 100_000 + "\n---\n"), "settings cannot be read", True),
+    "settings": ("data", folder(__huggingface__yaml=card("/etc/passwd").replace("---\n", "")), "must stay", True),
+    "long card": ("data", folder(README__md="---\n" + "#" * 2_000_000), "at most 1048576 bytes", True),
+    "infos": ("data", folder(dataset_infos__json='{"default": {"features": {"text": {"_type": "os.system"}}}}'),
+              "os.system", False),
+    "saved folder": ("data", folder(data__arrow=b"", state__json="{}"), HOLDS, True),
+}  # fmt: skip
+HARMLESS: dict[str, tuple[str, Write]] = {
+    "type of Python in Arrow": (
+        "a.parquet",
+        extension("arrow.py_extension_type", lambda place: pickle.dumps(Trap(place / "canary"))),
+    ),
+    "type of the library": (
+        "a.parquet",
+        extension("datasets.features.features.Array2DExtensionType", lambda _: b'[[1, 2], "int32"]'),
+    ),
+    "unknown type": ("a.parquet", extension("x.y", lambda _: b"\xff")),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with modules that are traps."""
+    for module in MODULES:
+        (tmp_path / f"{module}.py").write_text(f"import os; os.mkdir({str(tmp_path / 'canary')!r})\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def look_at(path: Path) -> list[str]:
+    """Return what the first look says is wrong: ``validate``, ``run`` and ``export`` refuse these with exit code 2."""
+    recipe = Recipe.model_validate(
+        {"version": 1, "name": "x", "model": {"name": "austen-llama"}, "dataset": {"name": str(path)}}
+    )
+    return [found.text for found in look(recipe, [path.parent], is_here=True) if found.kind == "wrong"]
+
+
+def build(path: Path, tiny_folder: Path) -> int:
+    """Build the data as a worker does."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder / "tokenizer")
+    return len(build_data(DatasetSection(name=str(path), max_seq_length=16), tokenizer).train)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hostile_data_is_refused_in_one_line_and_runs_nothing(name: str, place: Path, tiny_folder: Path) -> None:
+    file, write, says, is_seen = REFUSED[name]
+    write(place / file)
+    found = look_at(place / file)
+    assert bool(found) == is_seen, found
+    assert all(says in text and "\n" not in text for text in found)
+    with pytest.raises(DataError) as caught:
+        build(place / file, tiny_folder)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+    assert not (place / "canary").exists()
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_odd_data_runs_nothing(name: str, place: Path, tiny_folder: Path) -> None:
+    file, write = HARMLESS[name]
+    write(place / file)
+    assert look_at(place / file) == []
+    assert build(place / file, tiny_folder) > 0
+    assert not (place / "canary").exists()
