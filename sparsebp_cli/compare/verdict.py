@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,11 @@ def give_verdict(
     if told := tell_lost(doubts):
         parts.append(told + (", so quality is that of the survivors" if quality.final else ""))
     return "; ".join(part for part in parts if part) + "."
+
+
+def split_statements(verdict: str) -> list[str]:
+    """Return a verdict's statements, without its final full stop; what stands in brackets stays whole."""
+    return re.split(r"; (?![^()]*\))", verdict.rstrip("."))
 
 
 def tell_lost(doubts: Doubts) -> str:

@@ -16,6 +16,7 @@ import yaml
 from sparsebp_cli.compare import REPORT_CURVES, Comparison, Question, compare_runs, write_report
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report import render_report
+from sparsebp_cli.compare.verdict import split_statements
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
@@ -160,3 +161,31 @@ def test_what_is_drawn_is_in_tables_too_whose_rows_have_a_head(two_groups: list[
     assert "<th scope=row>20</th><td class=n>3.004 ± 0.032 (5)</td>" in curves
     assert "<h2>train/loss</h2>" in curves
     assert "<th scope=row>model.layers.0</th>" in page[page.index("The layers in numbers") :]
+
+
+def test_a_statement_with_a_semicolon_in_brackets_is_one_item() -> None:
+    verdict = "worse (3 seeds); no (in one look; if one has looked before: inconclusive); no difference (p = 0.07)."
+    assert split_statements(verdict) == [
+        "worse (3 seeds)",
+        "no (in one look; if one has looked before: inconclusive)",
+        "no difference (p = 0.07)",
+    ]
+
+
+def test_step_times_of_a_busy_machine_are_in_no_drawing(two_groups: list[RunFolder]) -> None:
+    for run in two_groups[5:]:
+        with JournalWriter(run.path, durable=False) as journal:
+            for step in range(1, 21):
+                journal.write("metrics", step=step, values={"host/load": 9.0})
+    text = render_report(compare_runs(two_groups))
+    data = json.loads(Page(text).data)
+    assert data["differences"][0]["step"] is None
+    assert [trade["costs"]["step_seconds"] is None for trade in data["trades"]] == [False, True]
+    assert text.count("Left out are step times from a busy machine: topk-rows.") == 2
+
+
+def test_the_curves_of_a_test_loss_begin_with_the_validation_loss(make_run: MakeRun) -> None:
+    runs = [make_run("dense", seed, metrics={"test/loss": 3.5}) for seed in range(2)]
+    found = compare_runs(runs, Question(curves=REPORT_CURVES))
+    data = json.loads(Page(render_report(found)).data)
+    assert (data["metric"], data["course"]) == ("test/loss", "eval/loss")

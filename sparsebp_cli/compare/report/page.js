@@ -122,7 +122,8 @@ function averaged(runs, name, along) {
   })).sort((a, b) => a.step - b.step);
 }
 function curves(host) {
-  const names = [...new Set(data.runs.flatMap(run => Object.keys(run.curves).filter(k => run.curves[k].length)))];
+  const found = new Set(data.runs.flatMap(run => Object.keys(run.curves).filter(k => run.curves[k].length)));
+  const names = found.has(data.course) ? [...new Set([data.course, ...found])] : [...found]; // a test split has one point
   if (!names.length) { host.append(make("p", { class: "note" }, "No run that counts logged a curve.")); return; }
   const bar = make("div", { class: "bar" }), figure = make("figure"), hidden = new Set(), redraw = () => paint();
   const [pick, name] = select("Metric", names.map(n => [n, n]), redraw);

@@ -15,8 +15,10 @@ from sparsebp_cli.compare.control import WORDS
 from sparsebp_cli.compare.family import CLAIMS
 from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.overview_grid import grids
+from sparsebp_cli.compare.question import find_course
 from sparsebp_cli.compare.report.appendix import environment_grid, reproduce, runs_grid
 from sparsebp_cli.compare.trade import find_trades
+from sparsebp_cli.compare.verdict import split_statements
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import metric
@@ -111,7 +113,7 @@ def _head(comparison: Comparison, names: str) -> str:
 def _words(comparison: Comparison) -> str:
     cards = []
     for number, group in enumerate(comparison.groups):
-        first, *rest = group.verdict.rstrip(".").split("; ")
+        first, *rest = split_statements(group.verdict)
         items = "".join(f"<li>{escape(part)}</li>" for part in rest)
         more = f"<ul>{items}</ul>" if items else ""
         cards.append(
@@ -161,12 +163,12 @@ def _drawings(comparison: Comparison) -> str:
             "<section><h2>Differences to the baseline</h2><div id=forest class=charts></div>"
             "<p class=note>Mean, 95% interval and single pairs (circles), paired by seed. "
             f"{_tell_simultaneous(comparison)}An interval across the line shows no difference, which is not proof of "
-            "equality.</p></section>"
+            f"equality.{_tell_busy(comparison)}</p></section>"
         )
     blocks.append("<section><h2>Curves</h2><div id=curves></div></section>")
     blocks.append(
         "<section><h2>Quality against cost</h2><div id=pareto></div><p class=note>Points that no other beats in both "
-        "are joined; bars are one standard deviation over seeds.</p></section>"
+        f"are joined; bars are one standard deviation over seeds.{_tell_busy(comparison)}</p></section>"
     )
     if has_layers:
         blocks.append("<section><h2>Layers</h2><div id=layers></div></section>")
@@ -177,6 +179,17 @@ def _drawings(comparison: Comparison) -> str:
             "</p></section>"
         )
     return "".join(blocks)
+
+
+def _busy(comparison: Comparison) -> list[str]:
+    """Groups whose step times allow no statement: all, where they are the baseline's."""
+    slowed = [group.label for group in comparison.groups if group.speed.busy is not None]
+    return [group.label for group in comparison.groups] if comparison.groups[0].label in slowed else slowed
+
+
+def _tell_busy(comparison: Comparison) -> str:
+    busy = _busy(comparison)
+    return f" Left out are step times from a busy machine: {escape(', '.join(busy))}." if busy else ""
 
 
 def _tell_simultaneous(comparison: Comparison) -> str:
@@ -223,8 +236,10 @@ def _table(grid: Grid) -> str:
 
 def _data(comparison: Comparison) -> dict[str, Any]:
     number = {group.group: place for place, group in enumerate(comparison.groups)}
+    busy = _busy(comparison)
     return {
         "metric": comparison.metric,
+        "course": find_course(comparison.metric),
         "better": comparison.better,
         "units": {name: known.unit for name, known in metric.METRICS.items() if known.unit},
         "groups": [group.label for group in comparison.groups],
@@ -238,7 +253,7 @@ def _data(comparison: Comparison) -> dict[str, Any]:
             {
                 "group": number[group.group],
                 "quality": asdict(group.quality.difference) if group.quality.difference else None,
-                "step": asdict(group.speed.step_ratio) if group.speed.step_ratio else None,
+                "step": None if group.label in busy or not group.speed.step_ratio else asdict(group.speed.step_ratio),
                 "peak": asdict(group.cost.peak_ratio) if group.cost.peak_ratio else None,
             }
             for group in comparison.groups
