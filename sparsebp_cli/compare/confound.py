@@ -121,7 +121,7 @@ def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tupl
             found.append(f"of {name} {', '.join(sorted(here))}, the baseline of {', '.join(sorted(there))}")
     both = [*runs, *others]
     if dirty := sum(run.dirty for run in both):
-        found.append(f"{dirty} of {len(both)} runs had uncommitted changes of the code, so their code may differ")
+        found.append(f"{dirty} of {len(both)} runs had uncommitted changes in the checkout, so their code may differ")
     return tuple(found)
 
 
@@ -165,7 +165,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
         lines.append(f"the groups have different seeds ({shown}): differences use the shared ones only")
     if dirty := [run.run_id for run in counted if run.dirty]:
-        lines.append(f"uncommitted changes of the code were present in {len(dirty)} of {len(counted)} runs")
+        lines.append(f"uncommitted changes in the checkout were present in {len(dirty)} of {len(counted)} runs")
     if untimed := [run for run in counted if not run.is_timed and run.history.metrics]:
         lines.append(
             f"{len(untimed)} run{'s' * (len(untimed) > 1)} logged no step times: their curves against time use the "

@@ -134,7 +134,7 @@ def test_uncommitted_code_reaches_the_verdict(make_run: MakeRun) -> None:
     runs = [load_folder(run) for run in pair(make_run)]
     runs[4].dirty = True
     verdict = next(group for group in compare_runs(runs).groups if group.label == "topk").verdict
-    assert "1 of 6 runs had uncommitted changes of the code, so their code may differ" in verdict
+    assert "1 of 6 runs had uncommitted changes in the checkout, so their code may differ" in verdict
 
 
 # The best of unequal numbers of evaluations

@@ -262,7 +262,7 @@ def test_other_machines_packages_data_and_code_are_confounds(make_run: MakeRun) 
     assert {c.name for c in found.confounds} == {"threads", "dataset digest", "torch", "git commit"}
     torch = next(c for c in found.confounds if c.name == "torch")
     assert torch.values == (("2.13", ("dense",)), ("2.12", ("topk-rows",)))
-    assert "uncommitted changes of the code were present in 1 of 2 runs" in found.warnings
+    assert "uncommitted changes in the checkout were present in 1 of 2 runs" in found.warnings
     assert compare_runs(runs[:1]).confounds == ()
 
 
