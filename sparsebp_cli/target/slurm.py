@@ -64,10 +64,14 @@ class SlurmEngine(Engine):
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         self._check_mounts_there()
-        for run in runs:
-            self._claim(run)
-            if self._options.host:
-                self._send(run)
+        try:
+            for run in runs:
+                self._claim(run)
+                if self._options.host:
+                    self._send(run)
+        except RunFailedError:  # such as a full disk: whoever made room may submit at once
+            self._give_up(runs)
+            raise
         script = render_script(self._options, [self._folder(run) for run in runs], max_parallel)
         where = f"{self._q(runs[0])}/job.sh"
         lines = [f"cat > {where} && job=$(sbatch --parsable {where}) || exit 1", "job=${job%%;*}"]
@@ -78,8 +82,7 @@ class SlurmEngine(Engine):
             lines.append(f"rm -rf {place}/slurm-submit {place}/slurm-stop {place}/slurm-exit")
         answer = self._sh("\n".join([*lines, 'echo "$job"']), given=script.encode())
         if answer.code != 0 or not answer.text:
-            for run in runs:
-                self._sh(f"rm -rf {self._q(run)}/slurm-submit")
+            self._give_up(runs)
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         job = answer.text.splitlines()[-1]
         return [f"{job}_{number}" if len(runs) > 1 else job for number in range(len(runs))]
@@ -196,6 +199,12 @@ class SlurmEngine(Engine):
             raise RunBusyError(f"run {run.run_id} is on {self._place} already, submitted by another dispatcher")
         if answer.code != 0:
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
+
+    def _give_up(self, runs: Sequence[RunFolder]) -> None:
+        """Let others submit what this dispatcher has claimed, and nobody else."""
+        for run in runs:
+            claim = f"{self._q(run)}/slurm-submit"
+            self._sh(f"[ ! -e {claim}/{self._token} ] || rm -rf {claim}")
 
     def _send(self, run: RunFolder) -> None:
         lines = f"tar -C {self._q(run)}/.. -xf - --no-same-owner"

@@ -22,6 +22,7 @@ from sparsebp_cli.errors import UnreachableError, UsageError
 
 TIMEOUT_SECONDS = 60.0
 SILENCE_SECONDS = 120.0  # of a transfer, before it is given up
+TAR_ENDS = "Exiting with failure status due to previous errors"  # what GNU tar says last, after the reason
 LONGEST_PROBLEM = 300
 # No program that we start may ask the user for anything, not even through a window.
 QUIET = {"SSH_ASKPASS_REQUIRE": "never", "GIT_TERMINAL_PROMPT": "0"}
@@ -51,6 +52,7 @@ class Answer:
         """The last line of standard error, or of standard output where that is empty."""
         said = (self.err or self.text).rpartition("stderr=")[2]  # docker quotes what its ssh said
         lines = [line.strip() for line in said.splitlines() if line.strip()]
+        lines = [line for line in lines if not line.endswith(TAR_ENDS)] or lines
         lines = [line for line in lines if "response from daemon" in line] or lines  # the reason, before its echo
         return " ".join(lines[-1:])[:LONGEST_PROBLEM] or f"exit code {self.code}"
 

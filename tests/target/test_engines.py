@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from psutil import process_iter
 
-from sparsebp_cli.errors import UnreachableError
+from sparsebp_cli.errors import SparseBPError, UnreachableError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder, State, create_run, list_runs
@@ -286,6 +286,37 @@ def test_a_preempted_job_goes_on_when_there_is_room_again(slurm_options: Options
     slurm("scancel", intruder)
     go_on(run, handle)
     assert job.cancel() is State.CANCELLED
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 2 MB that a remote host keeps its runs on."""
+    disk = tmp_path / "small"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)], check=True)
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.promise("R3")
+def test_a_remote_disk_that_is_full_is_one_line_and_the_run_goes_later(
+    slurm_ssh_options: Options, small_disk: Path
+) -> None:
+    filler = small_disk / "filler"
+    with suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    run, target = prepare("slurm", slurm_ssh_options | {"folder": str(small_disk / "runs")}, fake="ok")
+    before = run.plan_file.read_bytes()
+    with pytest.raises(SparseBPError, match="No space left on device") as failed:
+        target.submit(run)
+    assert "\n" not in str(failed.value)
+    assert run.plan_file.read_bytes() == before
+    assert run.state() in {State.QUEUED, State.FAILED, State.INTERRUPTED}
+    filler.unlink()
+    assert target.submit(run).wait(120) is State.FINISHED
+    assert list(History.load(run.path).series("train/loss")) == list(range(1, 13))
 
 
 def test_a_job_that_waits_for_room_is_queued_and_can_be_cancelled(slurm_options: Options) -> None:
