@@ -105,7 +105,8 @@ class Watch:
         try:
             self._settle(exit_code)
         except (SparseBPError, OSError) as error:
-            print(f"how run {self.run.run_id} ended could not be written: {error}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # this output may be a file on the same disk
+                print(f"how run {self.run.run_id} ended could not be written: {error}", file=sys.stderr, flush=True)
         with suppress(OSError):  # a full disk takes no warning either
             self._save(warning=follower.stop().advice(self.run.run_id))
         self._lock.release()

@@ -8,11 +8,13 @@ Where a plan has several processes, this one starts them, each with the same com
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from sparsebp_cli.errors import ChangedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
@@ -40,6 +42,13 @@ def main(plan_file: Path) -> int:
     keep_private()
     stop = StopRequest.install()
     run = RunFolder(plan_file.absolute().parent)
+    try:
+        return _work(plan_file, run, stop)
+    except OSError as error:
+        return _tell_unwritten(error, 1)
+
+
+def _work(plan_file: Path, run: RunFolder, stop: StopRequest) -> int:
     with ExitStack() as stack:
         try:
             plan = Plan.load(plan_file)
@@ -49,7 +58,7 @@ def main(plan_file: Path) -> int:
             elif rank == 0:
                 stack.enter_context(run.lock("rank"))
         except (RunBusyError, SparseBPError) as error:
-            print(f"error: {error}", file=sys.stderr)
+            _tell(f"error: {error}")
             return error.exit_code
         if rank is not None:
             work_as_rank(plan, run, stop, rank)
@@ -58,7 +67,7 @@ def main(plan_file: Path) -> int:
         try:
             refuse_unbuilt(plan.recipe)
         except SparseBPError as error:
-            print(f"error: {error}", file=sys.stderr)
+            _tell(f"error: {error}")
             with JournalWriter(run.path) as journal:
                 journal.write("end", status=State.FAILED, step=0, text=str(error))
             return error.exit_code
@@ -70,6 +79,7 @@ def main(plan_file: Path) -> int:
 
 
 def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> int:
+    from sparsebp_cli.worker.checkpoint import is_disk_full
     from sparsebp_cli.worker.failure import explain
     from sparsebp_cli.worker.training import Training
 
@@ -79,17 +89,35 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
         training.run_to_end()
     except Exception as error:
         text, code = explain(error)
-        if not isinstance(error, SparseBPError):
+        if not isinstance(error, SparseBPError) and not is_disk_full(error):
             traceback.print_exc()
-        print(f"error: {text}", file=sys.stderr)
+        _tell(f"error: {text}")
         refused = {"changes": error.changes} if isinstance(error, ChangedError) else {}
-        journal.write("end", status=State.FAILED, step=training.step if training else 0, text=text, **refused)
-        return code
+        return _end(journal, code, State.FAILED, training.step if training else 0, text, **refused)
     if stop.signal is not None and not training.is_done:
-        journal.write("end", status=State.INTERRUPTED, step=training.step, text=tell_stop(stop.signal, training.step))
-        return 128 + stop.signal
-    journal.write("end", status=State.FINISHED, step=training.step, text="")
-    return 0
+        text = tell_stop(stop.signal, training.step)
+        return _end(journal, 128 + stop.signal, State.INTERRUPTED, training.step, text)
+    return _end(journal, 0, State.FINISHED, training.step, "")
+
+
+def _end(journal: JournalWriter, code: int, status: State, step: int, text: str, **more: Any) -> int:
+    """Write how the run ended; return the exit code, which is never 0 where the journal does not say so."""
+    try:
+        journal.write("end", status=status, step=step, text=text, **more)
+    except OSError as error:
+        return _tell_unwritten(error, code or 1)
+    return code
+
+
+def _tell_unwritten(error: OSError, code: int) -> int:
+    reason = "the disk is full" if error.errno == errno.ENOSPC else str(error)
+    _tell(f"error: the run's folder takes no more: {reason}; make room, then resume")
+    return code
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # the output may be a file on the same disk
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,20 @@ class CheckpointFolder:
                 damaged.append(f"checkpoint {place.name} is damaged ({problem})")
                 self._passed_over.add(step)
                 continue
-            return _read(place), damaged
+            try:
+                return _read(place), damaged
+            except (
+                SafetensorError,
+                OSError,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+                RecursionError,
+            ) as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                damaged.append(f"checkpoint {place.name} is not one of this program ({type(error).__name__}: {reason})")
+                self._passed_over.add(step)
         if damaged:
             raise CheckpointError(f"no checkpoint is good: {'; '.join(damaged)}; nothing was deleted")
         return None, []

@@ -60,12 +60,13 @@ def restore(training: Training, snapshot: Snapshot) -> None:
         training.schedule.load_state_dict(snapshot.rest["schedule"])
         cut = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
         training.engine.load_state_dict(snapshot.rest["engine"] | {"cut": cut})
-    except (LookupError, ValueError, RuntimeError, TypeError) as error:  # whatever optimizers and policies raise
+        training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
+        restore_rng(own.rng)
+    except (LookupError, ValueError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
+        # whatever optimizers, policies and generators raise
         raise UnsupportedError(
             f"the checkpoint of step {snapshot.step} does not fit the plan: {type(error).__name__}: {error}"
         ) from error
-    training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
-    restore_rng(own.rng)
 
 
 def _check_fit(training: Training, snapshot: Snapshot) -> None:
