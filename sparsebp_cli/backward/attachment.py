@@ -21,14 +21,14 @@ from sparsebp_cli.backward.linear.site import LinearBinding
 from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeBinding
 from sparsebp_cli.backward.observe.attribution import is_watched
-from sparsebp_cli.backward.parameter import ParameterPart, refuse_lazy
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.patch.forward import Bound
 from sparsebp_cli.backward.process import SEVERAL, count_processes
-from sparsebp_cli.backward.score.check import check_scoring
-from sparsebp_cli.backward.score.example import ExamplePart
 from sparsebp_cli.backward.segment.part import Segments
-from sparsebp_cli.backward.token.part import make_parts
+from sparsebp_cli.backward.selection.example import ExamplePart
+from sparsebp_cli.backward.selection.parameter import ParameterPart, refuse_lazy
+from sparsebp_cli.backward.selection.score.check import check_scoring
+from sparsebp_cli.backward.selection.token.extension import make_parts
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy

@@ -18,8 +18,8 @@ from sparsebp_cli.backward.eager import EagerUpdate
 from sparsebp_cli.backward.eager.choice import refuse_scaling
 from sparsebp_cli.backward.example_rows import BatchNote
 from sparsebp_cli.backward.loss_graph import has_site
-from sparsebp_cli.backward.parameter import ParameterPart
 from sparsebp_cli.backward.part import Asking, Part, Reading
+from sparsebp_cli.backward.selection.parameter import ParameterPart
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Step
 

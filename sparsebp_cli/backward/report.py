@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from sparsebp_cli.backward.score.chosen import Chosen
+from sparsebp_cli.backward.core.chosen import Chosen
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach
-from sparsebp_cli.backward.parameter import find_parameters
+from sparsebp_cli.backward.selection.parameter import find_parameters
 from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from sparsebp_cli.backward import Engine
-from sparsebp_cli.backward.parameter import ParameterPart
+from sparsebp_cli.backward.selection.parameter import ParameterPart
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.process import Ranks
 

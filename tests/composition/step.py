@@ -10,7 +10,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.parameter import find_parameters
+from sparsebp_cli.backward.selection.parameter import find_parameters
 from sparsebp_cli.policy import Examples, ExampleSelector, ParameterSelector, Policy, Step, TokenSelector
 
 from .training import batch, compile_branches

@@ -156,7 +156,7 @@ def test_a_claim_that_is_not_kept_is_found(tiny_recipe, prepared, monkeypatch) -
     """A backward that computes gradients of frozen weights all the same executes more than it needs."""
     from accelerate.state import AcceleratorState
 
-    from sparsebp_cli.backward.parameter import ParameterPart
+    from sparsebp_cli.backward.selection.parameter import ParameterPart
 
     AcceleratorState._reset_state(reset_partial_state=True)
     run = prepared(tiny_recipe(policy=[TOP], model={"config": DROPPING}, training={"max_steps": 5}, measure=PROBED))

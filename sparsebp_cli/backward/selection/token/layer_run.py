@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, argument_names, unchecked
 from sparsebp_cli.backward.decoder.kv_cache import Captured, Capturing, Giving, Joining, Meeting, silence
 from sparsebp_cli.backward.patch.forward import call_module, replaced
-from sparsebp_cli.backward.token.cut import Cutter, View
-from sparsebp_cli.backward.token.plan import Plan
-from sparsebp_cli.backward.token.rows import Rows
+from sparsebp_cli.backward.selection.token.attention_args import Cutter, View
+from sparsebp_cli.backward.selection.token.row_plan import Plan
+from sparsebp_cli.backward.selection.token.rows import Rows
 from sparsebp_cli.errors import UnsupportedError
 
 # A linear that makes queries, keys and values at once is multiplied again for trained rows; above this share of the

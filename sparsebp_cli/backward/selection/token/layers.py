@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, by_name, unchecked
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.patch.forward import replaced
-from sparsebp_cli.backward.token.plan import Plan
-from sparsebp_cli.backward.token.run import LayerRun, Views
+from sparsebp_cli.backward.selection.token.layer_run import LayerRun, Views
+from sparsebp_cli.backward.selection.token.row_plan import Plan
 from sparsebp_cli.errors import UnsupportedError
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sparsebp_cli.backward.score.scorer import IGNORED
+from sparsebp_cli.backward.selection.score.scorer import IGNORED
 
 
 def next_tokens(labels_BT: Tensor) -> Tensor:

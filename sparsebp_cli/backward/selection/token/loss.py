@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.token.plan import IGNORED, Marks
+from sparsebp_cli.backward.selection.token.row_plan import IGNORED, Marks
 from sparsebp_cli.errors import UnsupportedError
 
 

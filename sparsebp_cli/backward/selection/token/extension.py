@@ -18,14 +18,21 @@ from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
 from sparsebp_cli.backward.part import refuse_unasked
 from sparsebp_cli.backward.patch.forward import Bound, call_module, check_free, replaced
-from sparsebp_cli.backward.score.chooser import TokenChooser
-from sparsebp_cli.backward.token.chooser import Chooser
-from sparsebp_cli.backward.token.claim import Sizes, claim
-from sparsebp_cli.backward.token.loss import check_loss, masked_labels, row_loss, scale, spread_logits, with_changes
-from sparsebp_cli.backward.token.plan import Marks, Plan, make_plan, read_marks
-from sparsebp_cli.backward.token.reference import detached
-from sparsebp_cli.backward.token.run import draws, narrows, no_graph
-from sparsebp_cli.backward.token.stack import Stack
+from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
+from sparsebp_cli.backward.selection.token.chooser import Chooser
+from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
+from sparsebp_cli.backward.selection.token.layer_run import draws, narrows, no_graph
+from sparsebp_cli.backward.selection.token.layers import Stack
+from sparsebp_cli.backward.selection.token.loss import (
+    check_loss,
+    masked_labels,
+    row_loss,
+    scale,
+    spread_logits,
+    with_changes,
+)
+from sparsebp_cli.backward.selection.token.reference import detached
+from sparsebp_cli.backward.selection.token.row_plan import Marks, Plan, make_plan, read_marks
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
 

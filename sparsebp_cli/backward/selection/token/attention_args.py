@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.token.rows import Rows
+from sparsebp_cli.backward.selection.token.rows import Rows
 from sparsebp_cli.errors import UnsupportedError
 
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids", "cache_position"}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.need import claim_needed
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
+from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer
 from sparsebp_cli.backward.observe.claim import PassClaim
-from sparsebp_cli.backward.token.plan import Plan
+from sparsebp_cli.backward.selection.token.row_plan import Plan
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.token.rows import Rows
+from sparsebp_cli.backward.selection.token.rows import Rows
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.token import TokenChoice
 

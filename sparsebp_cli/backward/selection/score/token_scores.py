@@ -1,4 +1,5 @@
-"""Asks a token selector, with the scores that it needs; see :class:`~sparsebp_cli.backward.token.chooser.Chooser`."""
+"""Asks a token selector, with the scores that it needs; see
+:class:`~sparsebp_cli.backward.selection.token.chooser.Chooser`."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.score.batch import next_tokens, real_positions
-from sparsebp_cli.backward.score.chosen import Chosen
-from sparsebp_cli.backward.score.cost import ScoringCost
-from sparsebp_cli.backward.score.scorer import Scorer
+from sparsebp_cli.backward.core.chosen import Chosen
+from sparsebp_cli.backward.selection.score.batch import next_tokens, real_positions
+from sparsebp_cli.backward.selection.score.cost import ScoringCost
+from sparsebp_cli.backward.selection.score.scorer import Scorer
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 

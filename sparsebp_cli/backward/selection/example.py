@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.chosen import Chosen
 from sparsebp_cli.backward.decoder.decoder import by_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
 from sparsebp_cli.backward.part import refuse_unasked
 from sparsebp_cli.backward.patch.forward import Bound
-from sparsebp_cli.backward.score.batch import next_tokens
-from sparsebp_cli.backward.score.chosen import Chosen
-from sparsebp_cli.backward.score.cost import ScoringCost
-from sparsebp_cli.backward.score.scorer import IGNORED, Scorer, evaluating
+from sparsebp_cli.backward.selection.score.batch import next_tokens
+from sparsebp_cli.backward.selection.score.cost import ScoringCost
+from sparsebp_cli.backward.selection.score.scorer import IGNORED, Scorer, evaluating
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 

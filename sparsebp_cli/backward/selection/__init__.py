@@ -1,0 +1,1 @@
+"""Policies that select parameters, examples or tokens rather than gradients at sites."""
