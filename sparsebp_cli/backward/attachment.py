@@ -13,9 +13,10 @@ from sparsebp_cli.backward.binding import Binding
 from sparsebp_cli.backward.branch.site import BranchBinding
 from sparsebp_cli.backward.decision import Decision
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.eager.choice import choose_update
-from sparsebp_cli.backward.eager.clip import Clipping
 from sparsebp_cli.backward.engine import Engine
+from sparsebp_cli.backward.execution.eager.clipping import Clipping
+from sparsebp_cli.backward.execution.eager.options import choose_update
+from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
 from sparsebp_cli.backward.linear.site import LinearBinding
 from sparsebp_cli.backward.node.router import Routing
@@ -24,7 +25,6 @@ from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.patch.forward import Bound
 from sparsebp_cli.backward.process import SEVERAL, count_processes
-from sparsebp_cli.backward.segment.part import Segments
 from sparsebp_cli.backward.selection.example import ExamplePart
 from sparsebp_cli.backward.selection.parameter import ParameterPart, refuse_lazy
 from sparsebp_cli.backward.selection.score.check import check_scoring

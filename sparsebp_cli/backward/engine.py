@@ -14,9 +14,9 @@ from sparsebp_cli.backward.binding import Binding
 from sparsebp_cli.backward.clock import Clock
 from sparsebp_cli.backward.deciding import Deciding
 from sparsebp_cli.backward.decision import Decision
-from sparsebp_cli.backward.eager import EagerUpdate
-from sparsebp_cli.backward.eager.choice import refuse_scaling
 from sparsebp_cli.backward.example_rows import BatchNote
+from sparsebp_cli.backward.execution.eager import EagerUpdate
+from sparsebp_cli.backward.execution.eager.options import refuse_scaling
 from sparsebp_cli.backward.loss_graph import has_site
 from sparsebp_cli.backward.part import Asking, Part, Reading
 from sparsebp_cli.backward.selection.parameter import ParameterPart

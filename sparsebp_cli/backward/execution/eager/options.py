@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from sparsebp_cli.backward.eager.clip import Clipping
-from sparsebp_cli.backward.eager.separable import refuse_inseparable
-from sparsebp_cli.backward.eager.single import SingleStep
-from sparsebp_cli.backward.eager.update import EagerUpdate
-from sparsebp_cli.backward.grad_store import GradStore
+from sparsebp_cli.backward.execution.eager.clipping import Clipping
+from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
+from sparsebp_cli.backward.execution.eager.separable import refuse_inseparable
+from sparsebp_cli.backward.execution.eager.update import EagerUpdate
+from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from sparsebp_cli.backward.grad_check import check_dtype, check_gradient, check_max_norm, pair_up
-from sparsebp_cli.backward.grad_entry import Entry
-from sparsebp_cli.backward.grad_key import Key, Keys
+from sparsebp_cli.backward.execution.grad_check import check_dtype, check_gradient, check_max_norm, pair_up
+from sparsebp_cli.backward.execution.grad_entry import Entry
+from sparsebp_cli.backward.execution.grad_key import Key, Keys
 from sparsebp_cli.backward.observe.leaves import accumulate, find_leaves
 from sparsebp_cli.errors import UsageError, did_you_mean
 

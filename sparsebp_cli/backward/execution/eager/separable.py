@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebp_cli.backward.eager.single import SingleStep
+from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
 from sparsebp_cli.errors import UnsupportedError
 
 _STEPS = 3  # what looks at the norm of all parameters shows at the first step; what estimates something, later

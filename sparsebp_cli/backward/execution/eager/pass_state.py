@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.eager.clip import total_of
+from sparsebp_cli.backward.execution.eager.clipping import total_of
 
 
 @dataclass(frozen=True)

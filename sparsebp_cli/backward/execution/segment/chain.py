@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from sparsebp_cli.backward.grad_store import GradStore
-from sparsebp_cli.backward.segment.argument import refuse_hidden
-from sparsebp_cli.backward.segment.cut import split
-from sparsebp_cli.backward.segment.refusal import Refusal
-from sparsebp_cli.backward.segment.surrounding import Surrounding, Versions
+from sparsebp_cli.backward.execution.grad_store import GradStore
+from sparsebp_cli.backward.execution.segment.arguments import refuse_hidden
+from sparsebp_cli.backward.execution.segment.forward_context import Surrounding, Versions
+from sparsebp_cli.backward.execution.segment.refusal import Refusal
+from sparsebp_cli.backward.execution.segment.split import split
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 Module = Callable[[Any], Any]

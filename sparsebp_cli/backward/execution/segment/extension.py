@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
+from sparsebp_cli.backward.execution.segment.function import SegmentFunction, Work
+from sparsebp_cli.backward.execution.segment.recorded_forward import Passage
+from sparsebp_cli.backward.execution.segment.split import Layers, cut, find_layers
 from sparsebp_cli.backward.patch.forward import Bound
-from sparsebp_cli.backward.segment.cut import Layers, cut, find_layers
-from sparsebp_cli.backward.segment.function import SegmentFunction, Work
-from sparsebp_cli.backward.segment.passage import Passage
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 

@@ -5,6 +5,6 @@ With N segments of L layers autograd holds N inputs and the activations of L / N
 layers that keep a bytes and are given i. For a = i that is the square root of L, for transformers more.
 The last segment is not run again: its activations are what the backward begins with.
 
-Two ways to the same: :func:`~sparsebp_cli.backward.segment.chain.segmented_backward` for any list of modules, and
-``attach(model, policies, segments=...)`` for a model whose own forward runs its layers.
+Two ways to the same: :func:`~sparsebp_cli.backward.execution.segment.chain.segmented_backward` for any list of modules,
+and ``attach(model, policies, segments=...)`` for a model whose own forward runs its layers.
 """

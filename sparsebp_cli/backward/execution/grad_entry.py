@@ -1,4 +1,4 @@
-"""One gradient in a :class:`~sparsebp_cli.backward.grad_store.GradStore`."""
+"""One gradient in a :class:`~sparsebp_cli.backward.execution.grad_store.GradStore`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a :class:`~sparsebp_cli.backward.grad_store.GradStore` is given, looked at before anything of it is used."""
+"""What a :class:`~sparsebp_cli.backward.execution.grad_store.GradStore` is given, looked at before anything of it is
+used."""
 
 from __future__ import annotations
 

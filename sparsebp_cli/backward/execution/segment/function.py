@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
+from sparsebp_cli.backward.execution.segment.recorded_forward import Passage
 from sparsebp_cli.backward.observe.leaves import find_leaves
-from sparsebp_cli.backward.segment.passage import Passage
 from sparsebp_cli.errors import UnsupportedError
 
 

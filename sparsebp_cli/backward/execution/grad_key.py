@@ -1,4 +1,4 @@
-"""What a :class:`~sparsebp_cli.backward.grad_store.GradStore` is asked by: parameters and their names."""
+"""What a :class:`~sparsebp_cli.backward.execution.grad_store.GradStore` is asked by: parameters and their names."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.execution.segment.module_state import ModuleState
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
-from sparsebp_cli.backward.segment.state import ModuleState
 
 
 @dataclass

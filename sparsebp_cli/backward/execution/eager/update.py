@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from sparsebp_cli.backward.eager.arrival import Arrivals
-from sparsebp_cli.backward.eager.clip import Clipping, norm_of, total_of
-from sparsebp_cli.backward.eager.passing import EagerReport, Pass, sparing
-from sparsebp_cli.backward.eager.single import SingleStep
+from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, total_of
+from sparsebp_cli.backward.execution.eager.completeness import Arrivals
+from sparsebp_cli.backward.execution.eager.pass_state import EagerReport, Pass, sparing
+from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
 from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
