@@ -28,8 +28,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
+from sparsebp_cli.backward.core.extension import Claiming
 from sparsebp_cli.backward.observe.claim import DensePass
-from sparsebp_cli.backward.part import Claiming
 from sparsebp_cli.bench import Quartiles
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.worker.bench.turn import quartiles

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsebp_cli.backward.binding import Binding
 from sparsebp_cli.backward.branch.site import BranchBinding
-from sparsebp_cli.backward.decision import Decision
+from sparsebp_cli.backward.core.binding import Binding
+from sparsebp_cli.backward.core.engine import Engine
+from sparsebp_cli.backward.core.extension import Part
+from sparsebp_cli.backward.core.process import SEVERAL, count_processes
+from sparsebp_cli.backward.core.selector_runner import Decision
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.engine import Engine
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.options import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
@@ -22,9 +24,7 @@ from sparsebp_cli.backward.linear.site import LinearBinding
 from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeBinding
 from sparsebp_cli.backward.observe.attribution import is_watched
-from sparsebp_cli.backward.part import Part
 from sparsebp_cli.backward.patch.forward import Bound
-from sparsebp_cli.backward.process import SEVERAL, count_processes
 from sparsebp_cli.backward.selection.example import ExamplePart
 from sparsebp_cli.backward.selection.parameter import ParameterPart, refuse_lazy
 from sparsebp_cli.backward.selection.score.check import check_scoring

@@ -16,13 +16,13 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.report import Report
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.observe.claim import PassClaim
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 from sparsebp_cli.backward.proof_table import claimed_share, tabulate
-from sparsebp_cli.backward.report import Report
 
 
 @dataclass(frozen=True)

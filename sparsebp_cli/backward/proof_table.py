@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.backward.report import SiteReport
+from sparsebp_cli.backward.core.report import SiteReport
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.proof import Proof

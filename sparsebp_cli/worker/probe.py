@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
+from sparsebp_cli.backward.core.extension import Claiming
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
-from sparsebp_cli.backward.part import Claiming
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal, Way

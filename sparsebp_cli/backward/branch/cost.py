@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.stored_outputs import is_again
-from sparsebp_cli.backward.report import Claim
+from sparsebp_cli.backward.core.report import Claim
 from sparsebp_cli.policy import Rows, Selection
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BranchWork:
     """dgrad and wgrad of a branch's linears and, in an attention, of its products; see
-    :class:`sparsebp_cli.backward.binding.Work`.
+    :class:`sparsebp_cli.backward.core.binding.Work`.
 
     Args:
         branch: The branch.

@@ -22,7 +22,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 
 class BranchSite:

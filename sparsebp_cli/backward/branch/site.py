@@ -18,12 +18,12 @@ from sparsebp_cli.backward.patch.forward import Bound, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 
 @final
 class BranchBinding:
-    """Every residual branch; see :class:`~sparsebp_cli.backward.binding.Binding`.
+    """Every residual branch; see :class:`~sparsebp_cli.backward.core.binding.Binding`.
 
     Args:
         model: One whose layers have a layout.

@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from sparsebp_cli.backward.core.report import Claim
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.linear.float8 import Float8Form, float8_class
 from sparsebp_cli.backward.linear.function import Conv1DForm, Decider, Form, LinearForm, MatmulForm
 from sparsebp_cli.backward.linear.kernel import Needs
 from sparsebp_cli.backward.linear.shared_cast import SharedCast
+from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.patch.forward import Bound, check_free
-from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
 
 @final
 class LinearBinding:
-    """The output of every covered linear; see :class:`~sparsebp_cli.backward.binding.Binding`.
+    """The output of every covered linear; see :class:`~sparsebp_cli.backward.core.binding.Binding`.
 
     Args:
         model: Any module.

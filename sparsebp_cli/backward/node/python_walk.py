@@ -19,8 +19,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction, Function, once_differentiable
 
+from sparsebp_cli.backward.core.process import refuse_processes
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor
-from sparsebp_cli.backward.process import refuse_processes
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.process import refuse_processes
+from sparsebp_cli.backward.core.report import Route
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor
-from sparsebp_cli.backward.process import refuse_processes
-from sparsebp_cli.backward.report import Route
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Edge, EdgeRouter, Step
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
     from sparsebp_cli.backward.observe.graph import Graph, Place
 
 

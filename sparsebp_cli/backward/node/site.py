@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.report import Claim
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor, visiting
 from sparsebp_cli.backward.node.python_walk import find_hook, is_checkpointed, refuse_hooks, walked
 from sparsebp_cli.backward.observe.attribution import Attribution
 from sparsebp_cli.backward.observe.graph import Graph, Place
-from sparsebp_cli.backward.report import Claim
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
     from sparsebp_cli.backward.node.router import Routing
 
 
 @final
 class NodeBinding:
-    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.binding.Binding`.
+    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.core.binding.Binding`.
 
     Args:
         model: Any module. Nodes that are made outside of it (a loss function of one's own) are sites, too.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.chosen import Chosen
+from sparsebp_cli.backward.core.extension import refuse_unasked
 from sparsebp_cli.backward.decoder.decoder import by_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
-from sparsebp_cli.backward.part import refuse_unasked
 from sparsebp_cli.backward.patch.forward import Bound
 from sparsebp_cli.backward.selection.score.batch import next_tokens
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
@@ -30,14 +30,14 @@ from sparsebp_cli.policy import Examples, ExampleSelector, Step
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 Arguments = Mapping[str, Any]
 
 
 @final
 class ExamplePart:
-    """An example selector at work in one model; see :class:`~sparsebp_cli.backward.part.Part`.
+    """An example selector at work in one model; see :class:`~sparsebp_cli.backward.core.extension.Part`.
 
     Args:
         policy: Chooses.
@@ -84,7 +84,7 @@ class ExamplePart:
         """Nothing to do: the forward asks the engine."""
 
     def claim(self, dense: DensePass) -> PassClaim:
-        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.part.Claiming`."""
+        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.core.extension.Claiming`."""
         share = self._bound.tell_share()
         backward, recomputed = dict.fromkeys(dense.flops.backward, share), dict.fromkeys(dense.flops.recomputed, share)
         return PassClaim(backward, recomputed, dict.fromkeys(dense.flops.forward, share))

@@ -21,14 +21,14 @@ from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 Places = dict[str, tuple[nn.Module, str]]
 
 
 @final
 class ParameterPart:
-    """A parameter selector at work in one model; see :class:`~sparsebp_cli.backward.part.Part`.
+    """A parameter selector at work in one model; see :class:`~sparsebp_cli.backward.core.extension.Part`.
 
     Args:
         policy: Says what is trained.
@@ -88,7 +88,7 @@ class ParameterPart:
             self._get(name).grad = None  # what is left of an earlier step would be applied once more
 
     def claim(self, dense: DensePass) -> PassClaim:
-        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.part.Claiming`."""
+        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.core.extension.Claiming`."""
         return claim_needed(self._model, dense, [self._get(name) for name in self.frozen])
 
     def _ask(self, step: Step) -> frozenset[str]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
+from sparsebp_cli.backward.core.extension import Claiming
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
-from sparsebp_cli.backward.part import Claiming
 from sparsebp_cli.plan import ceiling
 
 from .case import Batch, Marked, make_batch

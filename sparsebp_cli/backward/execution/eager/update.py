@@ -24,12 +24,12 @@ from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
 from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
     from sparsebp_cli.policy import Step
 
 
 class EagerUpdate:
-    """Updates parameters while a backward runs; see :class:`~sparsebp_cli.backward.part.Part`.
+    """Updates parameters while a backward runs; see :class:`~sparsebp_cli.backward.core.extension.Part`.
 
     Args:
         model: With the parameters; the optimizer may have more, which are updated in the same way.

@@ -23,12 +23,12 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 
 @final
 class Segments:
-    """The segments of one model; see :class:`~sparsebp_cli.backward.part.Part`.
+    """The segments of one model; see :class:`~sparsebp_cli.backward.core.extension.Part`.
 
     They are how a step is executed and no policy, so they stay in force where policies are disabled: as with
     checkpointing, dense and policy are compared in the same way of running.

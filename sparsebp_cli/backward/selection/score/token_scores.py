@@ -16,7 +16,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: of the token that each position predicts
 OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy"})

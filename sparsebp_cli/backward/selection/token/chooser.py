@@ -9,7 +9,7 @@ from sparsebp_cli.policy import Step
 from sparsebp_cli.policy.token import TokenChoice
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 
 class Chooser(Protocol):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.extension import refuse_unasked
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
-from sparsebp_cli.backward.part import refuse_unasked
 from sparsebp_cli.backward.patch.forward import Bound, call_module, check_free, replaced
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
 from sparsebp_cli.backward.selection.token.chooser import Chooser
@@ -37,7 +37,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
 
 _NO_LABELS = (
     "{} chooses positions by the labels, and the model was called in training without any: pass labels, or give them "
@@ -48,7 +48,7 @@ _UNKNOWN = ("past_key_values", "output_hidden_states", "output_attentions", "log
 
 @final
 class TokenPart:
-    """See :class:`~sparsebp_cli.backward.part.Part`.
+    """See :class:`~sparsebp_cli.backward.core.extension.Part`.
 
     Args:
         policy: Its ``mode`` says how choices are carried out.

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from sparsebp_cli.backward.patch.forward import Bound
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.deciding import Deciding
+    from sparsebp_cli.backward.core.deciding import Deciding
 
 # What a model calls the argument whose first dimension is examples.
 _MAIN = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values", "labels")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparsebp_cli.backward.binding import Binding
+from sparsebp_cli.backward.core.binding import Binding
 from sparsebp_cli.backward.core.chosen import ChosenCounter
-from sparsebp_cli.backward.loss_graph import Products
-from sparsebp_cli.backward.report import Claim, Report, Route, SiteReport, Whole
+from sparsebp_cli.backward.core.report import Claim, Report, Route, SiteReport, Whole
+from sparsebp_cli.backward.observe.loss_graph import Products
 from sparsebp_cli.policy import Selection, Site
 
 

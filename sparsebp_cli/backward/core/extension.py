@@ -9,7 +9,7 @@ from sparsebp_cli.errors import UsageError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from sparsebp_cli.backward.engine import Engine
+    from sparsebp_cli.backward.core.engine import Engine
     from sparsebp_cli.policy import Policy, Step
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
 

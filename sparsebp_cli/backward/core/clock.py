@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sparsebp_cli.backward.process import current_rank
+from sparsebp_cli.backward.core.process import current_rank
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 

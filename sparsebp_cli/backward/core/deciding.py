@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from sparsebp_cli.backward.binding import Binding, Work
-from sparsebp_cli.backward.clock import Clock
+from sparsebp_cli.backward.core.binding import Binding, Work
 from sparsebp_cli.backward.core.chosen import Chosen
-from sparsebp_cli.backward.counter import Counter
-from sparsebp_cli.backward.decision import Decision
-from sparsebp_cli.backward.report import Claim, Report, Route
-from sparsebp_cli.backward.rounding import allowed_share
+from sparsebp_cli.backward.core.clock import Clock
+from sparsebp_cli.backward.core.counters import Counter
+from sparsebp_cli.backward.core.report import Claim, Report, Route
+from sparsebp_cli.backward.core.rounding import allowed_share
+from sparsebp_cli.backward.core.selector_runner import Decision
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.engine import Engine
-    from sparsebp_cli.backward.report import Claim
+    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.report import Claim
     from sparsebp_cli.policy import Selection
 
 

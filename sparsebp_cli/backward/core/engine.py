@@ -10,15 +10,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.binding import Binding
-from sparsebp_cli.backward.clock import Clock
-from sparsebp_cli.backward.deciding import Deciding
-from sparsebp_cli.backward.decision import Decision
-from sparsebp_cli.backward.example_rows import BatchNote
+from sparsebp_cli.backward.core.binding import Binding
+from sparsebp_cli.backward.core.clock import Clock
+from sparsebp_cli.backward.core.deciding import Deciding
+from sparsebp_cli.backward.core.extension import Asking, Part, Reading
+from sparsebp_cli.backward.core.selector_runner import Decision
 from sparsebp_cli.backward.execution.eager import EagerUpdate
 from sparsebp_cli.backward.execution.eager.options import refuse_scaling
-from sparsebp_cli.backward.loss_graph import has_site
-from sparsebp_cli.backward.part import Asking, Part, Reading
+from sparsebp_cli.backward.observe.example_rows import BatchNote
+from sparsebp_cli.backward.observe.loss_graph import has_site
 from sparsebp_cli.backward.selection.parameter import ParameterPart
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Step
