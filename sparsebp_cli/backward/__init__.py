@@ -6,12 +6,12 @@ from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.report import Claim, Report, Route, SiteReport
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
-from sparsebp_cli.backward.fidelity import Fidelity, GradientComparison, compare_gradients
-from sparsebp_cli.backward.movement import Moved, Movement
 from sparsebp_cli.backward.observe.flops import FlopCount, count_flops
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes, saved_bytes, tensor_bytes
-from sparsebp_cli.backward.proof import Overclaim, PassCount, Proof
+from sparsebp_cli.backward.proof.fidelity import Fidelity, GradientComparison, compare_gradients
+from sparsebp_cli.backward.proof.movement import Moved, Movement
+from sparsebp_cli.backward.proof.proof import Overclaim, PassCount, Proof
 
 __all__ = [
     "Chosen",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sparsebp_cli.backward.core.report import SiteReport
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.proof import Proof
+    from sparsebp_cli.backward.proof.proof import Proof
 
 COLUMNS = (
     "forward_flops",

@@ -22,7 +22,7 @@ from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.observe.claim import PassClaim
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
-from sparsebp_cli.backward.proof_table import claimed_share, tabulate
+from sparsebp_cli.backward.proof.table import claimed_share, tabulate
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Proof:
         return count.flops.backward[name] / row if row else None
 
     def table(self) -> dict[str, list[float | None]]:
-        """Return the proof by module; see :mod:`sparsebp_cli.backward.proof_table`."""
+        """Return the proof by module; see :mod:`sparsebp_cli.backward.proof.table`."""
         return tabulate(self)
 
     def find_overclaim(self) -> Overclaim | None:

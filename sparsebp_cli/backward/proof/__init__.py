@@ -1,0 +1,1 @@
+"""What a policy did, measured against what it claims."""
