@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsebp_cli.backward.linear.function import LinearForm
-from sparsebp_cli.backward.linear.kernel import Needs, run_kernel
+from sparsebp_cli.backward.linear.function import LinearForm, Needs, run_kernel
 from sparsebp_cli.bench import Form, find_forms
 from sparsebp_cli.policy import GradientSelector, Site, Step
 from sparsebp_cli.worker.bench.subject import Subject

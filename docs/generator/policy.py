@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from generator.markdown import code, head, table, unwrap
-from sparsebp_cli.backward.linear.kernel import kernel_share
+from sparsebp_cli.backward.linear.function import kernel_share
 from sparsebp_cli.policy import FoundPolicy, GradientSelector, Policy, find_policies
 
 TEXT = """Every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed plugins. To

@@ -22,7 +22,6 @@ from sparsebp_cli.auditor.replaced import Replaced, step_aside
 from sparsebp_cli.auditor.runner import PassRunner
 from sparsebp_cli.auditor.saved import Kept, SavedTensors
 from sparsebp_cli.auditor.sharded import find_gathered, is_sharded
-from sparsebp_cli.auditor.step import Steps
 from sparsebp_cli.auditor.storage import Weights, has_storage
 from sparsebp_cli.auditor.watch import Watch
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
@@ -258,3 +257,75 @@ def _count_compiled() -> int:
 
 def _modes() -> list[Any]:
     return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # noqa: SLF001 - no public name
+
+
+class Steps:
+    """Hooks of every optimizer of this process.
+
+    Args:
+        session: That is told.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._has_closure = session, False
+
+    def before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note what a step that begins will use; of one with a closure, when that returns.
+
+        Args:
+            optimizer: Whose.
+            args: Of its step, the optimizer first.
+            kwargs: Of its step.
+
+        Returns:
+            Both with the closure watched; None without one.
+        """
+        session = self._session
+        if not session.is_running:
+            return None
+        session.watch.is_updating = True
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first is the optimizer
+        self._has_closure = callable(closure)
+        if not callable(closure):
+            session.parameters.start_step(optimizer, session.passes)
+            return None
+        watched = self._watch_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, kwargs | {"closure": watched}
+        return (args[0], watched, *args[2:]), kwargs
+
+    def _watch_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """A closure trains inside the optimizer's step, which uses its gradients when it returns."""
+        session = self._session
+
+        @functools.wraps(closure)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            session.watch.is_updating = False
+            try:
+                return closure(*args, **kwargs)
+            finally:
+                session.watch.is_updating = True
+                if session.is_running:
+                    session.parameters.start_step(optimizer, session.passes, is_again=not self._has_closure)
+                    self._has_closure = False
+
+        return watched
+
+    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
+        """Note that a step has ended.
+
+        Args:
+            optimizer: Whose.
+            args: Of its step.
+            kwargs: Of its step.
+        """
+        session = self._session
+        if not session.is_running:
+            return
+        session.watch.is_updating = False
+        if self._has_closure:  # it was never called
+            session.parameters.start_step(optimizer, session.passes)
+        if session.parameters.is_ahead:  # of several optimizers, the first that makes this step
+            session.end_step()

@@ -1,9 +1,8 @@
 """PUBLIC. The engine that carries policies' decisions out in a model's backward, and what measures it."""
 
 from sparsebp_cli.backward.attachment import attach
-from sparsebp_cli.backward.core.chosen import Chosen
 from sparsebp_cli.backward.core.engine import Engine
-from sparsebp_cli.backward.core.report import Claim, Report, Route, SiteReport
+from sparsebp_cli.backward.core.report import Chosen, Claim, Report, Route, SiteReport
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
 from sparsebp_cli.backward.observe.flops import FlopCount, count_flops

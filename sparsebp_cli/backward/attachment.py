@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.branch.site import BranchBinding
-from sparsebp_cli.backward.core.binding import Binding
 from sparsebp_cli.backward.core.engine import Engine
-from sparsebp_cli.backward.core.extension import Part
+from sparsebp_cli.backward.core.extension import Binding, Part
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
 from sparsebp_cli.backward.core.selector_runner import Decision
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
@@ -27,11 +26,10 @@ from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.patch.forward import Bound
 from sparsebp_cli.backward.selection.example import ExamplePart
 from sparsebp_cli.backward.selection.parameter import ParameterPart, refuse_lazy
-from sparsebp_cli.backward.selection.score.check import check_scoring
 from sparsebp_cli.backward.selection.token.extension import make_parts
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy
+from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
 
 Sites = Literal["linears", "branches", "nodes"]
 Update = Literal["deferred", "eager"]
@@ -191,3 +189,33 @@ def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: dict[s
     facts = {**chosen, "float8": float8, "wrapped": wrapped, "processes": processes, "loop": "own"}
     words = {"processes": SEVERAL, "float8": f"float8 linears (at {float8!r})"}
     refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words=words))
+
+
+BATCH = "batch"
+
+
+def check_scoring(policies: Sequence[Policy], num_steps: int | None, reference: nn.Module | str | None) -> None:
+    """Refuse a policy without what it chooses by, and a reference that nobody reads.
+
+    Args:
+        policies: All that are to be attached.
+        num_steps: Optimizer steps of the whole training; None: nobody told.
+        reference: A model; ``batch``: its scores come with each batch.
+
+    Raises:
+        UsageError: Something is missing, or given for nothing.
+    """
+    for policy in policies:
+        if isinstance(policy, ExampleSelector) and policy.needs_num_steps and num_steps is None:
+            name = type(policy).__name__
+            raise UsageError(f"{name}: start and end are shares of the training: give attach(num_steps=...)")
+    readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
+    if readers and reference is None:
+        raise UsageError(
+            f"{type(readers[0]).__name__} compares with a reference: give attach(reference=MODEL), or "
+            f"reference={BATCH!r} where each batch has a column reference_loss"
+        )
+    if isinstance(reference, str) and reference != BATCH:
+        raise UsageError(f"reference must be a model or {BATCH!r}, got {reference!r}")
+    if reference is not None and not readers:
+        raise UsageError("reference is given, and no policy compares with one")

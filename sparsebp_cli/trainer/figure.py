@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sparsebp_cli.backward import Engine
-from sparsebp_cli.backward.core.chosen import Chosen
+from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.run import metric
 
 

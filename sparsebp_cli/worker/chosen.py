@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sparsebp_cli.backward.core.chosen import Chosen
+from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.policy import GradientSelector, Policy, TokenSelector
 from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.recipe.schema import Recipe

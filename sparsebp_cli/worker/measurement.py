@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement, Proof
 from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.proof.proof import Overclaim
-from sparsebp_cli.backward.proof.table import COLUMNS, kept_share
+from sparsebp_cli.backward.proof.proof import COLUMNS, Overclaim, kept_share
 from sparsebp_cli.plan.worth import Worth
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe

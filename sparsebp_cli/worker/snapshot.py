@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from torch import Tensor
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from sparsebp_cli.backward import Engine
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
 from sparsebp_cli.worker.generators import capture_rng, restore_rng
+from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import fill, gather, gather_optimizer, load_optimizer
 from sparsebp_cli.worker.trainable import trainable_parameters
 
-if TYPE_CHECKING:
-    from sparsebp_cli.worker.training import Training
+
+class Restorable(Protocol):
+    """What of a training a snapshot is taken of, and put back into: the training itself has more."""
+
+    step: int
+    tokens: int
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def ranks(self) -> Ranks: ...
+    @property
+    def seal(self) -> Seal: ...
+    @property
+    def bare(self) -> nn.Module: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def optimizer(self) -> torch.optim.Optimizer: ...
+    @property
+    def schedule(self) -> LRScheduler: ...
+    @property
+    def accelerator(self) -> Accelerator: ...
 
 
-def take_snapshot(training: Training) -> Snapshot:
+def take_snapshot(training: Restorable) -> Snapshot:
     """Return everything that a run needs to go on from here.
 
     Args:
@@ -35,7 +63,7 @@ def take_snapshot(training: Training) -> Snapshot:
     return Snapshot(training.step, weights, optimizer, rest, own, training.seal.to_json())
 
 
-def restore(training: Training, snapshot: Snapshot) -> None:
+def restore(training: Restorable, snapshot: Snapshot) -> None:
     """Go back to a snapshot.
 
     Args:
@@ -69,7 +97,7 @@ def restore(training: Training, snapshot: Snapshot) -> None:
         ) from error
 
 
-def _check_fit(training: Training, snapshot: Snapshot) -> None:
+def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
     """Refuse a checkpoint of another model, of other optimizer options or of a longer run."""
     before = f"the checkpoint of step {snapshot.step} does not fit the plan"
     max_steps = training.plan.recipe.training.max_steps
@@ -88,7 +116,7 @@ def _check_fit(training: Training, snapshot: Snapshot) -> None:
         raise UnsupportedError(f"{before}: it is of another optimizer than {training.plan.recipe.training.optim}")
 
 
-def _weights(training: Training) -> dict[str, Tensor]:
+def _weights(training: Restorable) -> dict[str, Tensor]:
     """Trained parameters, and the buffers that transformers would save."""
     saved = training.bare.state_dict()
     buffers = {name: b for name, b in training.bare.named_buffers() if name in saved}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
-from sparsebp_cli.backward.linear import kernel
+from sparsebp_cli.backward.linear import function
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoToFour, choice
 from tests.selector import Given
 
@@ -96,7 +96,7 @@ def test_fast_kernel_is_dense_on_the_masked_gradient(case: dict[str, Any]) -> No
     for t in tensors:
         t.grad = None
     with (
-        patch.object(kernel, "CSR_BELOW", case["csr_below"]),
+        patch.object(function, "CSR_BELOW", case["csr_below"]),
         sbp.attach(module, [Given(given=selection)]) as engine,
     ):
         engine.backward(module(x), lambda output: output.backward(gradient))

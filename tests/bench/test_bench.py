@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sparsebp_cli.backward.linear import kernel
+from sparsebp_cli.backward.linear import function
 from sparsebp_cli.bench import Benchmark, Row
 
 CLI = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", "bench"]
@@ -171,7 +171,7 @@ def test_json_for_programs_is_alone_on_standard_output(folder: Path) -> None:
 
 def test_csr_is_forced_without_touching_the_engines_own_share(found: Benchmark) -> None:
     assert _row(found, "linears", "elements csr", 0.5).flops_ratio < 0.9
-    assert 0.0 < kernel.CSR_BELOW < 0.5
+    assert 0.0 < function.CSR_BELOW < 0.5
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from sparsebp_cli.backward import count_flops
-from sparsebp_cli.backward.linear import kernel
+from sparsebp_cli.backward.linear import function
 from sparsebp_cli.bench import Row
 from sparsebp_cli.policy import Rows
 from tests.docs.block import ROOT
@@ -134,13 +134,13 @@ def test_a_kernel_that_is_a_little_wrong_is_found(monkeypatch: pytest.MonkeyPatc
 
     cpu = torch.device("cpu")
     assert all(check.good for check in correct.check_kernels(cpu, "float32"))
-    right = kernel._KERNELS[Rows]
+    right = function._KERNELS[Rows]
 
     def wrong(*args: Any) -> Any:
         dgrad, wgrad, bias = right(*args)
         return dgrad * 1.0001, wgrad, bias
 
-    monkeypatch.setitem(kernel._KERNELS, Rows, wrong)
+    monkeypatch.setitem(function._KERNELS, Rows, wrong)
     found = {check.form: check.good for check in correct.check_kernels(cpu, "float32")}
     assert not any(good for form, good in found.items() if form.startswith("topk rows"))
     assert all(good for form, good in found.items() if not form.startswith("topk rows"))
@@ -153,7 +153,7 @@ def test_a_kernel_that_a_device_refuses_is_a_finding(monkeypatch: pytest.MonkeyP
     def refuse(*_: Any) -> Any:
         raise RuntimeError("no such kernel\nfor this device")
 
-    monkeypatch.setitem(kernel._KERNELS, Rows, refuse)
+    monkeypatch.setitem(function._KERNELS, Rows, refuse)
     notes = {check.note for check in correct.check_kernels(torch.device("cpu"), "bfloat16") if not check.good}
     assert notes == {"RuntimeError: no such kernel"}
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BranchWork:
     """dgrad and wgrad of a branch's linears and, in an attention, of its products; see
-    :class:`sparsebp_cli.backward.core.binding.Work`.
+    :class:`sparsebp_cli.backward.core.extension.Work`.
 
     Args:
         branch: The branch.

@@ -22,7 +22,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import SiteEngine
 
 
 class BranchSite:
@@ -33,7 +33,7 @@ class BranchSite:
         engine: Who knows the step and the policy.
     """
 
-    def __init__(self, branch: Branch, engine: Engine) -> None:
+    def __init__(self, branch: Branch, engine: SiteEngine) -> None:
         self.branch, self.engine = branch, engine
         self.waiting: tuple[Tensor, Call] | None = None  # for the norm after the core
         self.input_needs_grad = True  # the core's, in the forward that was last

@@ -18,12 +18,12 @@ from sparsebp_cli.backward.patch.forward import Bound, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import SiteEngine
 
 
 @final
 class BranchBinding:
-    """Every residual branch; see :class:`~sparsebp_cli.backward.core.binding.Binding`.
+    """Every residual branch; see :class:`~sparsebp_cli.backward.core.extension.Binding`.
 
     Args:
         model: One whose layers have a layout.
@@ -54,7 +54,7 @@ class BranchBinding:
             for part in branch.parts:
                 _check_part(branch.name, part)
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: SiteEngine) -> None:
         for branch in self._branches:
             site = BranchSite(branch, engine)
             branch.dropouts.install()

@@ -1,35 +1,47 @@
-"""The engine: a model's backward, in which the policies decide; its start, its end, and its state."""
+"""The engine: a model's backward, in which policies decide at sites and extensions act beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.binding import Binding
 from sparsebp_cli.backward.core.clock import Clock
-from sparsebp_cli.backward.core.deciding import Deciding
-from sparsebp_cli.backward.core.extension import Asking, Part, Reading
+from sparsebp_cli.backward.core.counters import Counter, allowed_share
+from sparsebp_cli.backward.core.extension import (
+    Asking,
+    Binding,
+    FreezesParameters,
+    KeepsState,
+    Part,
+    Reading,
+    RunsPass,
+    ShortForward,
+    Work,
+)
+from sparsebp_cli.backward.core.report import Chosen, Claim, Report, Route
 from sparsebp_cli.backward.core.selector_runner import Decision
-from sparsebp_cli.backward.execution.eager import EagerUpdate
-from sparsebp_cli.backward.execution.eager.options import refuse_scaling
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import has_site
-from sparsebp_cli.backward.selection.parameter import ParameterPart
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Step
+from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
 _UNSEEN = (
     "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
     "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
 )
+_OUTSIDE = (
+    "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
+    "or put forward and backward inside engine.disabled() for dense gradients"
+)
 
 
-class Engine(Deciding):
+class Engine:
     """Carries out a policy's decisions in a model. Made by ``attach``.
 
     Backward passes of an attached model go through :meth:`backward`. A plain ``loss.backward()`` is refused: it would
@@ -60,14 +72,22 @@ class Engine(Deciding):
         num_steps: int | None = None,
         parts: Sequence[Part] = (),
     ) -> None:
-        super().__init__(binding, decision, Clock(optimizer, seed, num_steps, self._start_step))
-        self._model = model
+        self._model, self._binding, self._decision = model, binding, decision
+        self._clock = Clock(optimizer, seed, num_steps, self._start_step)  # refuses before anything changes
         self.reference, self.stores, self.parts = reference, stores, tuple(parts)
+        self.enabled, self.notes = True, dict[str, str]()
+        self.leaves_out = False  # whether a forward has left something out so far
+        self.forward: ShortForward | None = None  # the forward under way, where it leaves something out
+        # Numbers of examples in the model's last forward; empty: not known; None: no policy needs them.
+        self.batch_sizes: frozenset[int] | None = None if decision is None else frozenset()
+        self.eager = next((part for part in self.parts if isinstance(part, RunsPass)), None)
+        self._freezes = any(isinstance(part, FreezesParameters) for part in self.parts)
+        self._counter = Counter.of(binding.names)
+        self._step: Step | None = None  # the backward under way
         self._attached = True
         self._unhook: Callable[[], None] = lambda: None
         if decision is not None:
-            self._unhook = model.register_forward_pre_hook(BatchNote(self), with_kwargs=True).remove
-        self.eager = next((part for part in self.parts if isinstance(part, EagerUpdate)), None)
+            self._unhook = model.register_forward_pre_hook(BatchNote(self._note_batch), with_kwargs=True).remove
         binding.install(self)
         for part in self.parts:
             part.install(self)
@@ -102,10 +122,9 @@ class Engine(Deciding):
             if self.eager is None:
                 self._differentiate(loss, backward)
             else:
-                refuse_scaling(backward)
-                # A probe changes nothing.
-                updates = is_last and not self._clock.draw
-                self.eager.run(loss, partial(self._differentiate, loss, backward), updates=updates)
+                updates = is_last and not self._clock.draw  # a probe changes nothing
+                differentiate = partial(self._differentiate, loss, backward)
+                self.eager.run_pass(loss, differentiate, backward=backward, updates=updates)
         finally:
             self._step = None
         if reads:
@@ -125,8 +144,7 @@ class Engine(Deciding):
                 part.check_asked()
         asks = self._decision is not None or any(isinstance(part, Asking) for part in self.parts)
         # What is frozen may lie between all sites and the loss; at nodes every node is one.
-        frozen = any(isinstance(part, ParameterPart) for part in self.parts)
-        if asks and not frozen and self._trains_at_sites() and not has_site(loss, self):
+        if asks and not self._freezes and self._trains_at_sites() and not has_site(loss, self):
             raise UsageError(_UNSEEN)
 
     def _trains_at_sites(self) -> bool:
@@ -145,7 +163,7 @@ class Engine(Deciding):
         unknown = self._counter.products.unknown
         if self.leaves_out:
             unknown.add("positions or examples are left out before the backward")
-        if any(isinstance(part, ParameterPart) for part in self.parts):
+        if self._freezes:
             unknown.add("a policy chooses which parameters are trained")
         return bool(self._binding.names) and not unknown
 
@@ -155,6 +173,134 @@ class Engine(Deciding):
         names = [(name, p) for name, p in self._model.named_parameters(remove_duplicate=False)]
         names.sort(key=lambda pair: pair[0].rpartition(".")[0] in listed)
         return {id(p): name for name, p in names}
+
+    def now(self) -> Step:
+        """Return the step of the backward under way, or of the next one."""
+        return self._clock.now()
+
+    def check_inside(self) -> None:
+        """Refuse a backward that did not go through this engine. Called by the sites.
+
+        Raises:
+            UsageError: It did not.
+        """
+        if self.enabled and self._step is None:
+            raise UsageError(_OUTSIDE)
+
+    def policy_at(self, site: Site) -> GradientSelector | None:
+        """Return who will decide at a site in the backward under way, or the next one; None: dense there.
+
+        Args:
+            site: Where.
+
+        Returns:
+            The policy, with the share that it keeps at this step.
+        """
+        if self._decision is None or not self.enabled:
+            return None
+        return self._decision.policy_at(site, self.now())
+
+    def decide(
+        self, site: Site, grad_NO: Tensor, work: Work, dense_rows: int | None = None
+    ) -> tuple[Tensor, Selection | None]:
+        """Ask the policy, and count. Called by the sites.
+
+        Args:
+            site: Where.
+            grad_NO: The gradient of the site's output.
+            work: What the site's dense backward is.
+            dense_rows: Rows of the dense backward that the gradient stands for; None: its own.
+
+        Returns:
+            The gradient to go on with, and what is kept of it; None for everything.
+
+        Raises:
+            UsageError: The backward did not go through this engine.
+        """
+        if not self.enabled:
+            return grad_NO, None
+        self.check_inside()
+        assert self._step is not None
+        step = replace(self._step, call=self._counter.next_call(site.name))
+        policy, selection = self.policy_at(site), None
+        if policy is not None and self._decision is not None and grad_NO.numel() > 0:
+            grad_NO, selection = self._decision.take(policy, grad_NO, site, step)
+        kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
+        claim = allowed = work.claim(kind, budget)
+        if self._clock.draw and grad_NO.numel() > 0:  # training does not wait for what only a probe reads
+            allowed = work.claim(kind, allowed_share(budget, selection, grad_NO, site, pads=work.pads))
+        self._counter.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
+        return grad_NO, selection
+
+    @contextmanager
+    def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> Iterator[None]:
+        """Count sites as what a forward stands for that leaves positions or examples out. Called by extensions.
+
+        Args:
+            num_rows: B*T, where it runs some positions alone.
+            scale: Examples over those that it runs.
+
+        Yields:
+            None: As long as the forward lasts.
+        """
+        outer, self.leaves_out = self.forward, True
+        self.forward = ShortForward(num_rows, scale * (1.0 if outer is None else outer.scale))
+        try:
+            yield
+        finally:
+            self.forward = outer
+
+    @contextmanager
+    def probing(self, draw: int = 1, *, feedback: bool = True) -> Iterator[None]:
+        """Apply the policy without a trace: step, report and kept share are afterwards as they were before.
+
+        Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` speak of the probe alone.
+
+        Args:
+            draw: Of random policies; other than 0, so that training's decisions are not used up or repeated.
+            feedback: Whether error feedback adds what training has cut.
+
+        Yields:
+            None: As long as the probe lasts.
+        """
+        decision = nullcontext() if self._decision is None else self._decision.aside(feedback=feedback)
+        before, self._counter = self._counter, Counter.of(self._binding.names)
+        try:
+            with self._clock.aside(draw), decision:
+                yield
+        finally:
+            self._counter = before
+
+    def report(self) -> Report:
+        """Return what happened so far at every site, as plain numbers; waits for the device."""
+        return self._counter.report(self._binding, self.notes)
+
+    def claim(self) -> Claim:
+        """Return the last backward's FLOPs at the sites, dense and as the policy claims, from shapes alone."""
+        return Claim(self._counter.last_dense_flops, self._counter.last_claimed_flops)
+
+    def take_kept_share(self) -> float | None:
+        """Return the share of gradient entries kept since the last call, over all sites; waits for the device.
+
+        None when no gradient arrived since.
+        """
+        return self._counter.take_kept_share()
+
+    def take_chosen(self) -> Chosen | None:
+        """Return what was chosen of all batches since the last call together; None when nothing was."""
+        return self._counter.chosen.take()
+
+    def take_route(self) -> Route | None:
+        """Return where a router let the gradients of all passes since the last call go; None without a router."""
+        return self._counter.take_route()
+
+    def add_chosen(self, chosen: Chosen) -> None:
+        """Count what was chosen of a batch before its forward. Called by extensions."""
+        self._counter.chosen.add(chosen)
+
+    def add_route(self, route: Route) -> None:
+        """Count where a router let the gradient of one backward go. Called by the site adapter."""
+        self._counter.add_route(route)
 
     def columns(self, **columns: Tensor) -> None:
         """Give token policies what a script's own loss takes out of the batch before the model sees it.
@@ -185,12 +331,14 @@ class Engine(Deciding):
         """Return what a resumed run needs to decide as this one would.
 
         Returns:
-            The step number, the backward's number in it, and the tensors that error feedback will add; under an eager
-            update also the norm of the last step's gradients.
+            The step number, the backward's number in it, and the tensors that error feedback will add; and
+            what extensions keep: under an eager update, the norm of the last step's gradients.
         """
         cut = {} if self._decision is None else dict(self._decision.cut)
-        norm = {} if self.eager is None else {"gradient_norm": self.eager.previous_norm}
-        return {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut} | norm
+        state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
+        for part in self._keepers():
+            state |= part.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state.
@@ -208,8 +356,8 @@ class Engine(Deciding):
         self._clock.go_to(state["index"], state["micro_batch"])
         if self._decision is not None:
             self._decision.cut = dict(cut)
-        if self.eager is not None:
-            self.eager.previous_norm = state["gradient_norm"]
+        for part in self._keepers():
+            part.load_state_dict(state)
 
     def detach(self) -> None:
         """Give the model back as it was. Calling it again does nothing."""
@@ -237,3 +385,9 @@ class Engine(Deciding):
     def _start_step(self, step: Step) -> None:
         for part in self.parts:
             part.start_step(step)
+
+    def _keepers(self) -> Iterator[KeepsState]:
+        return (part for part in self.parts if isinstance(part, KeepsState))
+
+    def _note_batch(self, sizes: frozenset[int]) -> None:
+        self.batch_sizes = sizes

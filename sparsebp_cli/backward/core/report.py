@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
-from sparsebp_cli.backward.core.chosen import Chosen
+from torch import Tensor
+
+Number = int | float | Tensor  # tensors stay on their device until somebody reads them
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,84 @@ class Route:
         mine, theirs = vars(self), vars(other)
         parameters = self.parameters | other.parameters
         return Route(**{key: mine[key] + theirs[key] for key in mine if key != "parameters"}, parameters=parameters)
+
+
+@dataclass(frozen=True, repr=False)
+class Chosen:
+    """Counts of one or more forwards; two can be added.
+
+    Args:
+        targets: Predictions that the labels train; examples, in a classification.
+        trained: Of these, those whose loss counts.
+        real: Positions that are no padding.
+        carried: Of these, those that carry gradient.
+        examples: Examples that there was a choice among.
+        chosen_examples: Of these, those that were backpropagated.
+        scoring_seconds: Wall time of the forwards that were run for scores, the reference model's included.
+        scoring_flops: Their FLOPs; 0 unless they ran under :func:`~sparsebp_cli.backward.count_flops`.
+    """
+
+    targets: Number = 0
+    trained: Number = 0
+    real: Number = 0
+    carried: Number = 0
+    examples: int = 0
+    chosen_examples: int = 0
+    scoring_seconds: float = 0.0
+    scoring_flops: int = 0
+
+    @property
+    def trained_share(self) -> float | None:
+        """Trained over targets; None without targets. Waits for the device."""
+        return float(self.trained) / float(self.targets) if float(self.targets) else None
+
+    @property
+    def carried_share(self) -> float | None:
+        """Carried over real; None where nobody counted positions. Waits for the device."""
+        return float(self.carried) / float(self.real) if float(self.real) else None
+
+    def describe(self) -> str:
+        """Return the counts in words, as plain numbers. Waits for the device."""
+        trained, carried = self.trained_share, self.carried_share
+        parts = (
+            []
+            if trained is None
+            else [f"{int(self.trained):,} of {int(self.targets):,} targets trained ({trained:.2%})"]
+        )
+        if carried is not None:
+            parts.append(f"{int(self.carried):,} of {int(self.real):,} positions carried ({carried:.2%})")
+        if self.examples:
+            parts.append(f"{self.chosen_examples:,} of {self.examples:,} examples")
+        return ", ".join(parts)
+
+    def __repr__(self) -> str:
+        """Return all counts as plain numbers. Waits for the device."""
+        counts = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain = (f"{name}={value.item() if isinstance(value, Tensor) else value}" for name, value in counts.items())
+        return f"Chosen({', '.join(plain)})"
+
+    def __add__(self, other: Self) -> Self:
+        """Return both together."""
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class EagerReport:
+    """What happened in the last pass that updated.
+
+    Args:
+        num_early: Parameters that were updated while the pass ran.
+        waited: Names of those that were updated when it had ended.
+        gradient_bytes: Most bytes of gradients that were there at a time: those that had arrived at parameters, or all
+            that one node of the graph gives at once (a segment gives those of all its layers). What has not all its
+            parts yet is not counted; ``sbp.memory_trace`` sees everything.
+        gradient_norm: 2-norm of all gradients together, before they were clipped.
+    """
+
+    num_early: int
+    waited: tuple[str, ...]
+    gradient_bytes: int
+    gradient_norm: float
 
 
 @dataclass(frozen=True)

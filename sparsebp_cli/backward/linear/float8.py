@@ -15,15 +15,14 @@ Shape letters: N rows (= B*T), D input width, O output width, K kept.
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.linear.function import Decider, Form
-from sparsebp_cli.backward.linear.kernel import Needs
-from sparsebp_cli.backward.linear.shared_cast import SharedCast
+from sparsebp_cli.backward.linear.function import Decider, Form, Needs
 from sparsebp_cli.policy import Rows, Selection
 
 
@@ -217,3 +216,43 @@ def _take_rows(kept_ND: Tensor, index_K: Tensor) -> Tensor:
     if kept_ND.element_size() > 1:
         return kept_ND.index_select(0, index_K)
     return kept_ND.view(torch.uint8).index_select(0, index_K).view(kept_ND.dtype)  # no kernel picks rows of float8
+
+
+@final
+class SharedCast:
+    """The last input that was cast and kept: queries, keys and values read the same one, and need it once.
+
+    It is dropped with the input itself, and when another one is cast.
+    """
+
+    def __init__(self) -> None:
+        self._input: weakref.ref[Tensor] | None = None
+        self._key: tuple[Any, ...] = ()
+        self._found: tuple[Tensor, Tensor, Any] | None = None
+
+    def find(self, x: Tensor, how: Any) -> tuple[Tensor, Tensor, Any] | None:
+        """Return the cast of an input, where it was the last one.
+
+        Args:
+            x: The input.
+            how: What decides the cast.
+
+        Returns:
+            Numbers, scale and the rest; None where it was not.
+        """
+        last = None if self._input is None else self._input()
+        return self._found if last is x and self._key == (x._version, how) else None  # noqa: SLF001 - its only name
+
+    def note(self, x: Tensor, how: Any, found: tuple[Tensor, Tensor, Any]) -> None:
+        """Note the cast of an input.
+
+        Args:
+            x: The input.
+            how: What decides the cast.
+            found: Numbers, scale and the rest.
+        """
+        self._input, self._key, self._found = weakref.ref(x, self._drop), (x._version, how), found  # noqa: SLF001
+
+    def _drop(self, ref: object) -> None:
+        if ref is self._input:
+            self._input = self._found = None

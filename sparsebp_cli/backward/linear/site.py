@@ -20,17 +20,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sparsebp_cli.backward.core.report import Claim
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.linear.float8 import Float8Form, float8_class
-from sparsebp_cli.backward.linear.function import Conv1DForm, Decider, Form, LinearForm, MatmulForm
-from sparsebp_cli.backward.linear.kernel import Needs
-from sparsebp_cli.backward.linear.shared_cast import SharedCast
+from sparsebp_cli.backward.linear.float8 import Float8Form, SharedCast, float8_class
+from sparsebp_cli.backward.linear.function import Conv1DForm, Decider, Form, LinearForm, MatmulForm, Needs
 from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.patch.forward import Bound, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import SiteEngine
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
 
 @final
 class LinearBinding:
-    """The output of every covered linear; see :class:`~sparsebp_cli.backward.core.binding.Binding`.
+    """The output of every covered linear; see :class:`~sparsebp_cli.backward.core.extension.Binding`.
 
     Args:
         model: Any module.
@@ -105,7 +103,7 @@ class LinearBinding:
             left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
             raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: SiteEngine) -> None:
         for name, module, form in self._found.covered:
             first = name in self._time_first
             module.forward = BoundLinear(name, module, form, engine, self._layers[name], time_first=first)
@@ -157,7 +155,14 @@ class BoundLinear(Bound):
     """
 
     def __init__(
-        self, name: str, module: nn.Module, form: Form, engine: Engine, layer: int | None, *, time_first: bool = False
+        self,
+        name: str,
+        module: nn.Module,
+        form: Form,
+        engine: SiteEngine,
+        layer: int | None,
+        *,
+        time_first: bool = False,
     ) -> None:
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
         self.time_first = time_first
@@ -236,7 +241,7 @@ class _Call:
         return self.linear.reference
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> SiteEngine:
         return self.linear.engine
 
     def decide(

@@ -17,7 +17,7 @@ from sparsebp_cli.policy import Edge, EdgeRouter, Step
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.observe.graph import Graph, Place
 
 
@@ -33,7 +33,9 @@ class Routing:
         self.router = router
         self._walker: Router | None = None
 
-    def start(self, loss: Tensor, graph: Graph, engine: Engine, model: nn.Module, excluded: frozenset[str]) -> Router:
+    def start(
+        self, loss: Tensor, graph: Graph, engine: EngineView, model: nn.Module, excluded: frozenset[str]
+    ) -> Router:
         """Return who takes part in the pass that is about to begin; with lookahead, after a full pass.
 
         Args:
@@ -54,7 +56,7 @@ class Routing:
         self._walker = Router(self.router, engine.now(), graph, excluded, ahead)
         return self._walker
 
-    def finish(self, engine: Engine, model: nn.Module) -> None:
+    def finish(self, engine: EngineView, model: nn.Module) -> None:
         """Count the pass that ended, and fill in what is missing.
 
         Args:

@@ -25,13 +25,13 @@ from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import SiteEngine
     from sparsebp_cli.backward.node.router import Routing
 
 
 @final
 class NodeBinding:
-    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.core.binding.Binding`.
+    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.core.extension.Binding`.
 
     Args:
         model: Any module. Nodes that are made outside of it (a loss function of one's own) are sites, too.
@@ -53,9 +53,9 @@ class NodeBinding:
         self.excluded = tuple(name for name in modules if any(fnmatchcase(name, pattern) for pattern in patterns))
         self._model, self._layers, self._routing = model, LayerNumbers(model), routing
         self._attribution: Attribution | None = None
-        self._engine: Engine | None = None
+        self._engine: SiteEngine | None = None
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: SiteEngine) -> None:
         self._engine = engine
         self._attribution = Attribution(self._model, at_exit=lambda output: _watch(output, engine.check_inside))
 
@@ -121,7 +121,7 @@ class Cut(Visitor):
 
     routes = False
 
-    def __init__(self, engine: Engine, layers: LayerNumbers, excluded: frozenset[str]) -> None:
+    def __init__(self, engine: SiteEngine, layers: LayerNumbers, excluded: frozenset[str]) -> None:
         self._engine, self._layers, self._excluded = engine, layers, excluded
 
     def before(self, place: Place, grads: Gradients) -> Gradients:

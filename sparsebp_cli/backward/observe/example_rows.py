@@ -7,8 +7,8 @@ reshape that joined them. Whatever cannot be proved is told as unknown, and refu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from sparsebp_cli.backward.patch.forward import Bound
-
-if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.deciding import Deciding
 
 # What a model calls the argument whose first dimension is examples.
 _MAIN = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values", "labels")
@@ -65,16 +62,16 @@ class BatchNote(Bound):
     """A hook before the model's forward: notes how many examples the model is given.
 
     Args:
-        engine: That its sites ask.
+        note: Called with the numbers of examples that the first dimensions of its inputs may be.
     """
 
-    def __init__(self, engine: Deciding) -> None:
-        self.engine = engine
+    def __init__(self, note: Callable[[frozenset[int]], None]) -> None:
+        self._note = note
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG002
         """Note it; what is compiled keeps no note."""
         if not torch.compiler.is_compiling():
-            self.engine.batch_sizes = frozenset(_sizes(args, kwargs))
+            self._note(frozenset(_sizes(args, kwargs)))
 
 
 def _sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[int]:

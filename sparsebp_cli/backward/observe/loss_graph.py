@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-
-from sparsebp_cli.backward.branch.forward import BranchSite
 
 Shape = tuple[int, ...]
 
@@ -55,6 +53,14 @@ def walk(root: Node) -> Iterator[Node]:
             if child is not None and child not in seen:
                 seen.add(child)
                 waiting.append(child)
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """Decides about a node of its own kind, and knows what the node's dense backward multiplies."""
+
+    def dense_flops(self, batch_shape: Shape, call: Any) -> float:
+        """Return it as FLOPs, for an output of this shape without features and the forward that gave it."""
 
 
 @dataclass
@@ -103,7 +109,7 @@ class Products:
         if hasattr(node, "decider"):  # a linear of the engine
             shape = _output(node)
             self.total += 2.0 * prod(shape) * node.input_shape[-1] * sum(map(bool, node.needs_input_grad[:2]))
-        elif isinstance(getattr(node, "chooser", None), BranchSite):
+        elif isinstance(getattr(node, "chooser", None), CountsFlops):
             self.total += node.chooser.dense_flops(_output(node)[:-1], node.call)
         elif kind not in _HARMLESS:
             self.unknown.add(kind.removesuffix("Backward"))

@@ -16,13 +16,12 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.report import Report
+from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.observe.claim import PassClaim
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
-from sparsebp_cli.backward.proof.table import claimed_share, tabulate
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,7 @@ class Proof:
         return count.flops.backward[name] / row if row else None
 
     def table(self) -> dict[str, list[float | None]]:
-        """Return the proof by module; see :mod:`sparsebp_cli.backward.proof.table`."""
+        """Return the proof by module, one row of ``COLUMNS`` each; see :func:`tabulate`."""
         return tabulate(self)
 
     def find_overclaim(self) -> Overclaim | None:
@@ -243,3 +242,66 @@ def _times(
 
 def _inside(site: str, count: Mapping[str, float]) -> float:
     return sum(flops for name, flops in count.items() if name == site or name.startswith(f"{site}."))
+
+
+COLUMNS = (
+    "forward_flops",
+    "recomputed_flops",
+    "backward_flops",
+    "dense_backward_flops",
+    "saved_bytes",
+    "dense_saved_bytes",
+    "rows",
+    "dense_rows",
+    "claimed_share",
+    "kept_share",
+)
+
+
+def tabulate(proof: Proof) -> dict[str, list[float | None]]:
+    """Return one row of ``COLUMNS`` for each module that computed or saved anything, or has sites.
+
+    Args:
+        proof: Of one batch.
+
+    Returns:
+        By the module's name; empty for the model itself and what belongs to no module.
+    """
+    counts = (proof.policy.flops.forward, proof.policy.flops.recomputed, proof.policy.flops.backward)
+    columns = (*counts, proof.dense.flops.backward, proof.policy.saved.by_module, proof.dense.saved.by_module)
+    sites: dict[str, list[SiteReport]] = {}
+    for site in proof.report.sites:
+        sites.setdefault(proof.owners[site.name], []).append(site)
+    names = dict.fromkeys([*sites, *(name for column in columns for name in column)])
+    left = proof.left_flops
+    return {
+        name: [
+            *(float(column[name]) for column in columns),
+            proof.rows(name, proof.policy),
+            proof.rows(name, proof.dense),
+            _claimed(proof, name, sites.get(name, []), left),
+            kept_share(sites.get(name, [])),
+        ]
+        for name in names
+    }
+
+
+def _claimed(proof: Proof, name: str, sites: list[SiteReport], left: Mapping[str, float]) -> float | None:
+    dense = proof.dense.backward_flops[name]
+    if not proof.claims or name not in proof.row_flops or not dense:
+        return claimed_share(sites)
+    return (left[name] + sum(site.claimed_flops - site.arrived_flops for site in sites)) / dense
+
+
+def claimed_share(sites: Iterable[SiteReport]) -> float | None:
+    """Return what a policy claims to leave of the dense backward FLOPs of some sites; None when they have none."""
+    claims = [(site.claimed_flops, site.arrived_flops) for site in sites]
+    dense = sum(dense for _, dense in claims)
+    return sum(claimed for claimed, _ in claims) / dense if dense else None
+
+
+def kept_share(sites: Iterable[SiteReport]) -> float | None:
+    """Return the share of gradient entries that was kept at some sites; None when no gradient arrived."""
+    counts = [(site.kept_share * site.entries, site.entries) for site in sites if site.kept_share is not None]
+    entries = sum(entries for _, entries in counts)
+    return sum(kept for kept, _ in counts) / entries if entries else None

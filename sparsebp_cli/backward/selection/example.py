@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.chosen import Chosen
 from sparsebp_cli.backward.core.extension import refuse_unasked
+from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.decoder.decoder import by_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
@@ -30,7 +30,7 @@ from sparsebp_cli.policy import Examples, ExampleSelector, Step
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import EngineView
 
 Arguments = Mapping[str, Any]
 
@@ -60,7 +60,7 @@ class ExamplePart:
         head: Any = found.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: EngineView) -> None:
         self._before = self._model.__dict__.get("forward")
         self._bound = BoundExamples(self._model, self._policy, self._scorer, engine, self._before)
         self._model.__dict__["forward"] = self._bound
@@ -102,7 +102,7 @@ class BoundExamples(Bound):
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: Engine, before: Any
+        self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: EngineView, before: Any
     ) -> None:
         self.is_attached, self.was_asked, self._number = True, False, 1
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine

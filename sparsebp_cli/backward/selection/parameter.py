@@ -21,7 +21,7 @@ from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import EngineView
 
 Places = dict[str, tuple[nn.Module, str]]
 
@@ -53,7 +53,7 @@ class ParameterPart:
         """Names of parameters that the model would train, and the step under way does not."""
         return frozenset(self._places) - self._trained
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: EngineView) -> None:
         when = "at each step" if self._policy.changes else "all the time"
         count = sum(p.num_entries for p in self.parameters if p.name in self._trained)
         total = sum(p.num_entries for p in self.parameters)

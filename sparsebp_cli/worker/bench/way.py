@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations, keep_activations
 from sparsebp_cli.backward import Engine, attach
-from sparsebp_cli.backward.linear import kernel
+from sparsebp_cli.backward.linear import function
 from sparsebp_cli.policy import Policy
 
 CSR_ALWAYS, CSR_NEVER = 2.0, 0.0  # shares of kept entries below which a product is done in CSR
@@ -79,8 +79,8 @@ def _checkpointing(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _csr_below(share: float) -> Iterator[None]:
-    before, kernel.CSR_BELOW = kernel.CSR_BELOW, share
+    before, function.CSR_BELOW = function.CSR_BELOW, share
     try:
         yield
     finally:
-        kernel.CSR_BELOW = before
+        function.CSR_BELOW = before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -11,8 +9,7 @@ from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
 from sparsebp_cli.backward.execution.eager.separable import refuse_inseparable
 from sparsebp_cli.backward.execution.eager.update import EagerUpdate
-from sparsebp_cli.backward.execution.grad_store import GradStore
-from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.errors import UsageError
 
 
 def choose_update(
@@ -47,27 +44,3 @@ def choose_update(
         )
     refuse_inseparable(optimizer)
     return [part]
-
-
-def refuse_scaling(backward: Callable[..., object] | None) -> None:
-    """Refuse what multiplies the loss, and would divide gradients by as much when they are no longer there.
-
-    Also what takes the gradients elsewhere, so that none would arrive at a parameter.
-
-    Args:
-        backward: What runs a pass, such as ``accelerator.backward``.
-
-    Raises:
-        UnsupportedError: It has a scaler, or is a store's.
-    """
-    owner = getattr(backward, "__self__", None)
-    if isinstance(owner, GradStore):
-        raise UnsupportedError(
-            "update='eager' with the backward of a GradStore: the store takes the gradients that parameters would be "
-            "updated by; use update='deferred'"
-        )
-    if getattr(owner, "scaler", None) is not None:
-        raise UnsupportedError(
-            "update='eager' with a GradScaler is not built: gradients would be applied before they are scaled back; "
-            "use bfloat16, or update='deferred'"
-        )

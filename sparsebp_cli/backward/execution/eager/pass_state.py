@@ -12,25 +12,6 @@ from torch import Tensor
 from sparsebp_cli.backward.execution.eager.clipping import total_of
 
 
-@dataclass(frozen=True)
-class EagerReport:
-    """What happened in the last pass that updated.
-
-    Args:
-        num_early: Parameters that were updated while the pass ran.
-        waited: Names of those that were updated when it had ended.
-        gradient_bytes: Most bytes of gradients that were there at a time: those that had arrived at parameters, or all
-            that one node of the graph gives at once (a segment gives those of all its layers). What has not all its
-            parts yet is not counted; ``sbp.memory_trace`` sees everything.
-        gradient_norm: 2-norm of all gradients together, before they were clipped.
-    """
-
-    num_early: int
-    waited: tuple[str, ...]
-    gradient_bytes: int
-    gradient_norm: float
-
-
 @dataclass
 class Pass:
     """One backward pass under way.

@@ -8,7 +8,7 @@ its own parameter alone (LOMO's looks at all of them), and what is shared is upd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import TYPE_CHECKING, Any
@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from sparsebp_cli.backward.core.report import EagerReport
 from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, total_of
 from sparsebp_cli.backward.execution.eager.completeness import Arrivals
-from sparsebp_cli.backward.execution.eager.pass_state import EagerReport, Pass, sparing
+from sparsebp_cli.backward.execution.eager.pass_state import Pass, sparing
 from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
+from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.policy import Step
 
 
@@ -59,7 +61,7 @@ class EagerUpdate:
                 taken = self._name(parameter)
                 raise UnsupportedError(f"update='eager': another engine updates {taken}: call its detach() first")
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: EngineView) -> None:
         self._engine = engine
         # The optimizer's own step finds no gradients; what it counts in its groups is then as after one step.
         self._settling = self._single.optimizer.register_step_post_hook(lambda *_: self._single.settle())
@@ -74,7 +76,7 @@ class EagerUpdate:
         self._arrivals.remove()
 
     def enable(self, enabled: bool) -> None:
-        """Do nothing: outside of :meth:`run` a backward leaves its gradients where they are."""
+        """Do nothing: outside of :meth:`run_pass` a backward leaves its gradients where they are."""
 
     def start_step(self, step: Step) -> None:  # noqa: ARG002 - all steps are alike
         self._has_updated, self._broken = False, ""
@@ -93,19 +95,37 @@ class EagerUpdate:
     def previous_norm(self, value: float | None) -> None:
         self._total = None if value is None else torch.tensor(value)
 
-    def run(self, loss: Tensor, differentiate: Callable[..., None], *, updates: bool) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return the norm of the last step's gradients; None before the first."""
+        return {"gradient_norm": self.previous_norm}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.previous_norm = state["gradient_norm"]
+
+    def run_pass(
+        self,
+        loss: Tensor,
+        differentiate: Callable[..., None],
+        *,
+        backward: Callable[..., object] | None = None,
+        updates: bool,
+    ) -> None:
         """Run a backward pass.
 
         Args:
             loss: What is differentiated.
             differentiate: Runs the pass, with the arguments of ``loss.backward``.
+            backward: What the user runs a pass with; None: ``torch.Tensor.backward``.
             updates: Whether parameters change in it; else their gradients are left where they are.
 
         Raises:
             UsageError: Parameters were updated in this step before, maybe in a pass that broke off; or one got a
                 gradient after its update.
+            UnsupportedError: ``backward`` scales the loss, or takes the gradients away.
             DivergedError: A gradient is not finite.
         """
+        refuse_scaling(backward)
         if not updates:
             self._arrivals.pass_over()
             differentiate()
@@ -276,3 +296,27 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 def _free(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def refuse_scaling(backward: Callable[..., object] | None) -> None:
+    """Refuse what multiplies the loss, and would divide gradients by as much when they are no longer there.
+
+    Also what takes the gradients elsewhere, so that none would arrive at a parameter.
+
+    Args:
+        backward: What runs a pass, such as ``accelerator.backward``.
+
+    Raises:
+        UnsupportedError: It has a scaler, or is a store's.
+    """
+    owner = getattr(backward, "__self__", None)
+    if isinstance(owner, GradStore):
+        raise UnsupportedError(
+            "update='eager' with the backward of a GradStore: the store takes the gradients that parameters would be "
+            "updated by; use update='deferred'"
+        )
+    if getattr(owner, "scaler", None) is not None:
+        raise UnsupportedError(
+            "update='eager' with a GradScaler is not built: gradients would be applied before they are scaled back; "
+            "use bfloat16, or update='deferred'"
+        )

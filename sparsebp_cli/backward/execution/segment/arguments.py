@@ -7,7 +7,7 @@ passed by, and what a layer writes into a list or an object that it was given wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -94,3 +94,20 @@ def _values(container: Any) -> list[Any]:
 
 def _are_same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
+
+
+class Refusal:
+    """Hook of a tensor inside a segment: a gradient that arrives there would be lost.
+
+    Args:
+        name: Of the layer that computed it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, grad: Tensor) -> NoReturn:  # noqa: ARG002 - torch's signature
+        raise UnsupportedError(
+            f"segments: the loss uses what {self._name!r} computes inside a segment, where there is no graph: "
+            "only outputs of segments, and the last segment, have one"
+        )

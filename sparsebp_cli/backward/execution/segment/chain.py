@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from sparsebp_cli.backward.execution.grad_store import GradStore
-from sparsebp_cli.backward.execution.segment.arguments import refuse_hidden
+from sparsebp_cli.backward.execution.segment.arguments import Refusal, refuse_hidden
 from sparsebp_cli.backward.execution.segment.forward_context import Surrounding, Versions
-from sparsebp_cli.backward.execution.segment.refusal import Refusal
 from sparsebp_cli.backward.execution.segment.split import split
 from sparsebp_cli.errors import UnsupportedError, UsageError
 

@@ -23,7 +23,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import EngineView
 
 
 @final
@@ -61,7 +61,7 @@ class Segments:
         self._passage: Passage | None = None
         self._hook: Any = None
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: EngineView) -> None:
         names = self._layers.names
         starts = ", ".join(names[part[0]] for part in self.segments)
         engine.notes["segments"] = f"layers run in segments that begin with {starts}; all but the last are run again"

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sparsebp_cli.backward.execution.segment.arguments import Contents, refuse_hidden
+from sparsebp_cli.backward.execution.segment.arguments import Contents, Refusal, refuse_hidden
 from sparsebp_cli.backward.execution.segment.forward_context import Surrounding, Versions
-from sparsebp_cli.backward.execution.segment.refusal import Refusal
 from sparsebp_cli.backward.observe.leaves import find_leaves
 from sparsebp_cli.errors import UnsupportedError, UsageError
 

@@ -1,5 +1,5 @@
 """Asks a token selector, with the scores that it needs; see
-:class:`~sparsebp_cli.backward.selection.token.chooser.Chooser`."""
+:class:`~sparsebp_cli.backward.selection.token.extension.Chooser`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.chosen import Chosen
+from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.selection.score.batch import next_tokens, real_positions
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
 from sparsebp_cli.backward.selection.score.scorer import Scorer
@@ -16,7 +16,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import EngineView
 
 REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: of the token that each position predicts
 OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy"})
@@ -50,7 +50,7 @@ class TokenChooser:
             self._reference = Scorer(reference, f"{what} by a reference")
             check_vocabulary(model, self._reference)
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: EngineView) -> None:
         """Count what is chosen with the engine.
 
         Args:

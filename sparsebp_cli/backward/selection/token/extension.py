@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_
 from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
 from sparsebp_cli.backward.patch.forward import Bound, call_module, check_free, replaced
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
-from sparsebp_cli.backward.selection.token.chooser import Chooser
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layer_run import draws, narrows, no_graph
 from sparsebp_cli.backward.selection.token.layers import Stack
@@ -35,9 +34,37 @@ from sparsebp_cli.backward.selection.token.reference import detached
 from sparsebp_cli.backward.selection.token.row_plan import Marks, Plan, make_plan, read_marks
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
+from sparsebp_cli.policy.token import TokenChoice
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.engine import Engine
+    from sparsebp_cli.backward.core.extension import EngineView
+
+
+class Chooser(Protocol):
+    """Chooses positions of one batch."""
+
+    def choose(self, arguments: Mapping[str, Any], plain_forward: Callable[..., Any], step: Step) -> TokenChoice:
+        """Choose positions. Called in a forward in training, with gradients enabled, before anything is computed.
+
+        Args:
+            arguments: The forward's arguments by name, as the caller gave them: ``labels`` is among them, and
+                ``input_ids`` or ``inputs_embeds``. Columns that the model's own forward does not know are among them
+                too; whoever carries the choice out removes ``columns``. Nothing may be changed.
+            plain_forward: The model's own forward, as it would be without the policy; for scores. It follows the
+                gradient and training mode that it is called in.
+            step: When.
+
+        Returns:
+            Two boolean tensors of the labels' shape.
+        """
+
+    def install(self, engine: EngineView) -> None:
+        """Be told whose clock and counters these are, before the first choice."""
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of arguments that only the chooser reads."""
+
 
 _NO_LABELS = (
     "{} chooses positions by the labels, and the model was called in training without any: pass labels, or give them "
@@ -70,7 +97,7 @@ class TokenPart:
             check_free(layer.name, layer.module)
         check_loss(decoder.model)
 
-    def install(self, engine: Engine) -> None:
+    def install(self, engine: EngineView) -> None:
         self.chooser.install(engine)
         self._forward = BoundDecoder(self, engine)
         self.decoder.model.forward = self._forward
@@ -128,7 +155,7 @@ class BoundDecoder(Bound):
         engine: Whether it is in force, and the step.
     """
 
-    def __init__(self, part: TokenPart, engine: Engine) -> None:
+    def __init__(self, part: TokenPart, engine: EngineView) -> None:
         self.part, self.engine, self.is_removed = part, engine, False
         self._model = part.decoder.model
         # The number of rows differs from step to step; what is compiled inside of the layers stays so.
