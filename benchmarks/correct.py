@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sparsebp_cli.backward.linear.function import LinearForm, Needs, run_kernel
+from sparsebp_cli.backward.linear.function import LinearLayout, Needs, run_kernel
 from sparsebp_cli.bench import Form, find_forms
 from sparsebp_cli.policy import GradientSelector, Site, Step
 from sparsebp_cli.worker.bench.subject import Subject
@@ -120,7 +120,7 @@ def check_kernels(device: torch.device, dtype: str) -> Iterator[Check]:
             label = f"topk {_name(form, keep)}"
             try:
                 with Way("", csr_below=CSR_BELOW.get(form.execution)).on(torch.nn.Module()):
-                    fast = run_kernel(LinearForm(), grad_NO, x_ND, weight, selection, Needs(True, True, True))
+                    fast = run_kernel(LinearLayout(), grad_NO, x_ND, weight, selection, Needs(True, True, True))
             except RuntimeError as error:
                 yield _refused("kernel", label, dtype, error)
                 continue

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from sparsebp_cli.auditor.ledger import Account, Pass, Work
+from sparsebp_cli.auditor.ledger import Account, AccountFlops, PassRecord
 from sparsebp_cli.auditor.operation import DGRAD, WGRAD
-from sparsebp_cli.auditor.parameter import Fate
+from sparsebp_cli.auditor.parameter import ParameterHistory
 from sparsebp_cli.auditor.saved import Kept
 from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.auditor.verdict import Verdict
@@ -42,7 +42,7 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
     """
     waste = Waste()
     held = sum(fate.bit for fate in session.parameters.fates.values() if _waits_for_step(fate))
-    products: dict[str, Work] = defaultdict(Work)
+    products: dict[str, AccountFlops] = defaultdict(AccountFlops)
     _settle_whole(session.ledger.passes)
     for one in session.ledger.passes:
         for account, work in one.work.items():
@@ -54,14 +54,14 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
     return waste
 
 
-def _waits_for_step(fate: Fate) -> bool:
+def _waits_for_step(fate: ParameterHistory) -> bool:
     """Whether an optimizer's step is what uses a parameter's gradient: not one that is updated in the backward."""
     return fate.steps > 0 and (fate.steps_with_gradient > 0 or not fate.has_moved)
 
 
-def _settle_whole(passes: list[Pass]) -> None:
+def _settle_whole(passes: list[PassRecord]) -> None:
     """A gradient that is all zero is waste if it always is: that of a new low-rank adapter is so but once."""
-    sums: dict[Account, Work] = defaultdict(Work)
+    sums: dict[Account, AccountFlops] = defaultdict(AccountFlops)
     for one in passes:
         for account, work in one.work.items():
             sums[account].add(work)
@@ -72,7 +72,7 @@ def _settle_whole(passes: list[Pass]) -> None:
 
 
 def _judge_account(
-    session: Session, verdict: Verdict, waste: Waste, one: Pass, held: int, account: Account, work: Work
+    session: Session, verdict: Verdict, waste: Waste, one: PassRecord, held: int, account: Account, work: AccountFlops
 ) -> None:
     if work.dead:
         waste.flops[_dropped_kind(session, account)][account.module] += work.dead
@@ -98,7 +98,7 @@ def _dropped_kind(session: Session, account: Account) -> str:
     return "frozen-wgrad" if is_frozen else "dropped-gradient"
 
 
-def _judge_rows(session: Session, waste: Waste, products: dict[str, Work]) -> None:
+def _judge_rows(session: Session, waste: Waste, products: dict[str, AccountFlops]) -> None:
     """The forward of rows that the loss does not depend on: of heads, and of padding."""
     ledger = session.ledger
     shares = {name: _share(work.padding + work.zero, work) for name, work in products.items()}
@@ -117,12 +117,12 @@ def _judge_rows(session: Session, waste: Waste, products: dict[str, Work]) -> No
             waste.flops["padding"][name] += min(share, padded) * flops
 
 
-def _share(part: float, work: Work) -> float:
+def _share(part: float, work: AccountFlops) -> float:
     rest = work.flops - work.dead
     return part / rest if rest else 0.0
 
 
-def _judge_saved(session: Session, verdict: Verdict, waste: Waste, products: dict[str, Work]) -> None:
+def _judge_saved(session: Session, verdict: Verdict, waste: Waste, products: dict[str, AccountFlops]) -> None:
     widths = {session.ledger.heads[name]: share for name, share in waste.head_share.items()}
     has_padding = any(work.padding for work in products.values())
     known = session.saved_of_passes()

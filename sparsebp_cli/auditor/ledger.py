@@ -26,7 +26,7 @@ class Account(NamedTuple):
 
 
 @dataclass
-class Work:
+class AccountFlops:
     """FLOPs of one account.
 
     Args:
@@ -43,7 +43,7 @@ class Work:
     zero: float = 0.0
     whole: float = 0.0
 
-    def add(self, other: Work) -> None:
+    def add(self, other: AccountFlops) -> None:
         """Add another account's work."""
         self.flops += other.flops
         self.dead += other.dead
@@ -53,7 +53,7 @@ class Work:
 
 
 @dataclass
-class Pass:
+class PassRecord:
     """One backward pass.
 
     Args:
@@ -66,7 +66,7 @@ class Pass:
     collected: int = 0
     used: int = 0
     discarded: int = 0
-    work: dict[Account, Work] = field(default_factory=dict)
+    work: dict[Account, AccountFlops] = field(default_factory=dict)
 
     @property
     def pending(self) -> int:
@@ -83,7 +83,7 @@ class Pass:
             zero: Share of its rows that are zero elsewhere.
         """
         account = Account(operation.module, operation.kind, operation.parameter, operation.leaves)
-        work = self.work.setdefault(account, Work())
+        work = self.work.setdefault(account, AccountFlops())
         work.flops += operation.flops
         if is_dead:
             work.dead += operation.flops
@@ -95,7 +95,7 @@ class Pass:
 
 
 @dataclass
-class Ledger:
+class AuditLedger:
     """Everything that was counted.
 
     Args:
@@ -121,7 +121,7 @@ class Ledger:
     ignored: int = 0
     positions: int = 0
     padded: int = 0
-    passes: list[Pass] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
     visited: set[int] = field(default_factory=set)
 
     def use(self, leaves: int) -> None:

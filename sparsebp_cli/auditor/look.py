@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sparsebp_cli.auditor.ledger import Ledger
+from sparsebp_cli.auditor.ledger import AuditLedger
 from sparsebp_cli.auditor.storage import key_of
 
 _ATEN = torch.ops.aten
@@ -23,7 +23,7 @@ _MEASURING = (
 )
 
 
-class Looks:
+class GradientReads:
     """Gradients that nobody has looked at yet.
 
     Args:
@@ -36,7 +36,7 @@ class Looks:
         looked_at: Bits of those that somebody outside of an optimizer took for more than their norm.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: AuditLedger) -> None:
         self._ledger = ledger
         self.unread: set[int] = set()
         self.read: set[int] = set()

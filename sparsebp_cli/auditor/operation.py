@@ -64,7 +64,7 @@ class Operation:
 
 
 @dataclass
-class Tape:
+class OperatorTape:
     """The operators of one backward pass in their order.
 
     Args:

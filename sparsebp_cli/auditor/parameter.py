@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sparsebp_cli.auditor.ledger import Pass
+from sparsebp_cli.auditor.ledger import PassRecord
 from sparsebp_cli.auditor.reach import UNKNOWN
 from sparsebp_cli.auditor.storage import has_storage, key_of, refer
 
@@ -19,7 +19,7 @@ _CHUNK = 1 << 22  # numbers that are cast at once
 
 
 @dataclass
-class Fate:
+class ParameterHistory:
     """One parameter.
 
     Args:
@@ -70,11 +70,11 @@ class Parameters:
         stand_ins: Whole parameters that were gathered of sharded ones, with what is known of those.
     """
 
-    fates: dict[Tensor, Fate] = field(default_factory=dict)
-    by_name: dict[str, Fate] = field(default_factory=dict)
+    fates: dict[Tensor, ParameterHistory] = field(default_factory=dict)
+    by_name: dict[str, ParameterHistory] = field(default_factory=dict)
     captured: int = 0
     optimizers: dict[Any, int] = field(default_factory=dict)
-    stand_ins: dict[Tensor, Fate] = field(default_factory=dict)
+    stand_ins: dict[Tensor, ParameterHistory] = field(default_factory=dict)
     num_steps: int = 0
     is_ahead: bool = False
     _bits: dict[str, int] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class Parameters:
             parameter: It.
         """
         if parameter not in self.fates:
-            fate = Fate(name, self.new_bit(name), parameter, fingerprint(parameter))
+            fate = ParameterHistory(name, self.new_bit(name), parameter, fingerprint(parameter))
             self.fates[parameter] = self.by_name[name] = fate
 
     def new_bit(self, name: str) -> int:
@@ -106,11 +106,13 @@ class Parameters:
             bits |= 0 if fate is None else fate.bit
         return bits
 
-    def find(self, tensor: Tensor) -> Fate | None:
+    def find(self, tensor: Tensor) -> ParameterHistory | None:
         """Return what is known of a parameter, or of the one that it stands for; None for nothing."""
         return self.fates.get(tensor) or self.stand_ins.get(tensor)
 
-    def start_step(self, optimizer: torch.optim.Optimizer, passes: Iterable[Pass], *, is_again: bool = False) -> None:
+    def start_step(
+        self, optimizer: torch.optim.Optimizer, passes: Iterable[PassRecord], *, is_again: bool = False
+    ) -> None:
         """Note what an optimizer is about to use.
 
         Args:
@@ -144,7 +146,7 @@ class Parameters:
         made = self.optimizers[optimizer] = self.optimizers.get(optimizer, 0) + 1
         self.is_ahead, self.num_steps = made > self.num_steps, max(made, self.num_steps)
 
-    def clear(self, tensors: Iterable[Tensor], passes: Iterable[Pass]) -> None:
+    def clear(self, tensors: Iterable[Tensor], passes: Iterable[PassRecord]) -> None:
         """Note that gradients are about to be cleared.
 
         Args:
@@ -155,7 +157,7 @@ class Parameters:
         for one in passes:
             one.discarded |= one.pending & bits
 
-    def clear_missing(self, passes: list[Pass]) -> None:
+    def clear_missing(self, passes: list[PassRecord]) -> None:
         """Note gradients that somebody took away since they were computed."""
         if any(one.pending for one in passes):
             waiting = {id(fate) for fate in self.stand_ins.values()}  # FSDP may keep gradients until it reduces them

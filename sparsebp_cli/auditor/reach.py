@@ -18,7 +18,7 @@ UNKNOWN = 1  # the bit of what nobody can judge
 
 
 @dataclass
-class Reach:
+class LeafReachability:
     """The graph of one backward pass.
 
     Args:
@@ -52,7 +52,7 @@ class Reach:
         return found
 
 
-def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> Reach:
+def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReachability:
     """Go through the graph below some tensors.
 
     Args:
@@ -62,7 +62,7 @@ def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> Reach:
     Returns:
         The graph.
     """
-    reach, found, order = Reach(), dict[Any, int](), list[Any]()
+    reach, found, order = LeafReachability(), dict[Any, int](), list[Any]()
     waiting = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
     while waiting:
         node, is_done = waiting.pop()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sparsebp_cli.auditor.ledger import Pass
-from sparsebp_cli.auditor.operation import Tape
+from sparsebp_cli.auditor.ledger import PassRecord
+from sparsebp_cli.auditor.operation import OperatorTape
 from sparsebp_cli.auditor.parameter import Parameters
-from sparsebp_cli.auditor.reach import UNKNOWN, Reach, walk
+from sparsebp_cli.auditor.reach import UNKNOWN, LeafReachability, walk
 from sparsebp_cli.auditor.sharded import is_flat
 from sparsebp_cli.auditor.storage import has_storage, key_of, refer
-from sparsebp_cli.auditor.watch import Watch
+from sparsebp_cli.auditor.watch import OperatorWatch
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class PassRunner:
         inputs: What leaves that are no parameters got, pass by pass.
     """
 
-    def __init__(self, watch: Watch, parameters: Parameters) -> None:
+    def __init__(self, watch: OperatorWatch, parameters: Parameters) -> None:
         self._watch, self._parameters = watch, parameters
-        self.current: Pass | None = None
+        self.current: PassRecord | None = None
         self.inputs: list[InputGradient] = []
-        self._tapes: list[Tape] = []
+        self._tapes: list[OperatorTape] = []
 
     def run(self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a pass; one inside another is counted with that.
@@ -65,7 +65,7 @@ class PassRunner:
             What ``run`` returned.
         """
         is_outer = self.current is None
-        current = self.current = self.current or Pass()
+        current = self.current = self.current or PassRecord()
         reach, seen = self._look_at(outputs, args, current, is_outer=is_outer, accumulates=kwargs["accumulate_grad"])
         tape = self._watch.begin(reach)
         if self._tapes:
@@ -87,8 +87,8 @@ class PassRunner:
                 self._note_inputs(seen)
 
     def _look_at(
-        self, outputs: Any, args: tuple[Any, ...], current: Pass, *, is_outer: bool, accumulates: bool
-    ) -> tuple[Reach, list[tuple[int, Tensor]]]:
+        self, outputs: Any, args: tuple[Any, ...], current: PassRecord, *, is_outer: bool, accumulates: bool
+    ) -> tuple[LeafReachability, list[tuple[int, Tensor]]]:
         """The graph, and its leaves that are no parameters with their bits."""
         parameters, seen = self._parameters, list[tuple[int, Tensor]]()
 

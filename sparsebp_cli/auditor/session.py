@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from sparsebp_cli.auditor.hook import Hooks
-from sparsebp_cli.auditor.ledger import Ledger, Pass
+from sparsebp_cli.auditor.ledger import AuditLedger, PassRecord
 from sparsebp_cli.auditor.module import AnyModules
 from sparsebp_cli.auditor.parameter import Parameters
 from sparsebp_cli.auditor.replaced import Replaced, step_aside
@@ -23,7 +23,7 @@ from sparsebp_cli.auditor.runner import PassRunner
 from sparsebp_cli.auditor.saved import Kept, SavedTensors
 from sparsebp_cli.auditor.sharded import find_gathered, is_sharded
 from sparsebp_cli.auditor.storage import Weights, has_storage
-from sparsebp_cli.auditor.watch import Watch
+from sparsebp_cli.auditor.watch import OperatorWatch
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
 MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass
@@ -43,10 +43,12 @@ class Session:
         self, steps: int | None, on_step: Progress | None = None, on_end: Callable[[], None] | None = None
     ) -> None:
         self.wanted, self._on_step, self._on_end = steps, on_step, on_end
-        self.ledger, self.weights, self.parameters, self.hooks = Ledger(), Weights(), Parameters(), Hooks()
+        self.ledger, self.weights, self.parameters, self.hooks = AuditLedger(), Weights(), Parameters(), Hooks()
         self.modules = AnyModules(self._see_root)
         self.saved = SavedTensors(self.modules, self.weights)
-        self.watch = Watch(self.ledger, self.modules, self.weights, self.saved, self._shape_of, self.parameters.bit_of)
+        self.watch = OperatorWatch(
+            self.ledger, self.modules, self.weights, self.saved, self._shape_of, self.parameters.bit_of
+        )
         self.runner = PassRunner(self.watch, self.parameters)
         self.is_running = self._is_armed = self._is_due = False
         self.seconds, self._last_number = 0.0, 0
@@ -101,7 +103,7 @@ class Session:
         return [kept for kept in self.saved.take_all() if kept.numbers[0] < self._last_number]
 
     @property
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[PassRecord]:
         """Outermost backward passes, the one under way as well."""
         return self.ledger.passes + ([self.runner.current] if self.runner.current is not None else [])
 

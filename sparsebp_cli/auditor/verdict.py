@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sparsebp_cli.auditor.parameter import Fate
+from sparsebp_cli.auditor.parameter import ParameterHistory
 from sparsebp_cli.auditor.runner import InputGradient
 from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.auditor.storage import has_died
@@ -79,7 +79,7 @@ def judge_leaves(session: Session) -> Verdict:
     return verdict
 
 
-def _kind_of(fate: Fate, collected: int, looked_at: int) -> str | None:
+def _kind_of(fate: ParameterHistory, collected: int, looked_at: int) -> str | None:
     """None: it is as it should be. Empty: no gradient ever came."""
     if fate.steps and not fate.steps_with_gradient:
         return "" if fate.tensor.requires_grad and not fate.bit & collected else None

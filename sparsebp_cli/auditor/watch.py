@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsebp_cli.auditor.ledger import Ledger, Pass
-from sparsebp_cli.auditor.look import Looks
+from sparsebp_cli.auditor.ledger import AuditLedger, PassRecord
+from sparsebp_cli.auditor.look import GradientReads
 from sparsebp_cli.auditor.module import AnyModules
-from sparsebp_cli.auditor.operation import AGAIN, DGRAD, WGRAD, Operation, Tape
+from sparsebp_cli.auditor.operation import AGAIN, DGRAD, WGRAD, Operation, OperatorTape
 from sparsebp_cli.auditor.product import factors_of, find_zero, is_product
-from sparsebp_cli.auditor.reach import UNKNOWN, Reach
+from sparsebp_cli.auditor.reach import UNKNOWN, LeafReachability
 from sparsebp_cli.auditor.saved import SavedTensors
 from sparsebp_cli.auditor.storage import Weights, key_of, refer, tensors_in
 from sparsebp_cli.backward.observe.flops import find_formula
@@ -29,7 +29,7 @@ _ATEN = torch.ops.aten
 _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Fills a ledger. A mode of its thread, which passes every operator on unchanged.
 
     Args:
@@ -43,7 +43,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: AuditLedger,
         modules: AnyModules,
         weights: Weights,
         saved: SavedTensors,
@@ -58,12 +58,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_updating = False  # inside an optimizer's step
         self.used_here: dict[str, set[str]] = {}  # parameters that a module's forward reads
         self.padding_N: Tensor | None = None
-        self.looks = Looks(ledger)
+        self.looks = GradientReads(ledger)
         self.find_sharded: Callable[[], None] | None = None  # where a model is sharded
-        self._waiting: list[tuple[Reach, Tape]] = []
-        self._running: dict[int, tuple[Reach, Tape]] = {}
+        self._waiting: list[tuple[LeafReachability, OperatorTape]] = []
+        self._running: dict[int, tuple[LeafReachability, OperatorTape]] = {}
 
-    def begin(self, reach: Reach) -> Tape:
+    def begin(self, reach: LeafReachability) -> OperatorTape:
         """Expect a backward pass.
 
         Args:
@@ -72,11 +72,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             On which its operators will be written.
         """
-        tape = Tape()
+        tape = OperatorTape()
         self._waiting.append((reach, tape))
         return tape
 
-    def end(self, tape: Tape, into: Pass) -> None:
+    def end(self, tape: OperatorTape, into: PassRecord) -> None:
         """Count a backward pass that has ended.
 
         Args:
@@ -148,7 +148,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             tape.operations += self._count(operation, reach, func, formula, args, kwargs, result)
 
-    def _find_pass(self) -> tuple[Reach, Tape] | None:
+    def _find_pass(self) -> tuple[LeafReachability, OperatorTape] | None:
         """The innermost pass of this thread; its number is known when its first operator runs."""
         this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
         if this not in self._running:
@@ -160,7 +160,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._running[this]
 
     def _count(
-        self, operation: Operation, reach: Reach, func: Any, formula: Any, args: Any, kwargs: Any, result: Any
+        self,
+        operation: Operation,
+        reach: LeafReachability,
+        func: Any,
+        formula: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
     ) -> list[Operation]:
         """FLOPs of an operator in a backward pass, and which gradient they are for; what it does besides, apart."""
         if func.overloadpacket is _ATEN.convolution_backward:
@@ -190,7 +197,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return []
 
     def _count_convolution(
-        self, operation: Operation, reach: Reach, formula: Any, args: Any, kwargs: Any, result: Any
+        self, operation: Operation, reach: LeafReachability, formula: Any, args: Any, kwargs: Any, result: Any
     ) -> list[Operation]:
         """One operator computes both gradients: they are counted apart."""
         *rest, mask = args

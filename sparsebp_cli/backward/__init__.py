@@ -2,7 +2,7 @@
 
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.backward.core.engine import Engine
-from sparsebp_cli.backward.core.report import Chosen, Claim, Report, Route, SiteReport
+from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route, SiteReport
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
 from sparsebp_cli.backward.observe.flops import FlopCount, count_flops
@@ -14,10 +14,10 @@ from sparsebp_cli.backward.proof.proof import Overclaim, PassCount, Proof
 
 __all__ = [
     "Chosen",
-    "Claim",
     "Engine",
     "Fidelity",
     "FlopCount",
+    "FlopEstimate",
     "GradStore",
     "GradientComparison",
     "ModuleTrace",

@@ -9,23 +9,23 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sparsebp_cli.backward.branch.site import BranchBinding
+from sparsebp_cli.backward.branch.site import BranchAdapter
 from sparsebp_cli.backward.core.engine import Engine
-from sparsebp_cli.backward.core.extension import Binding, Part
+from sparsebp_cli.backward.core.extension import EngineExtension, SiteAdapter
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
-from sparsebp_cli.backward.core.selector_runner import Decision
+from sparsebp_cli.backward.core.selector_runner import SelectorRunner
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.options import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
-from sparsebp_cli.backward.linear.site import LinearBinding
+from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.router import Routing
-from sparsebp_cli.backward.node.site import NodeBinding
+from sparsebp_cli.backward.node.site import NodeAdapter
 from sparsebp_cli.backward.observe.attribution import is_watched
-from sparsebp_cli.backward.patch.forward import Bound
-from sparsebp_cli.backward.selection.example import ExamplePart
-from sparsebp_cli.backward.selection.parameter import ParameterPart, refuse_lazy
+from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.selection.example import ExampleExtension
+from sparsebp_cli.backward.selection.parameter import ParameterExtension, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_parts
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
@@ -106,11 +106,11 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     refuse_lazy(model)
     layers = LayerNumbers(model)
     if isinstance(policy, EdgeRouter):
-        binding: Binding = NodeBinding(model, exclude, Routing(policy))
+        binding: SiteAdapter = NodeAdapter(model, exclude, Routing(policy))
     else:
-        decision = None if policy is None else Decision(policy, len(layers.layers))
+        decision = None if policy is None else SelectorRunner(policy, len(layers.layers))
         dense = policy is None and sites == "linears"  # then a model needs no linear: a convolutional one in segments
-        binding = LinearBinding(model, exclude, may_be_empty=True) if dense else _BINDINGS[sites](model, exclude)
+        binding = LinearAdapter(model, exclude, may_be_empty=True) if dense else _BINDINGS[sites](model, exclude)
     tokens = make_parts(policies, model, reference)
     eager = choose_update(wrapped, optimizer, update, clipping)
     attached = Engine(
@@ -140,10 +140,10 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
-_BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], Binding]] = {
-    "linears": LinearBinding,
-    "branches": BranchBinding,
-    "nodes": NodeBinding,
+_BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
+    "linears": LinearAdapter,
+    "branches": BranchAdapter,
+    "nodes": NodeAdapter,
 }
 
 
@@ -156,9 +156,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
-_PARTS: dict[Any, Callable[[Any, nn.Module], Part]] = {
-    ParameterSelector: ParameterPart,
-    ExampleSelector: ExamplePart,
+_PARTS: dict[Any, Callable[[Any, nn.Module], EngineExtension]] = {
+    ParameterSelector: ParameterExtension,
+    ExampleSelector: ExampleExtension,
 }
 
 
@@ -174,7 +174,7 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 def _refuse_attached(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module.__dict__.get("forward"), Bound) or is_watched(module):
+        if isinstance(module.__dict__.get("forward"), ForwardOverride) or is_watched(module):
             where = f" (at {name!r})" if name else ""
             raise UnsupportedError(f"the model is already attached{where}: call detach() of its engine first")
 

@@ -70,7 +70,7 @@ class _Block:
     died: int | None = None
 
 
-class Ledger:
+class MemoryLedger:
     """All blocks of a step."""
 
     def __init__(self, start: int) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.memory.ledger import Allocation, Event, Ledger, Note, Turn
+from sparsebp_cli.memory.ledger import Allocation, Event, MemoryLedger, Note, Turn
 from sparsebp_cli.memory.storage import plain_tensors
 from sparsebp_cli.run.memory import MemoryCurve, Part, Phase
 
@@ -103,7 +103,7 @@ class MemoryRecord:
         entries = _Reader(self._device, told=self._has_turns).read(self._profile.profiler.kineto_results)
         self._profile = None
         start = next(entry for entry in entries if isinstance(entry, int))
-        ledger = Ledger(start)
+        ledger = MemoryLedger(start)
         ledger.read(entry for entry in entries if not isinstance(entry, int))
         return ledger.curve()
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
-from sparsebp_cli.backward.core.extension import Claiming
-from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
+from sparsebp_cli.backward.core.extension import EstimatesFlops
+from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal, Way
@@ -100,14 +100,14 @@ def _time(rehearsal: Rehearsal, stopwatch: Stopwatch, way: Way) -> tuple[float, 
         return stopwatch.now() - start, rehearsal.outcome()
 
 
-def _count(rehearsal: Rehearsal, way: Way) -> tuple[PassCount, Report, list[PassClaim]]:
+def _count(rehearsal: Rehearsal, way: Way) -> tuple[PassCount, Report, list[PassEstimate]]:
     model, engine = rehearsal.model, rehearsal.engine
     # Under counters some operators make other nodes than in training: what was cut there has no place here.
     with rehearsal.on(way, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
         with saved_bytes(model.parameters(), trace) as saved:
             loss = rehearsal.forward()
         backward(loss)
-        claiming = [part for part in engine.parts if isinstance(part, Claiming)] if way == "dense" else []
+        claiming = [part for part in engine.parts if isinstance(part, EstimatesFlops)] if way == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
         return PassCount(flops, saved), engine.report(), claims
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from sparsebp_cli.backward import Engine
-from sparsebp_cli.backward.selection.parameter import ParameterPart
+from sparsebp_cli.backward.selection.parameter import ParameterExtension
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.process import Ranks
 
@@ -34,7 +34,7 @@ def trainable_parameters(model: nn.Module, engine: Engine) -> dict[str, nn.Param
 
 def freezes(engine: Engine) -> bool:
     """Return whether a policy chooses which parameters are trained."""
-    return any(isinstance(part, ParameterPart) for part in engine.parts)
+    return any(isinstance(part, ParameterExtension) for part in engine.parts)
 
 
 def measurable(recipe: Recipe, ranks: Ranks, engine: Engine) -> Recipe:

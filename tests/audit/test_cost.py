@@ -13,21 +13,21 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.auditor.parameter import Fate
+from sparsebp_cli.auditor.parameter import ParameterHistory
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Scanned(dict[Tensor, Fate]):
+class Scanned(dict[Tensor, ParameterHistory]):
     """Parameters, and how often somebody went through all of them."""
 
     scans = 0
 
-    def values(self) -> ValuesView[Fate]:  # type: ignore[override]
+    def values(self) -> ValuesView[ParameterHistory]:  # type: ignore[override]
         self.scans += 1
         return super().values()  # type: ignore[return-value]
 
-    def items(self) -> ItemsView[Tensor, Fate]:  # type: ignore[override]
+    def items(self) -> ItemsView[Tensor, ParameterHistory]:  # type: ignore[override]
         self.scans += 1
         return super().items()  # type: ignore[return-value]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward import Claim
+from sparsebp_cli.backward import FlopEstimate
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 from tests.graph import count_nodes
@@ -132,7 +132,7 @@ def test_every_gradient_is_shown_by_a_name_that_stays() -> None:
         assert names[0] == names[1] == names[2]
         assert len(set(names[0])) == len(names[0]) == count_nodes(model(input_ids=ids, labels=ids).loss)
         assert engine.report().kept_share == 1.0
-        assert engine.claim() == Claim(0.0, 0.0)
+        assert engine.claim() == FlopEstimate(0.0, 0.0)
     sites = {site.name: site for site in SEEN}
     assert {name for name, _ in model.named_parameters()} <= sites.keys()
     assert sites["model.layers.1.mlp.down_proj.MmBackward0.0"] == Site(

@@ -156,11 +156,11 @@ def test_a_claim_that_is_not_kept_is_found(tiny_recipe, prepared, monkeypatch) -
     """A backward that computes gradients of frozen weights all the same executes more than it needs."""
     from accelerate.state import AcceleratorState
 
-    from sparsebp_cli.backward.selection.parameter import ParameterPart
+    from sparsebp_cli.backward.selection.parameter import ParameterExtension
 
     AcceleratorState._reset_state(reset_partial_state=True)
     run = prepared(tiny_recipe(policy=[TOP], model={"config": DROPPING}, training={"max_steps": 5}, measure=PROBED))
-    monkeypatch.setattr(ParameterPart, "enable", lambda self, enabled: None)
+    monkeypatch.setattr(ParameterExtension, "enable", lambda self, enabled: None)
     train_alone([run])
     history = History.load(run.path)
     assert _last(history, "proof/excess_share") > 0.3

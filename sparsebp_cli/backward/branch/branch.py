@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch.dropout import DropoutRecorder, Tape
+from sparsebp_cli.backward.branch.dropout import DropoutRecorder, DropoutTape
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, attention_name
 from sparsebp_cli.backward.linear.site import find_linears
@@ -41,7 +41,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     autocast: tuple[bool, torch.dtype]
-    tape: Tape = field(default_factory=Tape)
+    tape: DropoutTape = field(default_factory=DropoutTape)
     generators: tuple[Tensor, Tensor | None] | None = None
     whole: str = ""
     stores: bool = False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.stored_outputs import is_again
-from sparsebp_cli.backward.core.report import Claim
+from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.policy import Rows, Selection
 
 if TYPE_CHECKING:
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BranchWork:
+class BranchCost:
     """dgrad and wgrad of a branch's linears and, in an attention, of its products; see
-    :class:`sparsebp_cli.backward.core.extension.Work`.
+    :class:`sparsebp_cli.backward.core.extension.SiteCost`.
 
     Args:
         branch: The branch.
@@ -40,7 +40,7 @@ class BranchWork:
         """Whether every example multiplies as many queries as the one that keeps most."""
         return self.branch.attention is not None and self.form in ("stored", "again")
 
-    def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
+    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return the dense work, and what is left of it.
 
         Args:
@@ -63,7 +63,7 @@ class BranchWork:
         forward, backward = self._products()
         dense += backward
         claimed += (forward + backward) * share if runs else backward
-        return Claim(dense, claimed)
+        return FlopEstimate(dense, claimed)
 
     def _linears(self) -> Iterator[_Linear]:
         attention, num_rows = self.branch.attention, prod(self.batch_shape)

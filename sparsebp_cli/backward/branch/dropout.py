@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.patch.forward import Bound
+from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.patch.rng import get_state, set_state
 
 
@@ -30,7 +30,7 @@ class Draw:
 
 
 @dataclass
-class Tape:
+class DropoutTape:
     """The draws of one forward of a branch, by module.
 
     Args:
@@ -49,14 +49,14 @@ class DropoutRecorder:
 
     def __init__(self, *root: nn.Module) -> None:
         self.modules = [m for part in root for m in part.modules() if type(m) is nn.Dropout]
-        self.tape: Tape | None = None
+        self.tape: DropoutTape | None = None
         self.index_K: Tensor | None = None
         self._taken: dict[nn.Module, int] | None = None  # when replaying
 
     def install(self) -> None:
         """Cover the modules."""
         for module in self.modules:
-            module.__dict__["forward"] = BoundDropout(module, self)
+            module.__dict__["forward"] = DropoutOverride(module, self)
 
     def remove(self) -> None:
         """Uncover them."""
@@ -64,20 +64,20 @@ class DropoutRecorder:
             module.__dict__.pop("forward", None)
 
     @contextmanager
-    def recording(self) -> Iterator[Tape]:
+    def recording(self) -> Iterator[DropoutTape]:
         """Note every draw.
 
         Yields:
             Tape: It fills while the block runs.
         """
-        self.tape, self._taken = Tape(), None
+        self.tape, self._taken = DropoutTape(), None
         try:
             yield self.tape
         finally:
             self.tape = None
 
     @contextmanager
-    def replaying(self, tape: Tape, index_K: Tensor | None) -> Iterator[None]:
+    def replaying(self, tape: DropoutTape, index_K: Tensor | None) -> Iterator[None]:
         """Repeat the draws of a tape.
 
         Args:
@@ -115,7 +115,7 @@ class DropoutRecorder:
         return x * mask.view(x.shape)
 
 
-class BoundDropout(Bound):
+class DropoutOverride(ForwardOverride):
     """The ``forward`` of one dropout module."""
 
     def __init__(self, module: nn.Dropout, recorder: DropoutRecorder) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.branch.branch import Branch, Call
-from sparsebp_cli.backward.branch.cost import BranchWork
+from sparsebp_cli.backward.branch.cost import BranchCost
 from sparsebp_cli.backward.branch.recompute import SparseRecompute
-from sparsebp_cli.backward.patch.forward import Bound, call_module
+from sparsebp_cli.backward.patch.forward import ForwardOverride, call_module
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class BranchSite:
-    """Where the policy is asked about one branch; see :class:`sparsebp_cli.backward.branch.recompute.Chooser`.
+    """Where the policy is asked about one branch; see :class:`sparsebp_cli.backward.branch.recompute.RowSelector`.
 
     Args:
         branch: What is run.
@@ -68,14 +68,14 @@ class BranchSite:
         site = Site(self.branch.name, grad_NO.shape[1], tuple(batch_shape), self.branch.layer)
         return self.engine.decide(site, grad_NO, self._work(tuple(batch_shape), call))
 
-    def _work(self, batch_shape: tuple[int, ...], call: Call | None) -> BranchWork:
+    def _work(self, batch_shape: tuple[int, ...], call: Call | None) -> BranchCost:
         form: Literal["masked", "stored", "again", "whole"] = "masked"
         if call is not None:
             form = "whole" if call.whole else "stored" if call.stores else "again"
-        return BranchWork(self.branch, form, batch_shape, self.input_needs_grad)
+        return BranchCost(self.branch, form, batch_shape, self.input_needs_grad)
 
 
-class BoundBefore(Bound):
+class BeforeOverride(ForwardOverride):
     """The ``forward`` of the norm before a core: passes the residual stream on, for the core to begin with."""
 
     def __init__(self, module: nn.Module, site: BranchSite) -> None:
@@ -89,7 +89,7 @@ class BoundBefore(Bound):
         return x
 
 
-class BoundCore(Bound):
+class CoreOverride(ForwardOverride):
     """The ``forward`` of an attention or MLP."""
 
     def __init__(self, site: BranchSite) -> None:
@@ -118,7 +118,7 @@ class BoundCore(Bound):
         return output if branch.attention is None else (output, None)
 
 
-class BoundAfter(Bound):
+class AfterOverride(ForwardOverride):
     """The ``forward`` of the norm after a core: runs the whole branch, where the core left it that."""
 
     def __init__(self, module: nn.Module, site: BranchSite) -> None:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.branch.branch import Branch, Call
-from sparsebp_cli.backward.branch.stored_outputs import known
-from sparsebp_cli.backward.decoder.kv_cache import Captured, Capturing, Giving, silence
+from sparsebp_cli.backward.branch.stored_outputs import replay_outputs
+from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, silence
 from sparsebp_cli.backward.decoder.layout import attention_name
-from sparsebp_cli.backward.patch.forward import replaced
+from sparsebp_cli.backward.patch.forward import replace_forwards
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ def compute_keys_values(branch: Branch, call: Call, normed: Tensor) -> tuple[Ten
         Keys and values as the core hands them to a cache.
     """
     assert branch.attention is not None
-    with replaced([*known(branch, call, None), *silence(branch.core, branch.attention.query)]):
+    with replace_forwards([*replay_outputs(branch, call, None), *silence(branch.core, branch.attention.query)]):
         try:
-            branch.run_core(normed, call, **{branch.attention.cache: Capturing()})
-        except Captured as captured:
+            branch.run_core(normed, call, **{branch.attention.cache: RecordKV()})
+        except RecordedKV as captured:
             return captured.keys, captured.values
     raise AssertionError(f"{branch.name} computes without asking its cache")
 
@@ -74,9 +74,9 @@ def run_queries(
     """
     layout, seen = branch.attention, slice(0, queries.num_keys)
     assert layout is not None
-    changes = _take(branch, call, queries) | {layout.cache: Giving(keys[:, :, seen], values[:, :, seen])}
+    changes = _take(branch, call, queries) | {layout.cache: FixedKV(keys[:, :, seen], values[:, :, seen])}
     silent = silence(branch.core, () if layout.fused else layout.key_value)
-    with replaced([*known(branch, call, queries.index_BP.flatten()), *silent]):
+    with replace_forwards([*replay_outputs(branch, call, queries.index_BP.flatten()), *silent]):
         return branch.run_core(normed_BPD, call, **changes)
 
 

@@ -26,15 +26,15 @@ from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.branch.branch import Branch, Call, autocast_as
 from sparsebp_cli.backward.branch.query_rows import Queries, compute_keys_values, is_causal, run_queries
-from sparsebp_cli.backward.branch.stored_outputs import keeping, known
-from sparsebp_cli.backward.patch.forward import call_module, replaced
+from sparsebp_cli.backward.branch.stored_outputs import record_outputs, replay_outputs
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.backward.patch.rng import generators_at
 from sparsebp_cli.policy import Rows, Selection
 
 _QUERIES_AT_ONCE = 128  # of 512; 64, 128 and all are within a few percent on two CPU cores: docs/log.md, 2026-11-21
 
 
-class Chooser(Protocol):
+class RowSelector(Protocol):
     """Who is asked what to keep: the site of a branch."""
 
     branch: Branch
@@ -48,10 +48,10 @@ class SparseRecompute(Function):
     """A branch whose backward runs it again for the kept rows. Saves the branch's input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chooser: Chooser, call: Call, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, chooser: RowSelector, call: Call, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.chooser, ctx.call, ctx.num_parameters = chooser, call, len(parameters)
-        with keeping(chooser.branch, call), chooser.branch.dropouts.recording() as call.tape:
+        with record_outputs(chooser.branch, call), chooser.branch.dropouts.recording() as call.tape:
             output = chooser.branch.run(x, call).detach()
         ctx.kept_names = tuple(call.kept)
         ctx.save_for_backward(x, *call.kept.values())
@@ -95,7 +95,7 @@ def _run_whole(branch: Branch, call: Call, x: Tensor, grad: Tensor, parameters: 
             stack.enter_context(generators_at(call.generators, x.device))
         else:
             stack.enter_context(branch.dropouts.replaying(call.tape, None))
-        stack.enter_context(replaced(known(branch, call, None)))
+        stack.enter_context(replace_forwards(replay_outputs(branch, call, None)))
         output = branch.run(x, call)
     return _differentiate([output], x, parameters, [grad])
 
@@ -103,7 +103,10 @@ def _run_whole(branch: Branch, call: Call, x: Tensor, grad: Tensor, parameters: 
 def _run_rows(branch: Branch, call: Call, x: Tensor, grad_ND: Tensor, rows: Rows, parameters: list[Tensor]) -> _Result:
     x_ND = x.detach().reshape(-1, x.shape[-1])
     x_KD = x_ND.index_select(0, rows.index_K).requires_grad_(x.requires_grad)
-    with branch.dropouts.replaying(call.tape, rows.index_K), replaced(known(branch, call, rows.index_K)):
+    with (
+        branch.dropouts.replaying(call.tape, rows.index_K),
+        replace_forwards(replay_outputs(branch, call, rows.index_K)),
+    ):
         output_KO = branch.run(x_KD[None], call)[0]
     dx_KD, gradients = _differentiate([output_KO], x_KD, parameters, [rows.gather(grad_ND)])
     dx = None if dx_KD is None else torch.zeros_like(x_ND).index_copy_(0, rows.index_K, dx_KD).view(x.shape)

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast, final
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.branch import Branch
-from sparsebp_cli.backward.branch.forward import BoundAfter, BoundBefore, BoundCore, BranchSite
+from sparsebp_cli.backward.branch.forward import AfterOverride, BeforeOverride, BranchSite, CoreOverride
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.patch.forward import Bound, check_free
+from sparsebp_cli.backward.patch.forward import ForwardOverride, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 @final
-class BranchBinding:
-    """Every residual branch; see :class:`~sparsebp_cli.backward.core.extension.Binding`.
+class BranchAdapter:
+    """Every residual branch; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
     Args:
         model: One whose layers have a layout.
@@ -58,18 +58,18 @@ class BranchBinding:
         for branch in self._branches:
             site = BranchSite(branch, engine)
             branch.dropouts.install()
-            branch.core.forward = BoundCore(site)
+            branch.core.forward = CoreOverride(site)
             if branch.before is not None:
-                branch.before.forward = BoundBefore(branch.before, site)
+                branch.before.forward = BeforeOverride(branch.before, site)
             if branch.after is not None:
-                branch.after.forward = BoundAfter(branch.after, site)
+                branch.after.forward = AfterOverride(branch.after, site)
 
     def remove(self) -> None:
         for branch in self._branches:
             branch.dropouts.remove()
             for part in branch.parts:
                 for module in part.modules():
-                    if isinstance(module.__dict__.get("forward"), Bound):
+                    if isinstance(module.__dict__.get("forward"), ForwardOverride):
                         del module.__dict__["forward"]
 
     def around(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all

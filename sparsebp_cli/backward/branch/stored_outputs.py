@@ -16,14 +16,14 @@ from typing import Any, cast, final
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.branch import Branch, Call
-from sparsebp_cli.backward.linear.function import Form
+from sparsebp_cli.backward.linear.function import WeightLayout
 from sparsebp_cli.backward.linear.site import run_linear
-from sparsebp_cli.backward.patch.forward import call_module, replaced
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.policy import Selection
 
 
 @contextmanager
-def keeping(branch: Branch, call: Call) -> Iterator[None]:
+def record_outputs(branch: Branch, call: Call) -> Iterator[None]:
     """Keep linears' outputs in a call.
 
     Args:
@@ -44,7 +44,7 @@ def keeping(branch: Branch, call: Call) -> Iterator[None]:
         return output
 
     wanted = [(n, m) for n, m, _ in branch.linears if _is_kept(branch, n, stores=call.stores) and not call.whole]
-    with replaced((module, partial(keep, name, module)) for name, module in wanted):
+    with replace_forwards((module, partial(keep, name, module)) for name, module in wanted):
         yield
     # What was changed in place afterwards, such as clamped, is not what the linear gave.
     spoilt |= {n for n, output in call.kept.items() if output._version != versions[n]}  # noqa: SLF001
@@ -52,7 +52,9 @@ def keeping(branch: Branch, call: Call) -> Iterator[None]:
         del call.kept[name]
 
 
-def known(branch: Branch, call: Call, index_K: Tensor | None) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+def replay_outputs(
+    branch: Branch, call: Call, index_K: Tensor | None
+) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
     """Return the linears that need not multiply when a branch runs again, with what gives their outputs.
 
     Args:
@@ -61,7 +63,7 @@ def known(branch: Branch, call: Call, index_K: Tensor | None) -> list[tuple[nn.M
         index_K: The rows that it runs on; None: all.
 
     Returns:
-        What :func:`~sparsebp_cli.backward.patch.forward.replaced` takes.
+        What :func:`~sparsebp_cli.backward.patch.forward.replace_forwards` takes.
     """
     modules: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     for name, module, form in branch.linears:
@@ -96,7 +98,7 @@ def _is_kept(branch: Branch, name: str, *, stores: bool) -> bool:
     return stores and not (name == branch.last and branch.after is None)
 
 
-def _give(module: nn.Module, form: Form, kept: Tensor | None, index_K: Tensor | None, x: Tensor) -> Tensor:
+def _give(module: nn.Module, form: WeightLayout, kept: Tensor | None, index_K: Tensor | None, x: Tensor) -> Tensor:
     known_form = _KeptForm(form, kept, index_K)
     if not (x.requires_grad or any(p.requires_grad for p in module.parameters(recurse=False))):
         return known_form.forward(x, cast("Tensor", module.weight), None)
@@ -104,10 +106,10 @@ def _give(module: nn.Module, form: Form, kept: Tensor | None, index_K: Tensor | 
 
 
 @final
-class _KeptForm(Form):
+class _KeptForm(WeightLayout):
     """A linear whose output is known, or not needed."""
 
-    def __init__(self, form: Form, kept: Tensor | None, index_K: Tensor | None) -> None:
+    def __init__(self, form: WeightLayout, kept: Tensor | None, index_K: Tensor | None) -> None:
         self.form, self.kept, self.index_K, self.output_dim = form, kept, index_K, form.output_dim
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG002 - nothing to multiply
@@ -127,9 +129,9 @@ class _KeptForm(Form):
 
 @dataclass(frozen=True)
 class _Dense:
-    """See :class:`sparsebp_cli.backward.linear.function.Decider`: keeps everything."""
+    """See :class:`sparsebp_cli.backward.linear.function.SelectionSource`: keeps everything."""
 
-    form: Form
+    form: WeightLayout
     reference: bool = True
 
     def decide(self, grad_NO: Tensor, *_: Any) -> tuple[Tensor, Selection | None]:

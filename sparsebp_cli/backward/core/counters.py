@@ -8,8 +8,8 @@ from math import prod
 
 from torch import Tensor
 
-from sparsebp_cli.backward.core.extension import Binding
-from sparsebp_cli.backward.core.report import Chosen, Claim, Report, Route, SiteReport, Whole
+from sparsebp_cli.backward.core.extension import SiteAdapter
+from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route, SiteReport, Whole
 from sparsebp_cli.backward.observe.loss_graph import Products
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, Site
 
@@ -115,7 +115,7 @@ class Counter:
         self,
         site: Site,
         grad_NO: Tensor,
-        claim: Claim,
+        claim: FlopEstimate,
         allowed: float,
         selection: Selection | None,
         dense_rows: int | None = None,
@@ -155,7 +155,7 @@ class Counter:
         """
         return sum(float(s.kept) for s in self.sites.values()), sum(s.entries for s in self.sites.values())
 
-    def report(self, binding: Binding, notes: Mapping[str, str]) -> Report:
+    def report(self, binding: SiteAdapter, notes: Mapping[str, str]) -> Report:
         """Return everything as plain numbers; waits for the device.
 
         Args:

@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.core.clock import Clock
 from sparsebp_cli.backward.core.counters import Counter, allowed_share
 from sparsebp_cli.backward.core.extension import (
-    Asking,
-    Binding,
+    AcceptsColumns,
+    EngineExtension,
     FreezesParameters,
     KeepsState,
-    Part,
-    Reading,
+    RequiresForward,
     RunsPass,
     ShortForward,
-    Work,
+    SiteAdapter,
+    SiteCost,
 )
-from sparsebp_cli.backward.core.report import Chosen, Claim, Report, Route
-from sparsebp_cli.backward.core.selector_runner import Decision
+from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
+from sparsebp_cli.backward.core.selector_runner import SelectorRunner
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import has_site
 from sparsebp_cli.errors import UsageError
@@ -61,8 +61,8 @@ class Engine:
 
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
-        binding: Binding,
-        decision: Decision | None,
+        binding: SiteAdapter,
+        decision: SelectorRunner | None,
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -70,7 +70,7 @@ class Engine:
         stores: bool = True,
         seed: int,
         num_steps: int | None = None,
-        parts: Sequence[Part] = (),
+        parts: Sequence[EngineExtension] = (),
     ) -> None:
         self._model, self._binding, self._decision = model, binding, decision
         self._clock = Clock(optimizer, seed, num_steps, self._start_step)  # refuses before anything changes
@@ -140,9 +140,9 @@ class Engine:
 
     def _check_seen(self, loss: Tensor) -> None:
         for part in self.parts:
-            if isinstance(part, Asking):
+            if isinstance(part, RequiresForward):
                 part.check_asked()
-        asks = self._decision is not None or any(isinstance(part, Asking) for part in self.parts)
+        asks = self._decision is not None or any(isinstance(part, RequiresForward) for part in self.parts)
         # What is frozen may lie between all sites and the loss; at nodes every node is one.
         if asks and not self._freezes and self._trains_at_sites() and not has_site(loss, self):
             raise UsageError(_UNSEEN)
@@ -201,7 +201,7 @@ class Engine:
         return self._decision.policy_at(site, self.now())
 
     def decide(
-        self, site: Site, grad_NO: Tensor, work: Work, dense_rows: int | None = None
+        self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:
         """Ask the policy, and count. Called by the sites.
 
@@ -275,9 +275,9 @@ class Engine:
         """Return what happened so far at every site, as plain numbers; waits for the device."""
         return self._counter.report(self._binding, self.notes)
 
-    def claim(self) -> Claim:
+    def claim(self) -> FlopEstimate:
         """Return the last backward's FLOPs at the sites, dense and as the policy claims, from shapes alone."""
-        return Claim(self._counter.last_dense_flops, self._counter.last_claimed_flops)
+        return FlopEstimate(self._counter.last_dense_flops, self._counter.last_claimed_flops)
 
     def take_kept_share(self) -> float | None:
         """Return the share of gradient entries kept since the last call, over all sites; waits for the device.
@@ -310,7 +310,7 @@ class Engine:
                 that counts in place of the forward's. They count until the next call.
         """
         for part in self.parts:
-            if isinstance(part, Reading):
+            if isinstance(part, AcceptsColumns):
                 part.give(**columns)
 
     @contextmanager

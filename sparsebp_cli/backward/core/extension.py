@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
-from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
+from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
 from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from sparsebp_cli.backward.core.report import Chosen, Claim, EagerReport, Route
+    from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, Route
     from sparsebp_cli.policy import GradientSelector, Policy, Selection, Site, Step
 
 
@@ -91,12 +91,12 @@ class SiteEngine(EngineView, Protocol):
         """Return the policy that will decide at a site in the backward under way, or the next one; None: dense."""
 
     def decide(
-        self, site: Site, grad_NO: Tensor, work: Work, dense_rows: int | None = None
+        self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:
         """Return the gradient to go on with, and what is kept of it; None for everything."""
 
 
-class Binding(Protocol):
+class SiteAdapter(Protocol):
     """Puts an engine at the sites of one kind in one model.
 
     Args:
@@ -119,14 +119,14 @@ class Binding(Protocol):
         """Return what is in force while the backward of ``loss`` runs; what it yields is differentiated instead."""
 
 
-class Work(Protocol):
+class SiteCost(Protocol):
     """The dense work of one site in one backward, and what a policy leaves of it."""
 
     @property
     def pads(self) -> bool:
         """Whether every example multiplies as many rows as the one that keeps most."""
 
-    def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
+    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return both as FLOPs.
 
         Args:
@@ -138,7 +138,7 @@ class Work(Protocol):
         """
 
 
-class Part(Protocol):
+class EngineExtension(Protocol):
     """One policy, or one way to run a pass, at work in one model beside the sites."""
 
     def install(self, engine: EngineView) -> None:
@@ -155,7 +155,7 @@ class Part(Protocol):
 
 
 @runtime_checkable
-class Reading(Protocol):
+class AcceptsColumns(Protocol):
     """An extension whose policy reads columns of the batch."""
 
     def give(self, **columns: Tensor) -> None:
@@ -163,7 +163,7 @@ class Reading(Protocol):
 
 
 @runtime_checkable
-class Asking(Protocol):
+class RequiresForward(Protocol):
     """An extension whose policy is asked in the model's forward."""
 
     def check_asked(self) -> None:
@@ -171,10 +171,10 @@ class Asking(Protocol):
 
 
 @runtime_checkable
-class Claiming(Protocol):
+class EstimatesFlops(Protocol):
     """An extension whose policy claims to leave work of the backward undone; others claim nothing."""
 
-    def claim(self, dense: DensePass) -> PassClaim:
+    def claim(self, dense: DensePass) -> PassEstimate:
         """Return what the policy, in force as at the step under way, leaves of a dense pass on the same batch."""
 
 

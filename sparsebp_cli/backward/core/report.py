@@ -14,7 +14,7 @@ Number = int | float | Tensor  # tensors stay on their device until somebody rea
 
 
 @dataclass(frozen=True)
-class Claim:
+class FlopEstimate:
     """Multiplications of the sites in one backward as FLOPs, from shapes alone.
 
     Args:

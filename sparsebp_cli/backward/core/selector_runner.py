@@ -18,7 +18,7 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
 
-class Decision:
+class SelectorRunner:
     """Asks one selector, and keeps what error feedback adds at the next step.
 
     Args:

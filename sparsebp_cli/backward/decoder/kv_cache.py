@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Captured(Exception):  # noqa: N818 - no error: it carries a result out of a forward that need not go on
+class RecordedKV(Exception):  # noqa: N818 - no error: it carries a result out of a forward that need not go on
     """Ends an attention's forward once its keys and values are there."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -18,15 +18,15 @@ class Captured(Exception):  # noqa: N818 - no error: it carries a result out of 
         self.keys, self.values = keys, values
 
 
-class Capturing:
-    """A cache that takes the keys and values and goes no further: raises :class:`Captured`."""
+class RecordKV:
+    """A cache that takes the keys and values and goes no further: raises :class:`RecordedKV`."""
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> NoReturn:
         """Take what the attention adds."""
-        raise Captured(keys, values)
+        raise RecordedKV(keys, values)
 
 
-class Giving:
+class FixedKV:
     """A cache that gives keys and values, whatever is added to it.
 
     Args:
@@ -42,7 +42,7 @@ class Giving:
         return self.keys, self.values
 
 
-class Joining:
+class ConcatKV:
     """A cache that puts keys and values of other positions before what is added to it.
 
     Args:
@@ -58,7 +58,7 @@ class Joining:
         return torch.cat([before_keys, keys], 2), torch.cat([before_values, values], 2)
 
 
-class Meeting:
+class SharedKV:
     """A cache that keeps what is added to it as ``own``, and puts keys and values of other positions behind it.
 
     Args:
@@ -98,7 +98,7 @@ def silence(
         one_head: Zeros of one head: less to carry about, for attentions that take any number of heads.
 
     Returns:
-        What :func:`~sparsebp_cli.backward.patch.forward.replaced` takes.
+        What :func:`~sparsebp_cli.backward.patch.forward.replace_forwards` takes.
     """
     silent: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo does so in place

@@ -42,7 +42,7 @@ class GradStore:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._keys = Keys(model)
-        self._entries: dict[Key, Entry] = {}
+        self._entries: dict[Key, GradEntry] = {}
 
     def add(self, key: Key, grad: Tensor) -> None:
         """Add a gradient to what is there under a key, or put it there.
@@ -221,7 +221,7 @@ class GradStore:
         store = GradStore(self._keys.model)
         for key, entry in self._entries.items():
             entry.is_own = False
-            store._entries[key] = Entry(entry.grad.to(device=device, dtype=dtype))
+            store._entries[key] = GradEntry(entry.grad.to(device=device, dtype=dtype))
         return store
 
     def __getitem__(self, key: Key) -> Tensor:
@@ -272,7 +272,7 @@ class GradStore:
 
     def _add(self, key: Key, grad: Tensor) -> None:
         entry = self._entries.get(key)
-        self._entries[key] = Entry(grad) if entry is None else entry.plus(grad)
+        self._entries[key] = GradEntry(grad) if entry is None else entry.plus(grad)
 
     def _missing(self, key: Key) -> str:
         near = did_you_mean(key, (k for k in self._entries if isinstance(k, str))) if isinstance(key, str) else ""
@@ -280,7 +280,7 @@ class GradStore:
 
 
 @dataclass
-class Entry:
+class GradEntry:
     """A gradient, and whether it is the store's own.
 
     Args:
@@ -292,7 +292,7 @@ class Entry:
     grad: Tensor
     is_own: bool = False
 
-    def plus(self, grad: Tensor) -> Entry:
+    def plus(self, grad: Tensor) -> GradEntry:
         """Return the sum, in this entry's own tensor where that can hold it.
 
         Args:
@@ -306,7 +306,7 @@ class Entry:
             self.grad += grad
             return self
         first, second = (grad, self.grad) if self.grad.is_sparse else (self.grad, grad)  # sparse + dense is not built
-        return Entry(first + second, is_own=True)
+        return GradEntry(first + second, is_own=True)
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by one number, a tensor on any device."""

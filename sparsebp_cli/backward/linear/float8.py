@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.linear.function import Decider, Form, Needs
+from sparsebp_cli.backward.linear.function import Needs, SelectionSource, WeightLayout
 from sparsebp_cli.policy import Rows, Selection
 
 
@@ -49,7 +49,7 @@ class _Casts(NamedTuple):
 
 
 @final
-class Float8Form(Form):
+class Float8Layout(WeightLayout):
     """``torchao.float8`` ``Float8Linear``: the weight is (O, D), in high precision; products are in float8.
 
     Args:
@@ -74,7 +74,7 @@ class Float8Form(Form):
         self.grad_again = _Casts(config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
         self.input_again = _Casts(config.cast_config_input_for_grad_weight, role.INPUT, 0)
 
-    def apply(self, module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
+    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
         # As torchao's forward: it looks at the autocast of CUDA alone.
         if torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))
@@ -156,9 +156,9 @@ class _Float8Product(Function):
     """The layer, its bias included."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: Decider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource) -> Tensor:
         ctx.set_materialize_grads(False)
-        form = cast("Float8Form", decider.form)
+        form = cast("Float8Layout", decider.form)
         ctx.decider, ctx.input_shape, ctx.rest = decider, x.shape, None
         ctx.bias_dtype = None if bias is None else bias.dtype
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -177,7 +177,7 @@ class _Float8Product(Function):
         if grad is None:
             return None, None, None, None
         (kept, scale, weight), decider = ctx.saved_tensors, ctx.decider
-        form, needs = cast("Float8Form", decider.form), Needs(*ctx.needs_input_grad[:3])
+        form, needs = cast("Float8Layout", decider.form), Needs(*ctx.needs_input_grad[:3])
         grad_NO, selection = decider.decide(
             grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], ctx.input_shape[-1], needs
         )
@@ -198,7 +198,7 @@ class _Float8Product(Function):
 
 
 def _products(
-    form: Float8Form, grad_NO: Tensor, kept_ND: Tensor | None, scale: Tensor | None, rest: Any, weight: Tensor | None
+    form: Float8Layout, grad_NO: Tensor, kept_ND: Tensor | None, scale: Tensor | None, rest: Any, weight: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     dgrad_ND = wgrad_OD = grad8_NO = None
     if weight is not None:

@@ -36,11 +36,11 @@ class Needs(NamedTuple):
     bias: bool
 
 
-class Decider(Protocol):
+class SelectionSource(Protocol):
     """Who is asked what to keep: a site of the engine."""
 
     @property
-    def form(self) -> Form:
+    def form(self) -> WeightLayout:
         """How the layer multiplies."""
 
     @property
@@ -53,7 +53,7 @@ class Decider(Protocol):
         """Return the gradient to go on with, and what is kept of it; None for all of it."""
 
 
-class Form(ABC):
+class WeightLayout(ABC):
     """How a linear layer stores its weight and multiplies.
 
     Args:
@@ -64,7 +64,7 @@ class Form(ABC):
     output_dim: int
     replaces: ClassVar[bool] = False
 
-    def apply(self, module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
+    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
         """Run the layer so that its backward asks what to keep."""
         weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
         if torch.is_autocast_enabled(x.device.type):
@@ -90,7 +90,7 @@ class Form(ABC):
 
 
 @final
-class LinearForm(Form):
+class LinearLayout(WeightLayout):
     """``torch.nn.Linear``: the weight is (O, D)."""
 
     output_dim = 0
@@ -106,7 +106,7 @@ class LinearForm(Form):
 
 
 @final
-class Conv1DForm(Form):
+class Conv1DLayout(WeightLayout):
     """``transformers`` ``Conv1D``: the weight is (D, O)."""
 
     output_dim = 1
@@ -123,7 +123,7 @@ class Conv1DForm(Form):
 
 
 @final
-class MatmulForm(Form):
+class MatmulLayout(WeightLayout):
     """A subclass of ``torch.nn.Linear`` that adds its bias after the product, as Falcon's: the weight is (O, D)."""
 
     output_dim = 0
@@ -144,7 +144,7 @@ class SelectedLinear(Function):
     """A linear layer whose backward asks what to keep. Saves the input only for wgrad and the weight only for dgrad."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: Decider) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.decider, ctx.input_shape = decider, x.shape
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -187,10 +187,10 @@ class _Order(NamedTuple):
     flat_bias: bool = True
 
 
-def _order(form: Form, x: Tensor, *, frozen: bool) -> _Order:
+def _order(form: WeightLayout, x: Tensor, *, frozen: bool) -> _Order:
     if x.is_contiguous():
-        return _Order(flat_bias=not isinstance(form, MatmulForm))
-    flat_bias = x.dim() == 2 or isinstance(form, Conv1DForm)  # else the bias is added after the product
+        return _Order(flat_bias=not isinstance(form, MatmulLayout))
+    flat_bias = x.dim() == 2 or isinstance(form, Conv1DLayout)  # else the bias is added after the product
     folds = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
     if not folds:
         return _Order("batched" if frozen else "rows", flat_bias)
@@ -237,7 +237,7 @@ def kernel_share(selection: type[Selection] | None, budget: float) -> float:
 
 
 def run_kernel(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Selection, needs: Needs
+    form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Selection, needs: Needs
 ) -> Gradients | None:
     """Multiply only what was selected.
 
@@ -257,7 +257,7 @@ def run_kernel(
 
 
 def _rows(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, rows: Rows, needs: Needs
+    form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, rows: Rows, needs: Needs
 ) -> Gradients:
     grad_KO = rows.gather(grad_NO)
     dgrad_ND = None
@@ -269,7 +269,7 @@ def _rows(
 
 
 def _columns(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, columns: Columns, needs: Needs
+    form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, columns: Columns, needs: Needs
 ) -> Gradients:
     grad_NK = columns.gather(grad_NO)
     num_outputs = grad_NO.shape[1]
@@ -289,7 +289,7 @@ def _columns(
 
 
 def _blocks(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, blocks: Blocks, needs: Needs
+    form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, blocks: Blocks, needs: Needs
 ) -> Gradients:
     """Each kept block is one small product; those of a row (or column) of blocks are added up in index order."""
     (rows, columns), (high, wide) = blocks.block_shape, blocks.grid(grad_NO)
@@ -317,7 +317,7 @@ def _blocks(
 
 
 def _elements(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, elements: Elements, needs: Needs
+    form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, elements: Elements, needs: Needs
 ) -> Gradients | None:
     if not _csr_pays(grad_NO, elements):
         return None
@@ -353,7 +353,7 @@ def _csr(index_K: Tensor, value_K: Tensor, num_rows: int, num_columns: int) -> T
 
 
 def _two_to_four(
-    form: Form, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: TwoToFour, needs: Needs
+    form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: TwoToFour, needs: Needs
 ) -> Gradients | None:
     """dgrad on sparse tensor cores; wgrad sums over rows, where the pattern does not lie, and stays dense."""
     if weight is None or not _has_sparse_cores(grad_NO, weight):

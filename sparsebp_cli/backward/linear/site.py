@@ -18,12 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebp_cli.backward.core.report import Claim
+from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.linear.float8 import Float8Form, SharedCast, float8_class
-from sparsebp_cli.backward.linear.function import Conv1DForm, Decider, Form, LinearForm, MatmulForm, Needs
+from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
+from sparsebp_cli.backward.linear.function import (
+    Conv1DLayout,
+    LinearLayout,
+    MatmulLayout,
+    Needs,
+    SelectionSource,
+    WeightLayout,
+)
 from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
-from sparsebp_cli.backward.patch.forward import Bound, check_free
+from sparsebp_cli.backward.patch.forward import ForwardOverride, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
@@ -41,7 +48,7 @@ class FoundLinears:
         excluded: Names of linears that the user left out.
     """
 
-    covered: tuple[tuple[str, nn.Module, Form], ...]
+    covered: tuple[tuple[str, nn.Module, WeightLayout], ...]
     not_covered: tuple[str, ...]
     excluded: tuple[str, ...]
 
@@ -78,8 +85,8 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
 
 
 @final
-class LinearBinding:
-    """The output of every covered linear; see :class:`~sparsebp_cli.backward.core.extension.Binding`.
+class LinearAdapter:
+    """The output of every covered linear; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
     Args:
         model: Any module.
@@ -106,7 +113,7 @@ class LinearBinding:
     def install(self, engine: SiteEngine) -> None:
         for name, module, form in self._found.covered:
             first = name in self._time_first
-            module.forward = BoundLinear(name, module, form, engine, self._layers[name], time_first=first)
+            module.forward = LinearOverride(name, module, form, engine, self._layers[name], time_first=first)
 
     def remove(self) -> None:
         for _, module, _ in self._found.covered:
@@ -125,7 +132,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 @dataclass(frozen=True)
-class LinearWork:
+class LinearCost:
     """dgrad and wgrad of one linear, as far as autograd asks for them.
 
     Args:
@@ -134,15 +141,15 @@ class LinearWork:
     """
 
     flops: float
-    form: Form
+    form: WeightLayout
     pads: ClassVar[bool] = False
 
-    def claim(self, selection: type[Selection] | None, budget: float) -> Claim:
+    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return the dense work, and what the kernel of this kind of selection is meant to leave."""
-        return Claim(self.flops, self.flops * self.form.share(selection, budget))
+        return FlopEstimate(self.flops, self.flops * self.form.share(selection, budget))
 
 
-class BoundLinear(Bound):
+class LinearOverride(ForwardOverride):
     """The ``forward`` of one linear: as before without gradients, else through :class:`SelectedLinear`.
 
     Args:
@@ -158,7 +165,7 @@ class BoundLinear(Bound):
         self,
         name: str,
         module: nn.Module,
-        form: Form,
+        form: WeightLayout,
         engine: SiteEngine,
         layer: int | None,
         *,
@@ -192,7 +199,7 @@ class BoundLinear(Bound):
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
     ) -> tuple[Tensor, Selection | None]:
-        """Ask the policy what is kept; see :class:`sparsebp_cli.backward.linear.function.Decider`.
+        """Ask the policy what is kept; see :class:`sparsebp_cli.backward.linear.function.SelectionSource`.
 
         Args:
             grad_NO: The gradient of the output.
@@ -212,7 +219,7 @@ class BoundLinear(Bound):
     ) -> tuple[Tensor, Selection | None]:
         """Ask the policy about a gradient that stands for so many rows of the dense backward; None: for its own."""
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
-        work = LinearWork(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
+        work = LinearCost(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
         return self.engine.decide(site, grad_NO, work, dense_rows)
 
 
@@ -220,7 +227,7 @@ class BoundLinear(Bound):
 @dataclass(frozen=True)
 class _Call:
     """One call of a linear of which more is known than its input shows; see
-    :class:`sparsebp_cli.backward.linear.function.Decider`.
+    :class:`sparsebp_cli.backward.linear.function.SelectionSource`.
 
     Args:
         linear: The site.
@@ -228,12 +235,12 @@ class _Call:
         rows: Of which example its rows are; None: as its input shows.
     """
 
-    linear: BoundLinear
+    linear: LinearOverride
     num_rows: int | None
     rows: BatchRows | None
 
     @property
-    def form(self) -> Form:
+    def form(self) -> WeightLayout:
         return self.linear.form
 
     @property
@@ -260,7 +267,7 @@ def _refuse_transforms(name: str) -> None:
         )
 
 
-def run_linear(module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
+def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
     """Run a linear layer so that its backward asks what to keep.
 
     Args:
@@ -279,9 +286,9 @@ def run_linear(module: nn.Module, x: Tensor, decider: Decider) -> Tensor:
     return decider.form.apply(module, x, decider)
 
 
-def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], Form]]:
-    linear, conv1d, matmul = LinearForm(), Conv1DForm(), MatmulForm()
-    forms: dict[type[nn.Module], Callable[[nn.Module], Form]] = {nn.Linear: lambda _: linear}
+def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], WeightLayout]]:
+    linear, conv1d, matmul = LinearLayout(), Conv1DLayout(), MatmulLayout()
+    forms: dict[type[nn.Module], Callable[[nn.Module], WeightLayout]] = {nn.Linear: lambda _: linear}
     loaded = sys.modules.get("transformers.pytorch_utils")  # a model that has a Conv1D has loaded it
     if loaded is not None:
         forms[loaded.Conv1D] = lambda _: conv1d
@@ -291,5 +298,5 @@ def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], Form]]:
     float8 = float8_class()
     if float8 is not None:
         shared = SharedCast()
-        forms[float8] = lambda module: Float8Form(module, shared)
+        forms[float8] = lambda module: Float8Layout(module, shared)
     return forms

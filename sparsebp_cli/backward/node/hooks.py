@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.observe.graph import Graph, Place
+    from sparsebp_cli.backward.observe.graph import Graph, GraphNode
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -30,7 +30,7 @@ class Visitor(ABC):
     routes: bool
 
     @abstractmethod
-    def before(self, place: Place, grads: Gradients) -> Gradients:
+    def before(self, place: GraphNode, grads: Gradients) -> Gradients:
         """Return the gradients with which a node is run.
 
         Args:
@@ -42,7 +42,7 @@ class Visitor(ABC):
         """
 
     @abstractmethod
-    def after(self, place: Place, results: Gradients) -> Gradients:
+    def after(self, place: GraphNode, results: Gradients) -> Gradients:
         """Return the gradients that go on to a node's children.
 
         Args:
@@ -76,7 +76,7 @@ def visiting(graph: Graph, visitor: Visitor) -> Iterator[None]:
 
 
 class _Before:
-    def __init__(self, place: Place, visitor: Visitor) -> None:
+    def __init__(self, place: GraphNode, visitor: Visitor) -> None:
         self.place, self.visitor = place, visitor
 
     def __call__(self, grads: Gradients) -> Gradients | None:
@@ -85,7 +85,7 @@ class _Before:
 
 
 class _After:
-    def __init__(self, place: Place, visitor: Visitor) -> None:
+    def __init__(self, place: GraphNode, visitor: Visitor) -> None:
         self.place, self.visitor = place, visitor
 
     def __call__(self, results: Gradients, grads: Gradients) -> Gradients | None:

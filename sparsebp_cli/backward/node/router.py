@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
     from sparsebp_cli.backward.core.extension import EngineView
-    from sparsebp_cli.backward.observe.graph import Graph, Place
+    from sparsebp_cli.backward.observe.graph import Graph, GraphNode
 
 
 @final
@@ -145,7 +145,7 @@ class Router(Visitor):
         self._decisions = self._judged = self._misses = 0
         self._found_largest = False
 
-    def before(self, place: Place, grads: Gradients) -> Gradients:
+    def before(self, place: GraphNode, grads: Gradients) -> Gradients:
         if any(grad is not None for grad in grads):
             self._reached += 1
             if place.node in self._graph.parameters:
@@ -153,7 +153,7 @@ class Router(Visitor):
                 self._found_largest |= self._ahead is not None and place.node is self._ahead.largest
         return grads
 
-    def after(self, place: Place, results: Gradients) -> Gradients:
+    def after(self, place: GraphNode, results: Gradients) -> Gradients:
         if place.module in self._excluded:
             return results
         found = {

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.report import Claim
+from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor, visiting
 from sparsebp_cli.backward.node.python_walk import find_hook, is_checkpointed, refuse_hooks, walked
 from sparsebp_cli.backward.observe.attribution import Attribution
-from sparsebp_cli.backward.observe.graph import Graph, Place
+from sparsebp_cli.backward.observe.graph import Graph, GraphNode
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @final
-class NodeBinding:
-    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.core.extension.Binding`.
+class NodeAdapter:
+    """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
     Args:
         model: Any module. Nodes that are made outside of it (a loss function of one's own) are sites, too.
@@ -99,14 +99,14 @@ class NodeBinding:
         return True
 
 
-class NoWork:
+class NoCost:
     """What is cut at a node is zero, and multiplied all the same: no policy claims to save anything."""
 
     pads = False
 
-    def claim(self, selection: type[Selection] | None, budget: float) -> Claim:  # noqa: ARG002 - nothing depends on it
+    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:  # noqa: ARG002 - nothing depends on it
         """Return that nothing is known and nothing claimed."""
-        return Claim(0.0, 0.0)
+        return FlopEstimate(0.0, 0.0)
 
 
 @final
@@ -124,7 +124,7 @@ class Cut(Visitor):
     def __init__(self, engine: SiteEngine, layers: LayerNumbers, excluded: frozenset[str]) -> None:
         self._engine, self._layers, self._excluded = engine, layers, excluded
 
-    def before(self, place: Place, grads: Gradients) -> Gradients:
+    def before(self, place: GraphNode, grads: Gradients) -> Gradients:
         if place.module in self._excluded:
             return grads
         names = [place.name] if len(grads) == 1 else [f"{place.name}.{number}" for number in range(len(grads))]
@@ -134,7 +134,7 @@ class Cut(Visitor):
         )
         return grads if all(a is b for a, b in zip(cut, grads, strict=True)) else cut
 
-    def after(self, place: Place, results: Gradients) -> Gradients:  # noqa: ARG002 - what leaves is cut where it enters
+    def after(self, place: GraphNode, results: Gradients) -> Gradients:  # noqa: ARG002 - what leaves is cut where it enters
         return results
 
     def _cut(self, name: str, module: str, grad: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Cut(Visitor):
             raise UnsupportedError(f"sites='nodes' needs dense gradients, got {grad.layout} at {name!r}")
         shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.flatten(0, -2)
         site = Site(name, shown.shape[1], (1,) if grad.dim() < 2 else tuple(grad.shape[:-1]), self._layer_of(module))
-        grad_NO, selection = self._engine.decide(site, shown, NoWork())
+        grad_NO, selection = self._engine.decide(site, shown, NoCost())
         if selection is not None:
             grad_NO = selection.apply(grad_NO)
         return grad if grad_NO is shown else grad_NO.view(grad.shape)

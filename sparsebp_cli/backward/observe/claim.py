@@ -29,7 +29,7 @@ class DensePass:
 
 
 @dataclass(frozen=True)
-class PassClaim:
+class PassEstimate:
     """Which share of a dense pass's FLOPs a policy claims to leave, by module; a module that is not named keeps all.
 
     Shares of several policies are multiplied.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from sparsebp_cli.backward.patch.forward import Bound
+from sparsebp_cli.backward.patch.forward import ForwardOverride
 
 # What a model calls the argument whose first dimension is examples.
 _MAIN = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values", "labels")
@@ -58,7 +58,7 @@ class BatchRows(NamedTuple):
     unknown: str = ""
 
 
-class BatchNote(Bound):
+class BatchNote(ForwardOverride):
     """A hook before the model's forward: notes how many examples the model is given.
 
     Args:

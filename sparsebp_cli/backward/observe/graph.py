@@ -37,7 +37,7 @@ _HIDING = {
 
 
 @dataclass(frozen=True)
-class Place:
+class GraphNode:
     """One node of the graph.
 
     Args:
@@ -78,7 +78,7 @@ class Graph:
         inner = nodes[len(leaves) :]  # sorting is stable and a leaf's number is the largest there is
         self.leaves = frozenset(leaves)
         self.parameters: dict[Node, Tensor] = {}
-        self.places: dict[Node, Place] = {}
+        self.places: dict[Node, GraphNode] = {}
         names = _name_inner(inner, attribution)
         num_inputs = 0
         found: dict[Node, tuple[str, str, str | None]] = {}
@@ -97,7 +97,7 @@ class Graph:
             found[node] = *names[node], None if behind is None else found[behind][2]
         for number, node in enumerate([*inner, *leaves]):
             name, module, parameter = found[node]
-            self.places[node] = Place(node, name, number, module, parameter)
+            self.places[node] = GraphNode(node, name, number, module, parameter)
 
 
 def _reach(loss: Tensor) -> list[Node]:

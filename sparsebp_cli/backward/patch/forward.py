@@ -23,14 +23,14 @@ def check_free(name: str, module: nn.Module) -> None:
         UnsupportedError: It is attached, or has a forward of its own.
     """
     current = module.__dict__.get("forward")
-    if isinstance(current, Bound):
+    if isinstance(current, ForwardOverride):
         raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
     if current is not None:
         own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method is that of its module
         raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")
 
 
-class Bound(ABC):
+class ForwardOverride(ABC):
     """The ``forward`` of a covered module, in its instance dictionary."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def replaced(modules: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
+def replace_forwards(modules: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
     """Let some modules compute something else.
 
     Args:

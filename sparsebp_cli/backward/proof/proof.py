@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.observe.claim import PassClaim
+from sparsebp_cli.backward.observe.claim import PassEstimate
 from sparsebp_cli.backward.observe.flops import FlopCount
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 
@@ -78,7 +78,7 @@ class Proof:
     row_flops: Mapping[str, float]
     owners: Mapping[str, str]
     checkpointed: frozenset[str] = frozenset()
-    claims: tuple[PassClaim, ...] = ()
+    claims: tuple[PassEstimate, ...] = ()
 
     @classmethod
     def of(
@@ -87,7 +87,7 @@ class Proof:
         dense: PassCount,
         policy: PassCount,
         report: Report,
-        claims: Iterable[PassClaim] = (),
+        claims: Iterable[PassEstimate] = (),
     ) -> Proof:
         """Return the proof of two counted passes of a model.
 

@@ -19,8 +19,8 @@ from sparsebp_cli.backward.core.extension import refuse_unasked
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.decoder.decoder import by_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
-from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
-from sparsebp_cli.backward.patch.forward import Bound
+from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.score.batch import next_tokens
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
 from sparsebp_cli.backward.selection.score.scorer import IGNORED, Scorer, evaluating
@@ -36,8 +36,8 @@ Arguments = Mapping[str, Any]
 
 
 @final
-class ExamplePart:
-    """An example selector at work in one model; see :class:`~sparsebp_cli.backward.core.extension.Part`.
+class ExampleExtension:
+    """An example selector at work in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Args:
         policy: Chooses.
@@ -62,7 +62,7 @@ class ExamplePart:
 
     def install(self, engine: EngineView) -> None:
         self._before = self._model.__dict__.get("forward")
-        self._bound = BoundExamples(self._model, self._policy, self._scorer, engine, self._before)
+        self._bound = ExamplesOverride(self._model, self._policy, self._scorer, engine, self._before)
         self._model.__dict__["forward"] = self._bound
 
     def remove(self) -> None:
@@ -83,14 +83,14 @@ class ExamplePart:
     def start_step(self, step: Step) -> None:
         """Nothing to do: the forward asks the engine."""
 
-    def claim(self, dense: DensePass) -> PassClaim:
-        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.core.extension.Claiming`."""
+    def claim(self, dense: DensePass) -> PassEstimate:
+        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`."""
         share = self._bound.tell_share()
         backward, recomputed = dict.fromkeys(dense.flops.backward, share), dict.fromkeys(dense.flops.recomputed, share)
-        return PassClaim(backward, recomputed, dict.fromkeys(dense.flops.forward, share))
+        return PassEstimate(backward, recomputed, dict.fromkeys(dense.flops.forward, share))
 
 
-class BoundExamples(Bound):
+class ExamplesOverride(ForwardOverride):
     """The model's ``forward``: its own, on the examples that the policy chooses.
 
     Args:
@@ -107,7 +107,7 @@ class BoundExamples(Bound):
         self.is_attached, self.was_asked, self._number = True, False, 1
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
         # What chooses tokens below is asked about the chosen examples, and counts their targets.
-        self._counts_all = not isinstance(before, Bound)
+        self._counts_all = not isinstance(before, ForwardOverride)
         self._inner: Callable[..., Any] = before or type(model).forward.__get__(model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
+from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Step
@@ -27,8 +27,8 @@ Places = dict[str, tuple[nn.Module, str]]
 
 
 @final
-class ParameterPart:
-    """A parameter selector at work in one model; see :class:`~sparsebp_cli.backward.core.extension.Part`.
+class ParameterExtension:
+    """A parameter selector at work in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Args:
         policy: Says what is trained.
@@ -87,8 +87,8 @@ class ParameterPart:
         for name in self.frozen:
             self._get(name).grad = None  # what is left of an earlier step would be applied once more
 
-    def claim(self, dense: DensePass) -> PassClaim:
-        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.core.extension.Claiming`."""
+    def claim(self, dense: DensePass) -> PassEstimate:
+        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`."""
         return claim_needed(self._model, dense, [self._get(name) for name in self.frozen])
 
     def _ask(self, step: Step) -> frozenset[str]:

@@ -15,13 +15,13 @@ from torch.autograd.graph import Node
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.observe.claim import PassClaim
+from sparsebp_cli.backward.observe.claim import PassEstimate
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.observe.claim import DensePass
 
 
-def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -> PassClaim:
+def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -> PassEstimate:
     """Return what a backward without the gradients of some parameters needs of a dense one.
 
     Linears count by product: a wgrad where the weight is trained, a dgrad where something before it is. Any other
@@ -48,7 +48,7 @@ def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -
     again = {layers.part_of(name) for name in graph.needing}
     for name in dense.flops.recomputed:
         recomputed[name] = float(layers.part_of(name) in again)
-    return PassClaim(backward=backward, recomputed=recomputed)
+    return PassEstimate(backward=backward, recomputed=recomputed)
 
 
 class _Graph:

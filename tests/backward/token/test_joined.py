@@ -11,17 +11,17 @@ import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward.decoder.decoder import find_decoder
 from sparsebp_cli.backward.selection.token import row_plan as planning
-from sparsebp_cli.backward.selection.token.row_plan import Marks, make_plan
+from sparsebp_cli.backward.selection.token.row_plan import PositionMask, make_plan
 
 from .case import Batch, Marked, assert_near, make_batch, step
 from .test_families import decoder
 from .test_work import prove
 
 
-def marks_of(batch: Batch) -> Marks:
+def marks_of(batch: Batch) -> PositionMask:
     """Return what is known of a batch without padding, with every position a target."""
     every = torch.ones_like(batch.trained)
-    return Marks(every, every, batch.trained, batch.carries, torch.zeros(len(every), 1, dtype=torch.bool))
+    return PositionMask(every, every, batch.trained, batch.carries, torch.zeros(len(every), 1, dtype=torch.bool))
 
 
 def unequal() -> Batch:

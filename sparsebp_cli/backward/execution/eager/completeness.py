@@ -26,7 +26,7 @@ _REENTRANT = "CheckpointFunction"  # PyTorch's; DeepSpeed's and fairscale's are 
 _Use = tuple[int, bool]  # the parameter's identity, and whether a graph is recorded
 
 
-class Arrivals:
+class GradientCompleteness:
     """Judges whether a gradient that arrives is complete.
 
     Args:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
-from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
+from sparsebp_cli.backward.execution.eager.per_parameter_step import PerParameterStep
 from sparsebp_cli.backward.execution.eager.separable import refuse_inseparable
 from sparsebp_cli.backward.execution.eager.update import EagerUpdate
 from sparsebp_cli.errors import UsageError
@@ -37,7 +37,7 @@ def choose_update(
         return []
     assert optimizer is not None, "the table refuses it"
     part = EagerUpdate(model, optimizer, clipping)
-    if set(model.parameters()).isdisjoint(SingleStep(optimizer).parameters):
+    if set(model.parameters()).isdisjoint(PerParameterStep(optimizer).parameters):
         raise UsageError(
             f"update='eager': the optimizer has no parameter of {type(model).__name__}: make it of model.parameters() "
             "as they are now"

@@ -13,7 +13,7 @@ from sparsebp_cli.backward.execution.eager.clipping import total_of
 
 
 @dataclass
-class Pass:
+class EagerPassState:
     """One backward pass under way.
 
     Args:
@@ -60,7 +60,7 @@ def count_bytes(gradient: Tensor) -> int:
 
 
 @contextmanager
-def sparing(tensors: Iterable[Tensor]) -> Iterator[None]:
+def preserve_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Leave gradients as they are while a pass runs that only looks.
 
     Args:

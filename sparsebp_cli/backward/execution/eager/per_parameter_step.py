@@ -16,7 +16,7 @@ from torch import Tensor
 from sparsebp_cli.errors import UnsupportedError
 
 
-class SingleStep:
+class PerParameterStep:
     """Steps an optimizer parameter by parameter.
 
     What a step writes into its group (some optimizers count their steps there) is written once for all parameters of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
+from sparsebp_cli.backward.execution.eager.per_parameter_step import PerParameterStep
 from sparsebp_cli.errors import UnsupportedError
 
 _STEPS = 3  # what looks at the norm of all parameters shows at the first step; what estimates something, later
@@ -49,7 +49,7 @@ def _train(kind: Any, options: dict[str, Any], *, one_by_one: bool) -> list[nn.P
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(100.0 * torch.randn(8, 4))]
     optimizer = kind(parameters, **options)
-    single = SingleStep(optimizer)
+    single = PerParameterStep(optimizer)
     num_hooked: list[None] = []
     optimizer.register_step_post_hook(lambda *_: num_hooked.append(None))
     for step in range(_STEPS):

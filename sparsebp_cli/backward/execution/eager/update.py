@@ -19,9 +19,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from sparsebp_cli.backward.core.report import EagerReport
 from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, total_of
-from sparsebp_cli.backward.execution.eager.completeness import Arrivals
-from sparsebp_cli.backward.execution.eager.pass_state import Pass, sparing
-from sparsebp_cli.backward.execution.eager.per_parameter_step import SingleStep
+from sparsebp_cli.backward.execution.eager.completeness import GradientCompleteness
+from sparsebp_cli.backward.execution.eager.pass_state import EagerPassState, preserve_grads
+from sparsebp_cli.backward.execution.eager.per_parameter_step import PerParameterStep
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class EagerUpdate:
-    """Updates parameters while a backward runs; see :class:`~sparsebp_cli.backward.core.extension.Part`.
+    """Updates parameters while a backward runs; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Args:
         model: With the parameters; the optimizer may have more, which are updated in the same way.
@@ -44,11 +44,11 @@ class EagerUpdate:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping) -> None:
         self.clipping = clipping
-        self._single = SingleStep(optimizer)
+        self._single = PerParameterStep(optimizer)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._arrivals = Arrivals(model, self._single.parameters)
+        self._arrivals = GradientCompleteness(model, self._single.parameters)
         self._hooks: dict[Tensor, Any] = {}
-        self._pass: Pass | None = None
+        self._pass: EagerPassState | None = None
         self._total: Tensor | None = None  # norm of all gradients of the last step
         self._has_updated = False  # since the optimizer's last own step
         self._broken = ""  # what became of a pass since then that did not come to its end
@@ -147,8 +147,8 @@ class EagerUpdate:
         # Gradients of earlier micro-batches are there to the end anyway: then one pass is enough.
         looks_first = is_exact and not keeps
         if looks_first:
-            under_way = Pass(lambda parameter, _: _free(parameter), updates=False)
-            spared = sparing({*self._arrivals.leaves, *self._names} - set(self._single.parameters))
+            under_way = EagerPassState(lambda parameter, _: _free(parameter), updates=False)
+            spared = preserve_grads({*self._arrivals.leaves, *self._names} - set(self._single.parameters))
             # The same step and draw: policies decide in both passes alike.
             with self._engine.probing(draw=self._engine.now().draw), self._passing(under_way), spared:
                 differentiate(retain_graph=True)
@@ -157,7 +157,7 @@ class EagerUpdate:
             self._check_total(self._total, num_updated=0)
         self._single.start()
         at_once = self._arrivals.bytes_at_once
-        under_way = Pass(self._update, early=looks_first or not is_exact, bytes_most=at_once)
+        under_way = EagerPassState(self._update, early=looks_first or not is_exact, bytes_most=at_once)
         with self._noting(under_way), self._passing(under_way):
             differentiate()
             num_early, late = len(under_way.done), self._held()
@@ -191,7 +191,7 @@ class EagerUpdate:
             _free(parameter)  # also where it breaks off in between: nothing is applied twice
 
     @contextmanager
-    def _passing(self, under_way: Pass) -> Iterator[None]:
+    def _passing(self, under_way: EagerPassState) -> Iterator[None]:
         self._pass = under_way
         for parameter in self._held():
             under_way.hold(parameter)
@@ -204,7 +204,7 @@ class EagerUpdate:
             watch.remove()
 
     @contextmanager
-    def _noting(self, under_way: Pass) -> Iterator[None]:
+    def _noting(self, under_way: EagerPassState) -> Iterator[None]:
         """If a pass breaks off, say how far it came: memory that ran out, a hook of the user's, Ctrl-C."""
         try:
             yield
@@ -258,7 +258,7 @@ class EagerUpdate:
                     "back is computed once more inside the backward (checkpointing does so); use update='deferred'"
                 )
 
-    def _finish(self, under_way: Pass, parameter: Tensor) -> None:
+    def _finish(self, under_way: EagerPassState, parameter: Tensor) -> None:
         norm = norm_of(_gradient(parameter))
         if norm.device.type == "cpu" and not math.isfinite(norm):  # elsewhere one would have to wait for each
             self._refuse(norm, self._name(parameter), len(under_way.done) if under_way.updates else 0)
@@ -267,7 +267,7 @@ class EagerUpdate:
         under_way.finishes(parameter, norm)
         under_way.bytes_now -= under_way.held.pop(parameter)
 
-    def _finish_all(self, under_way: Pass) -> None:
+    def _finish_all(self, under_way: EagerPassState) -> None:
         """Finish what waited, and what earlier micro-batches alone have reached, in the optimizer's order."""
         for parameter in self._held():
             self._finish(under_way, parameter)

@@ -16,7 +16,7 @@ from sparsebp_cli.errors import UnsupportedError
 _ALLOWED = "allowed: tensors, and tuples, lists and dicts of them"
 
 
-class Contents:
+class ArgumentSnapshot:
     """What is in the lists, dicts and objects of a tree, to find out later which have other contents.
 
     Args:
@@ -96,7 +96,7 @@ def _are_same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
 
 
-class Refusal:
+class NoGradientHook:
     """Hook of a tensor inside a segment: a gradient that arrives there would be lost.
 
     Args:

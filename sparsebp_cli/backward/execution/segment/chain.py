@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from sparsebp_cli.backward.execution.grad_store import GradStore
-from sparsebp_cli.backward.execution.segment.arguments import Refusal, refuse_hidden
-from sparsebp_cli.backward.execution.segment.forward_context import Surrounding, Versions
+from sparsebp_cli.backward.execution.segment.arguments import NoGradientHook, refuse_hidden
+from sparsebp_cli.backward.execution.segment.forward_context import ForwardContext, Versions
 from sparsebp_cli.backward.execution.segment.split import split
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
@@ -107,7 +107,7 @@ class _Pass:
         versions = Versions()
         for tensor in tensors:
             versions.note(tensor)
-        self._surrounding = Surrounding((m for m in self._part if isinstance(m, nn.Module)), tensors)
+        self._surrounding = ForwardContext((m for m in self._part if isinstance(m, nn.Module)), tensors)
         with torch.no_grad(), self._surrounding.without_cache():
             output = _run(self._part, tree_unflatten(self._leaves, self._spec))
         self._surrounding.settle(self._as_mark)
@@ -122,7 +122,7 @@ class _Pass:
         """Return a tensor that a module has kept so that no gradient may arrive at it: it was made without a graph."""
         mark = tensor.detach()
         if mark.is_floating_point() or mark.is_complex():
-            mark.requires_grad_().register_hook(Refusal(f"segment {self._number}"))  # type: ignore[no-untyped-call]
+            mark.requires_grad_().register_hook(NoGradientHook(f"segment {self._number}"))  # type: ignore[no-untyped-call]
         return mark
 
     def run_backward(self, store: GradStore) -> None:

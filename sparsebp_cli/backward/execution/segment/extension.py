@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
-from sparsebp_cli.backward.execution.segment.function import SegmentFunction, Work
-from sparsebp_cli.backward.execution.segment.recorded_forward import Passage
-from sparsebp_cli.backward.execution.segment.split import Layers, cut, find_layers
-from sparsebp_cli.backward.patch.forward import Bound
+from sparsebp_cli.backward.execution.segment.function import SegmentFunction, SegmentWork
+from sparsebp_cli.backward.execution.segment.recorded_forward import RecordedForward
+from sparsebp_cli.backward.execution.segment.split import LayerSequence, cut, find_layers
+from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @final
 class Segments:
-    """The segments of one model; see :class:`~sparsebp_cli.backward.core.extension.Part`.
+    """The segments of one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     They are how a step is executed and no policy, so they stay in force where policies are disabled: as with
     checkpointing, dense and policy are compared in the same way of running.
@@ -43,7 +43,7 @@ class Segments:
     """
 
     def __init__(self, model: nn.Module, segments: int | Sequence[str]) -> None:
-        self._layers: Layers = find_layers(model)
+        self._layers: LayerSequence = find_layers(model)
         self.segments = cut(segments, self._layers)
         for name, module in model.named_modules():
             if getattr(module, "gradient_checkpointing", False):
@@ -58,7 +58,7 @@ class Segments:
             raise UnsupportedError(f"segments: {name} skips layers at random (layerdrop={dropped}): set it to 0")
         self._checked: set[str] = set()  # segments whose layers use nothing that is not theirs
         self._position = -1  # of the layer that ran last in this forward
-        self._passage: Passage | None = None
+        self._passage: RecordedForward | None = None
         self._hook: Any = None
 
     def install(self, engine: EngineView) -> None:
@@ -67,7 +67,7 @@ class Segments:
         engine.notes["segments"] = f"layers run in segments that begin with {starts}; all but the last are run again"
         self._hook = self._layers.owner.register_forward_pre_hook(_Start(self))
         for module in dict.fromkeys(self._layers.modules):
-            module.forward = BoundLayer(module, self, module.__dict__.get("forward"))
+            module.forward = LayerOverride(module, self, module.__dict__.get("forward"))
 
     def remove(self) -> None:
         self._hook.remove()
@@ -86,7 +86,7 @@ class Segments:
         """Begin with the first layer, whatever became of the forward before."""
         self._position, self._passage = -1, None
 
-    def run(self, layer: BoundLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: LayerOverride, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a layer as its place in a segment demands.
 
         Args:
@@ -133,25 +133,25 @@ class Segments:
             "layers that are skipped or run in another order cannot be cut"
         )
 
-    def _open(self, segment: range) -> Passage:
+    def _open(self, segment: range) -> RecordedForward:
         names, modules = self._layers.names, self._layers.modules
         if segment is self.segments[0] and any(_is_sharded(p) for module in modules for p in module.parameters()):
             raise UnsupportedError("segments of sharded weights (FSDP2) are not built: use DDP")
-        return Passage([names[n] for n in segment], [modules[n] for n in segment])
+        return RecordedForward([names[n] for n in segment], [modules[n] for n in segment])
 
-    def _close(self, passage: Passage, output: Any) -> Any:
+    def _close(self, passage: RecordedForward, output: Any) -> Any:
         leaves, places, spec = passage.finish(output)
         given = passage.forget()
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if places and any(t.requires_grad for t in (*given, *passage.parameters)):
-            work = Work(passage, tuple(places), len(given), self._checked)
+            work = SegmentWork(passage, tuple(places), len(given), self._checked)
             results = SegmentFunction.apply(work, [leaves[n] for n in places], *given, *passage.parameters)  # type: ignore[no-untyped-call]
             for place, result in zip(places, results, strict=True):
                 leaves[place] = result
         return tree_unflatten(leaves, spec)
 
 
-class BoundLayer(Bound):
+class LayerOverride(ForwardOverride):
     """The ``forward`` of one layer.
 
     Args:

@@ -47,7 +47,7 @@ class _Buffer:
         return not torch.equal(self.tensor, self.value)  # batch norm changes its statistics without counting
 
 
-class Surrounding:
+class ForwardContext:
     """Noted when it is made, which is just before the forward.
 
     Args:

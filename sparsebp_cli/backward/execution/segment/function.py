@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from sparsebp_cli.backward.execution.segment.recorded_forward import Passage
+from sparsebp_cli.backward.execution.segment.recorded_forward import RecordedForward
 from sparsebp_cli.backward.observe.leaves import find_leaves
 from sparsebp_cli.errors import UnsupportedError
 
 
-class Work:
+class SegmentWork:
     """What the backward of one segment needs beside tensors.
 
     Args:
@@ -23,7 +23,7 @@ class Work:
         checked: Segments, by their last layer, that were found to use nothing that is not theirs.
     """
 
-    def __init__(self, passage: Passage, places: tuple[int, ...], num_given: int, checked: set[str]) -> None:
+    def __init__(self, passage: RecordedForward, places: tuple[int, ...], num_given: int, checked: set[str]) -> None:
         self.passage, self.places, self.num_given, self._checked = passage, places, num_given, checked
 
     def run_again(self, given: list[Tensor], grads: tuple[Tensor | None, ...]) -> list[tuple[Tensor, Tensor]]:
@@ -65,7 +65,7 @@ class SegmentFunction(Function):
     """A segment that has been run, and whose backward runs it again."""
 
     @staticmethod
-    def forward(ctx: Any, work: Work, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, work: SegmentWork, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.work = work
         ctx.save_for_backward(*tensors[: work.num_given])

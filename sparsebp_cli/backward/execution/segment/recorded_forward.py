@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from sparsebp_cli.backward.execution.segment.arguments import Contents, Refusal, refuse_hidden
-from sparsebp_cli.backward.execution.segment.forward_context import Surrounding, Versions
+from sparsebp_cli.backward.execution.segment.arguments import ArgumentSnapshot, NoGradientHook, refuse_hidden
+from sparsebp_cli.backward.execution.segment.forward_context import ForwardContext, Versions
 from sparsebp_cli.backward.observe.leaves import find_leaves
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
@@ -48,7 +48,7 @@ class _Call:
     spec: TreeSpec
 
 
-class Passage:
+class RecordedForward:
     """Grows while the layers of the segment run; then it runs them again.
 
     Args:
@@ -67,7 +67,7 @@ class Passage:
         self._versions, self._weights = Versions(), Versions()
         for parameter in (p for m in self.modules for p in m.parameters()):
             self._weights.note(parameter)
-        self._surrounding: Surrounding | None = None
+        self._surrounding: ForwardContext | None = None
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the next layer without a graph.
@@ -89,12 +89,12 @@ class Passage:
         where = repr(self._name)
         refuse_hidden(leaves, where, given=True)
         if self._surrounding is None:
-            self._surrounding = Surrounding(self.modules, (t for t in leaves if isinstance(t, Tensor)))
+            self._surrounding = ForwardContext(self.modules, (t for t in leaves if isinstance(t, Tensor)))
         stand_ins = tuple(self._stand_in(leaf) for leaf in leaves)
         if self._calls and not any(isinstance(leaf, _Made) for leaf in stand_ins):
             self._refuse_between()
         args, kwargs = tree_unflatten(leaves, spec)
-        contents = Contents((args, kwargs))
+        contents = ArgumentSnapshot((args, kwargs))
         captured = [(each, len(each)) for each in _find_captured()]
         with torch.no_grad(), self._surrounding.without_cache():
             output = forward(*args, **kwargs)
@@ -196,7 +196,7 @@ class Passage:
             return leaf
         mark = leaf.detach()
         if _is_differentiable(mark) and any(t.requires_grad for t in (*self.parameters, *self.given)):
-            mark.requires_grad_().register_hook(Refusal(self.names[len(self._calls) - 1]))  # type: ignore[no-untyped-call]
+            mark.requires_grad_().register_hook(NoGradientHook(self.names[len(self._calls) - 1]))  # type: ignore[no-untyped-call]
         return mark
 
     def _refuse_between(self) -> NoReturn:

@@ -13,7 +13,7 @@ from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerSequence:
     """Modules that run one after the other, each on what the one before gave.
 
     Args:
@@ -27,7 +27,7 @@ class Layers:
     modules: tuple[nn.Module, ...]
 
 
-def find_layers(model: nn.Module) -> Layers:
+def find_layers(model: nn.Module) -> LayerSequence:
     """Find the layers of a model.
 
     Args:
@@ -48,14 +48,14 @@ def find_layers(model: nn.Module) -> Layers:
         inside = {n: m for n, m in found.named_modules(remove_duplicate=False) if n and "." not in n}
         owner = model.get_submodule(name.rpartition(".")[0]) if kind is nn.ModuleList else found
         names = tuple(f"{name}.{child}" if name else child for child in inside)
-        return Layers(owner, names, tuple(inside.values()))
+        return LayerSequence(owner, names, tuple(inside.values()))
     raise UnsupportedError(
         f"segments: {type(model).__name__} has no list of layers (nn.ModuleList or nn.Sequential); "
         "cut it by hand and call segmented_backward"
     )
 
 
-def cut(segments: int | Sequence[str], layers: Layers) -> tuple[range, ...]:
+def cut(segments: int | Sequence[str], layers: LayerSequence) -> tuple[range, ...]:
     """Cut layers into segments.
 
     Args:
@@ -73,7 +73,7 @@ def cut(segments: int | Sequence[str], layers: Layers) -> tuple[range, ...]:
     return tuple(range(first, end) for first, end in zip(starts, [*starts[1:], len(layers.names)], strict=True))
 
 
-def _count(segments: int, layers: Layers) -> list[int]:
+def _count(segments: int, layers: LayerSequence) -> list[int]:
     if isinstance(segments, bool) or not 1 <= segments <= len(layers.names):
         allowed = f"1 to {len(layers.names)}, the number of layers, or a list of module names"
         raise UsageError(f"segments must be {allowed}, got {segments}")
@@ -86,7 +86,7 @@ def split(num_layers: int, num_segments: int) -> list[int]:
     return [number * short + min(number, longer) for number in range(num_segments)]
 
 
-def _look_up(segments: Sequence[str], layers: Layers) -> list[int]:
+def _look_up(segments: Sequence[str], layers: LayerSequence) -> list[int]:
     is_list = isinstance(segments, list | tuple) and len(segments) > 0
     if not is_list or not all(isinstance(name, str) for name in segments):
         raise UsageError(f"segments must be a number of segments or a list of module names, got {segments!r}")

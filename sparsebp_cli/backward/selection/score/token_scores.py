@@ -1,5 +1,5 @@
 """Asks a token selector, with the scores that it needs; see
-:class:`~sparsebp_cli.backward.selection.token.extension.Chooser`."""
+:class:`~sparsebp_cli.backward.selection.token.extension.TokenChoiceSource`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.selection.token.rows import Rows
+from sparsebp_cli.backward.selection.token.rows import RowNumbers
 from sparsebp_cli.errors import UnsupportedError
 
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids", "cache_position"}
@@ -19,7 +19,7 @@ _SWITCHES = ("output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class AttentionView:
     """Which rows ask, and which they look at.
 
     Args:
@@ -28,8 +28,8 @@ class View:
         slot_BQ: Where each query's own key stands among the keys.
     """
 
-    queries: Rows
-    keys: tuple[Rows, ...]
+    queries: RowNumbers
+    keys: tuple[RowNumbers, ...]
     slot_BQ: Tensor
 
     @property
@@ -38,7 +38,7 @@ class View:
         return len(self.keys) == 1 and self.keys[0] is self.queries
 
     @classmethod
-    def of(cls, queries: Rows, *before: Rows) -> View:
+    def of(cls, queries: RowNumbers, *before: RowNumbers) -> AttentionView:
         """Return queries that look at some rows and at their own.
 
         Args:
@@ -54,7 +54,7 @@ class View:
 
 
 @dataclass
-class Cutter:
+class AttentionArgs:
     """Cuts every layer's arguments; what layers share is cut once.
 
     Args:
@@ -68,7 +68,7 @@ class Cutter:
     joined: tuple[int, int] | None = None
     _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)  # with what has the id, alive
 
-    def cut(self, arguments: dict[str, Any], view: View, *, mask: bool = True) -> dict[str, Any]:
+    def cut(self, arguments: dict[str, Any], view: AttentionView, *, mask: bool = True) -> dict[str, Any]:
         """Cut down.
 
         Args:
@@ -112,28 +112,28 @@ class Cutter:
         if unknown:
             raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
 
-    def _cut_mask(self, mask: Tensor | None, view: View) -> Tensor | None:
+    def _cut_mask(self, mask: Tensor | None, view: AttentionView) -> Tensor | None:
         allowed = _cut_mask(mask, view) if self.joined is None else _cut_joined_mask(mask, view, self.joined[1])
         if allowed is None or allowed.dtype != torch.bool or self.mask_dtype is None:
             return allowed
         return torch.zeros_like(allowed, dtype=self.mask_dtype).masked_fill_(~allowed, -torch.inf)
 
-    def _cut_parts(self, parts: tuple[Tensor, ...], view: View) -> tuple[Tensor, ...]:
+    def _cut_parts(self, parts: tuple[Tensor, ...], view: AttentionView) -> tuple[Tensor, ...]:
         return tuple(self._take(part, view) for part in parts)
 
-    def _take(self, x: Tensor, view: View) -> Tensor:
+    def _take(self, x: Tensor, view: AttentionView) -> Tensor:
         if self.joined is not None:
             x = x.expand(self.joined[0], *x.shape[1:]).flatten(0, 1)[None]
         return view.queries.take(x)
 
-    def _once(self, function: Any, value: Any, view: View) -> Any:
+    def _once(self, function: Any, value: Any, view: AttentionView) -> Any:
         key = (id(value), id(view))
         if key not in self._known:
             self._known[key] = ((value, view), function(value, view))
         return self._known[key][1]
 
 
-def _cut_mask(mask: Tensor | None, view: View) -> Tensor | None:
+def _cut_mask(mask: Tensor | None, view: AttentionView) -> Tensor | None:
     """Return who looks at whom, or None where that is plain causal attention among the queries themselves."""
     if mask is None and view.is_own:  # rows ascend, and what fills up stands behind them
         return None
@@ -150,7 +150,7 @@ def _cut_mask(mask: Tensor | None, view: View) -> Tensor | None:
     return allowed
 
 
-def _cut_joined_mask(mask: Tensor | None, view: View, length: int) -> Tensor:
+def _cut_joined_mask(mask: Tensor | None, view: AttentionView, length: int) -> Tensor:
     """Return who looks at whom where examples stand one after the other: nobody looks at another example."""
     query_1Q1 = view.queries.position_BK[:, :, None]
     key_11S = torch.cat([rows.position_BK for rows in view.keys], 1)[:, None, :]
@@ -170,7 +170,7 @@ def _gather(mask: Tensor, query_BQ: Tensor, key_BS: Tensor) -> Tensor:
     return whole.transpose(0, 1)[:, example, query, key].transpose(0, 1)
 
 
-def _exclude(allowed: Tensor, valid: Tensor, view: View) -> Tensor:
+def _exclude(allowed: Tensor, valid: Tensor, view: AttentionView) -> Tensor:
     """Let nobody look at rows that only fill up, and let these look at themselves: one that sees nothing is no number,
     and no number times nothing is none either. What a row of padding sees that is trained is up to the model's mask."""
     slot = view.slot_BQ[: len(allowed), None, :, None].expand(len(allowed), allowed.shape[1], -1, 1)

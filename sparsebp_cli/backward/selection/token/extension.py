@@ -1,8 +1,8 @@
 """Token selection at work in one model: its forward asks which positions are trained, and computes what they need.
 
 With labels, in training, with gradients, the model's forward returns the loss of the trained positions and no logits.
-A loss of the user's own is computed without labels: then :meth:`TokenPart.give` tells what the script keeps from the
-model, and the logits of all positions come back, zeros where a position is not trained.
+A loss of the user's own is computed without labels: then :meth:`TokenExtension.give` tells what the script keeps from
+the model, and the logits of all positions come back, zeros where a position is not trained.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.extension import refuse_unasked
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
-from sparsebp_cli.backward.observe.claim import DensePass, PassClaim
-from sparsebp_cli.backward.patch.forward import Bound, call_module, check_free, replaced
+from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.patch.forward import ForwardOverride, call_module, check_free, replace_forwards
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layer_run import draws, narrows, no_graph
@@ -31,7 +31,7 @@ from sparsebp_cli.backward.selection.token.loss import (
     with_changes,
 )
 from sparsebp_cli.backward.selection.token.reference import detached
-from sparsebp_cli.backward.selection.token.row_plan import Marks, Plan, make_plan, read_marks
+from sparsebp_cli.backward.selection.token.row_plan import PositionMask, RowPlan, make_plan, read_marks
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
 from sparsebp_cli.policy.token import TokenChoice
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
 
 
-class Chooser(Protocol):
+class TokenChoiceSource(Protocol):
     """Chooses positions of one batch."""
 
     def choose(self, arguments: Mapping[str, Any], plain_forward: Callable[..., Any], step: Step) -> TokenChoice:
@@ -74,8 +74,8 @@ _UNKNOWN = ("past_key_values", "output_hidden_states", "output_attentions", "log
 
 
 @final
-class TokenPart:
-    """See :class:`~sparsebp_cli.backward.core.extension.Part`.
+class TokenExtension:
+    """See :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Args:
         policy: Its ``mode`` says how choices are carried out.
@@ -87,9 +87,9 @@ class TokenPart:
         UnsupportedError: The model is attached, or has a forward of its own.
     """
 
-    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: Chooser, prefix: str = "") -> None:
+    def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
-        self._prefix, self._last = prefix, cast("Plan | None", None)
+        self._prefix, self._last = prefix, cast("RowPlan | None", None)
         self.given: dict[str, Tensor] = {}
         self.was_asked = False
         check_free("the model", decoder.model)
@@ -99,7 +99,7 @@ class TokenPart:
 
     def install(self, engine: EngineView) -> None:
         self.chooser.install(engine)
-        self._forward = BoundDecoder(self, engine)
+        self._forward = DecoderOverride(self, engine)
         self.decoder.model.forward = self._forward
 
     def remove(self) -> None:
@@ -125,7 +125,7 @@ class TokenPart:
         if not self.was_asked:
             refuse_unasked(self.policy, self.decoder.model)
 
-    def remember(self, plan: Plan | None, length: int) -> None:
+    def remember(self, plan: RowPlan | None, length: int) -> None:
         """Note what was chosen last, for :meth:`claim`.
 
         Args:
@@ -134,10 +134,10 @@ class TokenPart:
         """
         self._last, self._length = plan, length
 
-    def claim(self, dense: DensePass) -> PassClaim:  # noqa: ARG002 - shares say it
+    def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
         """Return what the choice of the last forward, of the same batch, leaves of a dense pass."""
         if self._last is None:
-            return PassClaim()
+            return PassEstimate()
         return claim(
             self.decoder,
             self._prefix,
@@ -147,7 +147,7 @@ class TokenPart:
         )
 
 
-class BoundDecoder(Bound):
+class DecoderOverride(ForwardOverride):
     """The ``forward`` of a causal language model.
 
     Args:
@@ -155,7 +155,7 @@ class BoundDecoder(Bound):
         engine: Whether it is in force, and the step.
     """
 
-    def __init__(self, part: TokenPart, engine: EngineView) -> None:
+    def __init__(self, part: TokenExtension, engine: EngineView) -> None:
         self.part, self.engine, self.is_removed = part, engine, False
         self._model = part.decoder.model
         # The number of rows differs from step to step; what is compiled inside of the layers stays so.
@@ -213,7 +213,7 @@ class BoundDecoder(Bound):
         with no_graph(next(self._model.parameters()).device):
             return call_module(self._model, *args, **kwargs)
 
-    def _run_all(self, own: dict[str, Any], labels: Tensor | None, num_items: Any, marks: Marks) -> Any:
+    def _run_all(self, own: dict[str, Any], labels: Tensor | None, num_items: Any, marks: PositionMask) -> Any:
         """Compute everything: the reference, and what is done where nothing can be left out."""
         if labels is not None:
             own["labels"] = labels if marks.is_whole else masked_labels(labels, marks)
@@ -224,15 +224,17 @@ class BoundDecoder(Bound):
         with detached(self.part.decoder, marks.carries.to(next(self._model.parameters()).device)):
             return call_module(self._model, **own)
 
-    def _run_rows(self, own: dict[str, Any], plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
+    def _run_rows(
+        self, own: dict[str, Any], plan: RowPlan, num_items: Any, marks: PositionMask, *, with_loss: bool
+    ) -> Any:
         num_rows = marks.real.shape[0] * marks.real.shape[1]
         stack, head = Stack(self.part.decoder, plan, (marks.real.shape[0], marks.real.shape[1])), self.part.decoder.head
         cut = partial(_run_head, head, head.__dict__.get("forward"), len(plan.label_N))
-        with stack.installed(), replaced([(head, cut)]), self.engine.short_forward(num_rows=num_rows):
+        with stack.installed(), replace_forwards([(head, cut)]), self.engine.short_forward(num_rows=num_rows):
             output = call_module(self._model, **own)
         return self._finish(output, plan, num_items, marks, with_loss=with_loss)
 
-    def _finish(self, output: Any, plan: Plan, num_items: Any, marks: Marks, *, with_loss: bool) -> Any:
+    def _finish(self, output: Any, plan: RowPlan, num_items: Any, marks: PositionMask, *, with_loss: bool) -> Any:
         logits = output.logits
         if with_loss:
             # Of nothing, the targets of a whole step may be nothing, and a number over that is none.
@@ -252,7 +254,7 @@ def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> T
     return cast("Tensor", call_module(head, rows_1ND) if covered is None else covered(rows_1ND))
 
 
-def make_parts(policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None) -> list[TokenPart]:
+def make_parts(policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None) -> list[TokenExtension]:
     """Return the part of the token selector among some policies.
 
     Args:
@@ -274,4 +276,4 @@ def make_parts(policies: Iterable[Policy], model: nn.Module, reference: nn.Modul
     if isinstance(policy, ScoredTokenSelector) and policy.mode == "detach" and policy.carry == "trained":
         refuse_prompt(model, type(policy).__name__)
     scores = reference if isinstance(reference, nn.Module) else None
-    return [TokenPart(policy, decoder, TokenChooser(policy, decoder.model, scores), f"{name}." if name else "")]
+    return [TokenExtension(policy, decoder, TokenChooser(policy, decoder.model, scores), f"{name}." if name else "")]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer
-from sparsebp_cli.backward.observe.claim import PassClaim
-from sparsebp_cli.backward.selection.token.row_plan import Plan
+from sparsebp_cli.backward.observe.claim import PassEstimate
+from sparsebp_cli.backward.selection.token.row_plan import RowPlan
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sizes:
     is_joined: bool
 
     @classmethod
-    def chosen(cls, plan: Plan, length: int) -> Sizes:
+    def chosen(cls, plan: RowPlan, length: int) -> Sizes:
         """Return what was chosen.
 
         Args:
@@ -71,7 +71,7 @@ class Share(NamedTuple):
     backward: float
 
 
-def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembers: bool) -> PassClaim:
+def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembers: bool) -> PassEstimate:
     """Return what is left.
 
     Args:
@@ -86,7 +86,7 @@ def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembe
     """
     ideal, most = (_shares(decoder, given, narrows=narrows) for given in (sizes, sizes.computed))
     again = 1 if remembers else 0  # what is computed of carried rows is what has a backward
-    return PassClaim(
+    return PassEstimate(
         forward=_named(prefix, {name: share.forward for name, share in ideal.items()}),
         backward=_named(prefix, {name: share.backward for name, share in ideal.items()}),
         recomputed=_named(prefix, {name: share[again] for name, share in ideal.items()}),

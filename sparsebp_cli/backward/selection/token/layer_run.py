@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, argument_names, unchecked
-from sparsebp_cli.backward.decoder.kv_cache import Captured, Capturing, Giving, Joining, Meeting, silence
-from sparsebp_cli.backward.patch.forward import call_module, replaced
-from sparsebp_cli.backward.selection.token.attention_args import Cutter, View
-from sparsebp_cli.backward.selection.token.row_plan import Plan
-from sparsebp_cli.backward.selection.token.rows import Rows
+from sparsebp_cli.backward.decoder.kv_cache import ConcatKV, FixedKV, RecordedKV, RecordKV, SharedKV, silence
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
+from sparsebp_cli.backward.selection.token.attention_args import AttentionArgs, AttentionView
+from sparsebp_cli.backward.selection.token.row_plan import RowPlan
+from sparsebp_cli.backward.selection.token.rows import RowNumbers
 from sparsebp_cli.errors import UnsupportedError
 
 # A linear that makes queries, keys and values at once is multiplied again for trained rows; above this share of the
@@ -40,16 +40,16 @@ class Views:
         narrows: Whether the last layer computes queries for trained rows alone.
     """
 
-    cutter: Cutter
-    carried: View
-    beside: View | None
-    trained: Rows
-    asked: View
+    cutter: AttentionArgs
+    carried: AttentionView
+    beside: AttentionView | None
+    trained: RowNumbers
+    asked: AttentionView
     is_prompt: bool
     narrows: bool
 
     @classmethod
-    def of(cls, decoder: Decoder, plan: Plan, shape: tuple[int, int]) -> Views:
+    def of(cls, decoder: Decoder, plan: RowPlan, shape: tuple[int, int]) -> Views:
         """Return the views of a plan.
 
         Args:
@@ -61,12 +61,12 @@ class Views:
             The views.
         """
         before = () if plan.dropped is None else (plan.dropped,)
-        carried, beside = View.of(plan.carried, *before), cast("View | None", None)
-        asked = View(plan.asked, carried.keys, sum(len(rows) for rows in before) + plan.trained.position_BK)
+        carried, beside = AttentionView.of(plan.carried, *before), cast("AttentionView | None", None)
+        asked = AttentionView(plan.asked, carried.keys, sum(len(rows) for rows in before) + plan.trained.position_BK)
         if plan.dropped is not None:
-            own = View.of(plan.dropped)
-            beside = own if plan.is_prompt else View(plan.dropped, carried.keys, own.slot_BQ)
-        cutter = Cutter(decoder.implementation, joined=shape if plan.is_joined else None)
+            own = AttentionView.of(plan.dropped)
+            beside = own if plan.is_prompt else AttentionView(plan.dropped, carried.keys, own.slot_BQ)
+        cutter = AttentionArgs(decoder.implementation, joined=shape if plan.is_joined else None)
         return cls(cutter, carried, beside, plan.trained, asked, plan.is_prompt, narrows(decoder, plan))
 
 
@@ -114,7 +114,7 @@ class LayerRun:
         Returns:
             The same after the layer.
         """
-        cache = None if self.dropped is None else Joining(self._run_beside)
+        cache = None if self.dropped is None else ConcatKV(self._run_beside)
         return self._call(hidden_BKD, self._cut(self.views.carried), cache)
 
     def last(self, hidden_BKD: Tensor) -> Tensor:
@@ -128,17 +128,17 @@ class LayerRun:
         """
         trained = self.views.trained
         if not self.views.narrows:
-            cache = None if self.dropped is None else Joining(self._capture_beside)
+            cache = None if self.dropped is None else ConcatKV(self._capture_beside)
             output = self._call(hidden_BKD, self._cut(self.views.carried), cache)
             return output if len(trained) == len(self.views.carried.queries) else trained.take(output)
         keys, values = self._capture(hidden_BKD, self.views.carried)
         if self.dropped is not None:
-            keys, values = Joining(self._capture_beside).update(keys, values)
+            keys, values = ConcatKV(self._capture_beside).update(keys, values)
         silent = () if self.layer.attention.fused else self.layer.attention.key_value
-        with replaced(silence(self.layer.core, silent, one_head=False)):
-            return self._call(trained.take(hidden_BKD), self._cut(self.views.asked), Giving(keys, values))
+        with replace_forwards(silence(self.layer.core, silent, one_head=False)):
+            return self._call(trained.take(hidden_BKD), self._cut(self.views.asked), FixedKV(keys, values))
 
-    def _cut(self, view: View, *, mask: bool = True) -> dict[str, Any]:
+    def _cut(self, view: AttentionView, *, mask: bool = True) -> dict[str, Any]:
         return self.views.cutter.cut(self.arguments, view, mask=mask)
 
     def _call(self, hidden: Tensor, arguments: dict[str, Any], cache: Any) -> Tensor:
@@ -147,12 +147,12 @@ class LayerRun:
         with unchecked(module):
             return cast("Tensor", call_module(module, **arguments))
 
-    def _capture(self, hidden: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def _capture(self, hidden: Tensor, view: AttentionView) -> tuple[Tensor, Tensor]:
         """Return keys and values of some rows; nothing behind them is computed."""
-        with replaced(silence(self.layer.core, self.layer.attention.query, one_head=False)):
+        with replace_forwards(silence(self.layer.core, self.layer.attention.query, one_head=False)):
             try:
-                self._call(hidden, self._cut(view, mask=False), Capturing())
-            except Captured as captured:
+                self._call(hidden, self._cut(view, mask=False), RecordKV())
+            except RecordedKV as captured:
                 return captured.keys, captured.values
         raise UnsupportedError(f"{self.layer.name} computes without asking its cache")
 
@@ -163,7 +163,7 @@ class LayerRun:
         assert self.dropped is not None
         assert self.views.beside is not None
         carried = None if self.views.is_prompt else (keys.detach(), values.detach())
-        cache = Meeting(carried)
+        cache = SharedKV(carried)
         with no_graph(self.dropped.device):
             self.after = self._call(self.dropped, self._cut(self.views.beside), cache)
         return self._remember(cache.own)
@@ -209,7 +209,7 @@ def draws(module: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0.0 for rate in rates)
 
 
-def narrows(decoder: Decoder, plan: Plan) -> bool:
+def narrows(decoder: Decoder, plan: RowPlan) -> bool:
     """Return whether the last layer computes queries for trained rows alone.
 
     Args:

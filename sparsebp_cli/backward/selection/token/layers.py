@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, by_name, unchecked
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
-from sparsebp_cli.backward.patch.forward import replaced
+from sparsebp_cli.backward.patch.forward import replace_forwards
 from sparsebp_cli.backward.selection.token.layer_run import LayerRun, Views
-from sparsebp_cli.backward.selection.token.row_plan import Plan
+from sparsebp_cli.backward.selection.token.row_plan import RowPlan
 from sparsebp_cli.errors import UnsupportedError
 
 
@@ -36,7 +36,7 @@ class Stack:
         shape: B and T.
     """
 
-    def __init__(self, decoder: Decoder, plan: Plan, shape: tuple[int, int]) -> None:
+    def __init__(self, decoder: Decoder, plan: RowPlan, shape: tuple[int, int]) -> None:
         self._decoder, self._plan, self._length = decoder, plan, shape[1]
         self._views, self._dropped = Views.of(decoder, plan, shape), cast("Tensor | None", None)
 
@@ -52,7 +52,7 @@ class Stack:
         self._again = [getattr(module, "gradient_checkpointing", False) and module.training for module in modules]
         with (
             ExitStack() as stack,
-            replaced((module, partial(self._run, number)) for number, module in enumerate(modules)),
+            replace_forwards((module, partial(self._run, number)) for number, module in enumerate(modules)),
         ):
             for module in modules:
                 stack.enter_context(unchecked(module))

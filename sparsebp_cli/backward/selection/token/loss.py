@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.selection.token.row_plan import IGNORED, Marks
+from sparsebp_cli.backward.selection.token.row_plan import IGNORED, PositionMask
 from sparsebp_cli.errors import UnsupportedError
 
 
@@ -32,7 +32,7 @@ def check_loss(model: nn.Module) -> None:
         raise UnsupportedError(f"token selection computes transformers' ForCausalLMLoss, the model has {name}")
 
 
-def scale(num_items: Any, marks: Marks) -> Any:
+def scale(num_items: Any, marks: PositionMask) -> Any:
     """Return what the sum of the trained losses is divided by, so that each trained token weighs as in a mean over all.
 
     Args:
@@ -66,7 +66,7 @@ def row_loss(model: nn.Module, logits: Tensor, label_N: Tensor, num_items: Any) 
     return cast("Tensor", loss)
 
 
-def masked_labels(labels_BT: Tensor, marks: Marks) -> Tensor:
+def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
     """Return labels that train the chosen positions alone: the reference form of the loss.
 
     Args:
@@ -81,7 +81,7 @@ def masked_labels(labels_BT: Tensor, marks: Marks) -> Tensor:
     return labels_BT.masked_fill(~trains_BT.to(labels_BT.device), IGNORED)
 
 
-def spread_logits(logits_NV: Tensor, marks: Marks) -> Tensor:
+def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
     """Return logits of all positions for a loss of the user's own: rows that were not computed are 0, without gradient.
 
     Args:

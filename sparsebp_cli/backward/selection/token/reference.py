@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, by_name, unchecked
-from sparsebp_cli.backward.patch.forward import call_module, replaced
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
         arguments = by_name(layer.module, args, kwargs)
         return call_module(layer.module, **(arguments | {layer.attention.cache: cache}))
 
-    with ExitStack() as stack, replaced((layer.module, partial(run, layer)) for layer in decoder.layers):
+    with ExitStack() as stack, replace_forwards((layer.module, partial(run, layer)) for layer in decoder.layers):
         for layer in decoder.layers:  # a layer that is run again in the backward would find its own forward
             stack.enter_context(unchecked(layer.module))
         yield

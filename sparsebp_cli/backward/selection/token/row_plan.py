@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.selection.token.rows import Rows
+from sparsebp_cli.backward.selection.token.rows import RowNumbers
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.token import TokenChoice
 
@@ -19,7 +19,7 @@ IGNORED = -100  # a label that trains nothing, as in PyTorch's cross entropy
 
 
 @dataclass(frozen=True)
-class Marks:
+class PositionMask:
     """What is known of every position of a batch, on the CPU, all (B, T).
 
     Args:
@@ -45,7 +45,7 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowPlan:
     """The rows of one forward.
 
     Args:
@@ -61,18 +61,18 @@ class Plan:
             on from one to the next, b * T + t.
     """
 
-    carried: Rows
-    dropped: Rows | None
+    carried: RowNumbers
+    dropped: RowNumbers | None
     is_prompt: bool
-    trained: Rows
-    asked: Rows
+    trained: RowNumbers
+    asked: RowNumbers
     label_N: Tensor
     num_trained: int
     counts: tuple[Tensor, Tensor, Tensor]
     is_joined: bool
 
 
-def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str) -> Marks:
+def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str) -> PositionMask:
     """Bring a choice to the CPU, and check it.
 
     Args:
@@ -104,10 +104,10 @@ def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, impl
     # A mask of the user's own may allow anything; and where eager attention may look at nothing, which only padding may
     # not, it looks at everything.
     looks_on = (trained & ~real).any(1, keepdim=True) & (implementation == "eager")
-    return Marks(target, real, trained, carries, looks_on | (mask is not None and mask.dim() == 4))
+    return PositionMask(target, real, trained, carries, looks_on | (mask is not None and mask.dim() == 4))
 
 
-def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"], pair_cost: float) -> Plan:
+def make_plan(marks: PositionMask, labels_BT: Tensor, mode: Literal["exact", "detach"], pair_cost: float) -> RowPlan:
     """Say which rows are computed, and how.
 
     Args:
@@ -139,16 +139,16 @@ def make_plan(marks: Marks, labels_BT: Tensor, mode: Literal["exact", "detach"],
         carried_BT, dropped_BT, trained, needed = (
             part.reshape(1, -1) for part in (carried_BT, dropped_BT, trained, needed)
         )
-    carried, dropped = Rows.of(carried_BT, device, valid_BT=needed), Rows.of(dropped_BT, device)
+    carried, dropped = RowNumbers.of(carried_BT, device, valid_BT=needed), RowNumbers.of(dropped_BT, device)
     assert carried is not None
     trained_BK = trained.gather(1, carried.position_BK.cpu()) & carried.valid_BK.cpu()
-    rows = Rows.of(trained_BK, device)
+    rows = RowNumbers.of(trained_BK, device)
     assert rows is not None
     label_N = labels_BT.roll(-1, 1)[trained.view_as(labels_BT).to(device)]
     if num_trained == 0:
         label_N = label_N.clamp(min=0)
     asked = carried.among(rows)
-    return Plan(
+    return RowPlan(
         carried, dropped, is_prompt, rows, asked, label_N, num_trained, (counts[0], counts[1], counts[2]), is_joined
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class RowNumbers:
     """Positions of every example, ascending. An example that has fewer than another is filled up by any others.
 
     Args:
@@ -58,7 +58,7 @@ class Rows:
         shared = start is not None or bool((position_BK == position_BK[:1]).all())
         return cls(position_BK.to(device), valid_BK.to(device), start, shared, bool(valid_BK.all()))
 
-    def among(self, rows: Self) -> Rows:
+    def among(self, rows: Self) -> RowNumbers:
         """Return some of these rows as positions.
 
         Args:
@@ -69,7 +69,7 @@ class Rows:
         """
         start = None if self.start is None or rows.start is None else self.start + rows.start
         position_BK = self.position_BK.gather(1, rows.position_BK)
-        return Rows(position_BK, rows.valid_BK, start, self.shared and rows.shared, rows.is_full)
+        return RowNumbers(position_BK, rows.valid_BK, start, self.shared and rows.shared, rows.is_full)
 
     def __len__(self) -> int:
         """Return K."""
