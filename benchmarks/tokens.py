@@ -120,7 +120,7 @@ class Case:
                 return policy.flops.total, policy.saved.total, 1.0
             with engine.disabled():
                 dense, dense_pass = self._count(way, None)
-            claims = [part.claim(dense_pass) for part in engine.parts if isinstance(part, EstimatesFlops)]
+            claims = [part.claim(dense_pass) for part in engine.extensions if isinstance(part, EstimatesFlops)]
             proof = Proof.of(self.model, dense, policy, engine.report(), claims)
             assert proof.claimed_flops is not None
             forward, backward = dense.flops.forward.total(), dense.flops.backward.total()

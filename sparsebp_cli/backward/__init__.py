@@ -3,6 +3,7 @@
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route, SiteReport
+from sparsebp_cli.backward.decoder.layout import AttentionLayout, BranchLayout
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
 from sparsebp_cli.backward.observe.flops import FlopCount, count_flops
@@ -13,6 +14,8 @@ from sparsebp_cli.backward.proof.movement import Moved, Movement
 from sparsebp_cli.backward.proof.proof import Overclaim, PassCount, Proof
 
 __all__ = [
+    "AttentionLayout",
+    "BranchLayout",
     "Chosen",
     "Engine",
     "Fidelity",

@@ -26,7 +26,7 @@ from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, refuse_lazy
-from sparsebp_cli.backward.selection.token.extension import make_parts
+from sparsebp_cli.backward.selection.token.extension import make_extensions
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
@@ -99,32 +99,37 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     chosen |= {"max_grad_norm": max_grad_norm, "eager_clip": eager_clip, "segments": segments, "optimizer": optimizer}
     _refuse_unbuilt(model, policies, chosen)
     asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
-    policy, decision = next(asked_at_sites, None), None
+    policy, runner = next(asked_at_sites, None), None
     check_scoring(policies, num_steps, reference)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     refuse_lazy(model)
     layers = LayerNumbers(model)
     if isinstance(policy, EdgeRouter):
-        binding: SiteAdapter = NodeAdapter(model, exclude, Routing(policy))
+        adapter: SiteAdapter = NodeAdapter(model, exclude, Routing(policy))
     else:
-        decision = None if policy is None else SelectorRunner(policy, len(layers.layers))
+        runner = None if policy is None else SelectorRunner(policy, len(layers.layers))
         dense = policy is None and sites == "linears"  # then a model needs no linear: a convolutional one in segments
-        binding = LinearAdapter(model, exclude, may_be_empty=True) if dense else _BINDINGS[sites](model, exclude)
-    tokens = make_parts(policies, model, reference)
+        adapter = LinearAdapter(model, exclude, may_be_empty=True) if dense else _ADAPTERS[sites](model, exclude)
+    tokens = make_extensions(policies, model, reference)
     eager = choose_update(wrapped, optimizer, update, clipping)
     attached = Engine(
-        binding,
-        decision,
+        adapter,
+        runner,
         model=model,
         optimizer=optimizer,
         reference=engine == "reference",
         stores=checkpointing == "none",
         seed=seed,
         num_steps=num_steps,
-        parts=[
+        extensions=[
             *tokens,
-            *(make(policy, model) for kind, make in _PARTS.items() for policy in policies if isinstance(policy, kind)),
+            *(
+                make(policy, model)
+                for kind, make in _EXTENSIONS.items()
+                for policy in policies
+                if isinstance(policy, kind)
+            ),
             *eager,
             *([] if segments is None else [Segments(model, segments)]),
         ],
@@ -140,7 +145,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
-_BINDINGS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
+_ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
     "linears": LinearAdapter,
     "branches": BranchAdapter,
     "nodes": NodeAdapter,
@@ -156,7 +161,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
-_PARTS: dict[Any, Callable[[Any, nn.Module], EngineExtension]] = {
+_EXTENSIONS: dict[Any, Callable[[Any, nn.Module], EngineExtension]] = {
     ParameterSelector: ParameterExtension,
     ExampleSelector: ExampleExtension,
 }

@@ -107,7 +107,7 @@ def _count(rehearsal: Rehearsal, way: Way) -> tuple[PassCount, Report, list[Pass
         with saved_bytes(model.parameters(), trace) as saved:
             loss = rehearsal.forward()
         backward(loss)
-        claiming = [part for part in engine.parts if isinstance(part, EstimatesFlops)] if way == "dense" else []
+        claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if way == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
         return PassCount(flops, saved), engine.report(), claims
 

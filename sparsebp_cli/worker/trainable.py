@@ -34,7 +34,7 @@ def trainable_parameters(model: nn.Module, engine: Engine) -> dict[str, nn.Param
 
 def freezes(engine: Engine) -> bool:
     """Return whether a policy chooses which parameters are trained."""
-    return any(isinstance(part, ParameterExtension) for part in engine.parts)
+    return any(isinstance(part, ParameterExtension) for part in engine.extensions)
 
 
 def measurable(recipe: Recipe, ranks: Ranks, engine: Engine) -> Recipe:

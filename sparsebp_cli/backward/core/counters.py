@@ -155,11 +155,11 @@ class Counter:
         """
         return sum(float(s.kept) for s in self.sites.values()), sum(s.entries for s in self.sites.values())
 
-    def report(self, binding: SiteAdapter, notes: Mapping[str, str]) -> Report:
+    def report(self, adapter: SiteAdapter, notes: Mapping[str, str]) -> Report:
         """Return everything as plain numbers; waits for the device.
 
         Args:
-            binding: Whose sites these are.
+            adapter: Whose sites these are.
             notes: How the engine carries the policy out.
 
         Returns:
@@ -167,13 +167,13 @@ class Counter:
         """
         kept, entries = self.kept()
         whole = self._whole()
-        known = {*binding.not_covered, *binding.excluded}
+        known = {*adapter.not_covered, *adapter.excluded}
         elsewhere = () if whole is None else (name for name, _ in whole.elsewhere)
         parameters = (name for name in elsewhere if name and name.rpartition(".")[0] not in known)
         return Report(
             sites=tuple(counter.report(name) for name, counter in self.sites.items()),
-            not_covered=(*binding.not_covered, *parameters),
-            excluded=binding.excluded,
+            not_covered=(*adapter.not_covered, *parameters),
+            excluded=adapter.excluded,
             kept_share=kept / entries if entries else None,
             num_backwards=self.num_backwards,
             notes=tuple(notes.values()),

@@ -48,21 +48,21 @@ class Engine:
     be neither dense nor what the policy meant at this step.
 
     Args:
-        binding: The model's sites.
-        decision: Who decides; None for dense.
+        adapter: Puts the engine at the model's sites.
+        runner: Asks the policy that decides at sites; None for dense.
         model: That the sites are in.
         optimizer: Its steps advance the step number; None: every backward does.
         reference: Mask, then multiply densely.
         stores: Whether branches keep their linears' outputs; else their inputs, and the kept rows are multiplied again.
         seed: Of random decisions.
         num_steps: Optimizer steps of the whole training, where that is known.
-        parts: What carries out the policies that are not asked at sites.
+        extensions: What carries out policies that do not decide at sites, and what runs the pass another way.
     """
 
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
-        binding: SiteAdapter,
-        decision: SelectorRunner | None,
+        adapter: SiteAdapter,
+        runner: SelectorRunner | None,
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -70,27 +70,27 @@ class Engine:
         stores: bool = True,
         seed: int,
         num_steps: int | None = None,
-        parts: Sequence[EngineExtension] = (),
+        extensions: Sequence[EngineExtension] = (),
     ) -> None:
-        self._model, self._binding, self._decision = model, binding, decision
+        self._model, self._adapter, self._runner = model, adapter, runner
         self._clock = Clock(optimizer, seed, num_steps, self._start_step)  # refuses before anything changes
-        self.reference, self.stores, self.parts = reference, stores, tuple(parts)
+        self.reference, self.stores, self.extensions = reference, stores, tuple(extensions)
         self.enabled, self.notes = True, dict[str, str]()
         self.leaves_out = False  # whether a forward has left something out so far
         self.forward: ShortForward | None = None  # the forward under way, where it leaves something out
         # Numbers of examples in the model's last forward; empty: not known; None: no policy needs them.
-        self.batch_sizes: frozenset[int] | None = None if decision is None else frozenset()
-        self.eager = next((part for part in self.parts if isinstance(part, RunsPass)), None)
-        self._freezes = any(isinstance(part, FreezesParameters) for part in self.parts)
-        self._counter = Counter.of(binding.names)
+        self.batch_sizes: frozenset[int] | None = None if runner is None else frozenset()
+        self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)
+        self._freezes = any(isinstance(extension, FreezesParameters) for extension in self.extensions)
+        self._counter = Counter.of(adapter.names)
         self._step: Step | None = None  # the backward under way
         self._attached = True
         self._unhook: Callable[[], None] = lambda: None
-        if decision is not None:
+        if runner is not None:
             self._unhook = model.register_forward_pre_hook(BatchNote(self._note_batch), with_kwargs=True).remove
-        binding.install(self)
-        for part in self.parts:
-            part.install(self)
+        adapter.install(self)
+        for extension in self.extensions:
+            extension.install(self)
         self._start_step(self.now())
 
     def backward(self, loss: Tensor, backward: Callable[..., object] | None = None, *, is_last: bool = True) -> None:
@@ -135,14 +135,14 @@ class Engine:
             self._clock.count_backward()
 
     def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: Any) -> None:
-        with self._binding.around(loss) as instead:
+        with self._adapter.around(loss) as instead:
             (backward or torch.Tensor.backward)(loss if instead is None else instead, **options)
 
     def _check_seen(self, loss: Tensor) -> None:
-        for part in self.parts:
-            if isinstance(part, RequiresForward):
-                part.check_asked()
-        asks = self._decision is not None or any(isinstance(part, RequiresForward) for part in self.parts)
+        for extension in self.extensions:
+            if isinstance(extension, RequiresForward):
+                extension.check_asked()
+        asks = self._runner is not None or any(isinstance(extension, RequiresForward) for extension in self.extensions)
         # What is frozen may lie between all sites and the loss; at nodes every node is one.
         if asks and not self._freezes and self._trains_at_sites() and not has_site(loss, self):
             raise UsageError(_UNSEEN)
@@ -151,7 +151,7 @@ class Engine:
         """Whether a site has trained weights, so that a loss of this model passes through it: where adapters alone are
         trained, and they are left out, no gradient need go through any site."""
         modules = dict(self._model.named_modules())
-        sites = (modules[name] for name in self._binding.names if name in modules)
+        sites = (modules[name] for name in self._adapter.names if name in modules)
         return any(p.requires_grad for module in sites for p in module.parameters())
 
     def _reads_graph(self) -> bool:
@@ -165,11 +165,11 @@ class Engine:
             unknown.add("positions or examples are left out before the backward")
         if self._freezes:
             unknown.add("a policy chooses which parameters are trained")
-        return bool(self._binding.names) and not unknown
+        return bool(self._adapter.names) and not unknown
 
     def _name_parameters(self) -> dict[int, str]:
         """Return the names of parameters by ``id``; of a shared one, the name of a place that the report lists."""
-        listed = {*self._binding.not_covered, *self._binding.excluded}
+        listed = {*self._adapter.not_covered, *self._adapter.excluded}
         names = [(name, p) for name, p in self._model.named_parameters(remove_duplicate=False)]
         names.sort(key=lambda pair: pair[0].rpartition(".")[0] in listed)
         return {id(p): name for name, p in names}
@@ -196,9 +196,9 @@ class Engine:
         Returns:
             The policy, with the share that it keeps at this step.
         """
-        if self._decision is None or not self.enabled:
+        if self._runner is None or not self.enabled:
             return None
-        return self._decision.policy_at(site, self.now())
+        return self._runner.policy_at(site, self.now())
 
     def decide(
         self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
@@ -223,8 +223,8 @@ class Engine:
         assert self._step is not None
         step = replace(self._step, call=self._counter.next_call(site.name))
         policy, selection = self.policy_at(site), None
-        if policy is not None and self._decision is not None and grad_NO.numel() > 0:
-            grad_NO, selection = self._decision.take(policy, grad_NO, site, step)
+        if policy is not None and self._runner is not None and grad_NO.numel() > 0:
+            grad_NO, selection = self._runner.take(policy, grad_NO, site, step)
         kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
         claim = allowed = work.claim(kind, budget)
         if self._clock.draw and grad_NO.numel() > 0:  # training does not wait for what only a probe reads
@@ -263,8 +263,8 @@ class Engine:
         Yields:
             None: As long as the probe lasts.
         """
-        decision = nullcontext() if self._decision is None else self._decision.aside(feedback=feedback)
-        before, self._counter = self._counter, Counter.of(self._binding.names)
+        decision = nullcontext() if self._runner is None else self._runner.aside(feedback=feedback)
+        before, self._counter = self._counter, Counter.of(self._adapter.names)
         try:
             with self._clock.aside(draw), decision:
                 yield
@@ -273,7 +273,7 @@ class Engine:
 
     def report(self) -> Report:
         """Return what happened so far at every site, as plain numbers; waits for the device."""
-        return self._counter.report(self._binding, self.notes)
+        return self._counter.report(self._adapter, self.notes)
 
     def claim(self) -> FlopEstimate:
         """Return the last backward's FLOPs at the sites, dense and as the policy claims, from shapes alone."""
@@ -309,9 +309,9 @@ class Engine:
             **columns: By name, each (B, T): ``labels``, and what the policy reads; or ``num_items_in_batch``, a number
                 that counts in place of the forward's. They count until the next call.
         """
-        for part in self.parts:
-            if isinstance(part, AcceptsColumns):
-                part.give(**columns)
+        for extension in self.extensions:
+            if isinstance(extension, AcceptsColumns):
+                extension.give(**columns)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -334,10 +334,10 @@ class Engine:
             The step number, the backward's number in it, and the tensors that error feedback will add; and
             what extensions keep: under an eager update, the norm of the last step's gradients.
         """
-        cut = {} if self._decision is None else dict(self._decision.cut)
+        cut = {} if self._runner is None else dict(self._runner.cut)
         state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
-        for part in self._keepers():
-            state |= part.state_dict()
+        for extension in self._keepers():
+            state |= extension.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -354,17 +354,17 @@ class Engine:
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         self._clock.go_to(state["index"], state["micro_batch"])
-        if self._decision is not None:
-            self._decision.cut = dict(cut)
-        for part in self._keepers():
-            part.load_state_dict(state)
+        if self._runner is not None:
+            self._runner.cut = dict(cut)
+        for extension in self._keepers():
+            extension.load_state_dict(state)
 
     def detach(self) -> None:
         """Give the model back as it was. Calling it again does nothing."""
         if self._attached:
-            for part in reversed(self.parts):
-                part.remove()
-            self._binding.remove()
+            for extension in reversed(self.extensions):
+                extension.remove()
+            self._adapter.remove()
             self._unhook()
         self._attached = False
         self._clock.stop()
@@ -379,15 +379,15 @@ class Engine:
 
     def _enable(self, enabled: bool) -> None:
         self.enabled = enabled
-        for part in self.parts:
-            part.enable(enabled)
+        for extension in self.extensions:
+            extension.enable(enabled)
 
     def _start_step(self, step: Step) -> None:
-        for part in self.parts:
-            part.start_step(step)
+        for extension in self.extensions:
+            extension.start_step(step)
 
     def _keepers(self) -> Iterator[KeepsState]:
-        return (part for part in self.parts if isinstance(part, KeepsState))
+        return (extension for extension in self.extensions if isinstance(extension, KeepsState))
 
     def _note_batch(self, sizes: frozenset[int]) -> None:
         self.batch_sizes = sizes

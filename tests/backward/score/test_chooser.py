@@ -57,7 +57,7 @@ def shown(policy: Watching, arguments: dict[str, Tensor], **options: Any) -> Tok
 
 
 def engine_model(engine):
-    return engine.parts[0].decoder.model
+    return engine.extensions[0].decoder.model
 
 
 def test_a_selector_is_shown_targets_padding_scores_and_columns() -> None:

@@ -138,7 +138,7 @@ def test_a_choice_that_cannot_be_is_refused(trained: torch.Tensor, carries: torc
 
     batch = make_batch("scattered")
     with sbp.attach(decoder("llama"), [Wrong()]) as engine, pytest.raises(UsageError, match=complaint):
-        engine.backward(engine.parts[0].decoder.model(**batch.arguments).loss)  # type: ignore[attr-defined]
+        engine.backward(engine.extensions[0].decoder.model(**batch.arguments).loss)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", MODES)

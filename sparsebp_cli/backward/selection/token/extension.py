@@ -254,8 +254,10 @@ def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> T
     return cast("Tensor", call_module(head, rows_1ND) if covered is None else covered(rows_1ND))
 
 
-def make_parts(policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None) -> list[TokenExtension]:
-    """Return the part of the token selector among some policies.
+def make_extensions(
+    policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None
+) -> list[TokenExtension]:
+    """Return the extension of the token selector among some policies.
 
     Args:
         policies: Of any kind.
@@ -263,7 +265,7 @@ def make_parts(policies: Iterable[Policy], model: nn.Module, reference: nn.Modul
         reference: A model whose loss is compared with; any other value: each batch brings that loss.
 
     Returns:
-        The part, not yet installed; none without a token selector.
+        The extension, not yet installed; none without a token selector.
 
     Raises:
         UnsupportedError: The model's architecture is not known, or it is attached.
