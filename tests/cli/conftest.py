@@ -49,7 +49,7 @@ def cli(tmp_path: Path) -> Cli:
             check=False,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,  # of a busy machine, too
             cwd=tmp_path,
             env=environment() | environ,
         )
