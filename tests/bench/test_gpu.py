@@ -20,6 +20,8 @@ from sparsebp_cli.bench import Row
 from sparsebp_cli.policy import Rows
 from tests.docs.block import ROOT
 
+pytestmark = pytest.mark.xdist_group("gpu script")  # it runs once, for minutes, not once a process
+
 # Of what the package depends on, only this is on the machine: neither sparsebp itself nor the rest.
 ABSENT = (
     "sparsebp",
