@@ -96,13 +96,15 @@ def test_the_size_of_an_evaluation_is_given_once(tiny_recipe: Any) -> None:
 def test_the_test_split_is_read_once_after_the_last_step_and_changes_nothing_else(
     tiny_recipe: Any, prepared: Any, tmp_path: Any
 ) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
     for name, count in (("train", 60), ("validation", 12), ("test", 12)):
         rows = "".join(json.dumps({"text": f"{name} {n} the quick brown fox {n * n}"}) + "\n" for n in range(count))
-        (tmp_path / f"{name}.jsonl").write_text(rows)
+        (data / f"{name}.jsonl").write_text(rows)
     measure = {"eval_every": 2, "eval_examples": 3, "eval_batches": None, "fidelity_every": None}
     found = []
     for more in ({}, {"test_split": "test"}):
-        dataset = {"name": str(tmp_path), "eval_split": "validation", "max_seq_length": 16} | more
+        dataset = {"name": str(data), "eval_split": "validation", "max_seq_length": 16} | more
         run = prepared(tiny_recipe(dataset=dataset, training={"max_steps": 4}, measure=measure))
         assert work(run) == 0, run.log_file.read_text()
         found.append((run, History.load(run.path)))
