@@ -122,6 +122,10 @@ runs=(
 run=${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 key=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 key=${{key:-$SLURM_JOB_ID}}
+worker= hit= again=
+hand_on() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }}
+trap 'again=yes; hand_on' USR1
+trap 'hand_on' TERM
 exec >> "$run/worker.log" 2>&1
 
 # One job a run: the file is made by whoever is first, and a job that was put back into the queue finds its own.
@@ -131,13 +135,10 @@ if ! (set -C; echo "$key" > "$run/slurm-owner") 2>/dev/null && [ "$(cat "$run/sl
 fi
 rm -f "$run/slurm-exit"
 
-worker= hit= again=
-hand_on() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }}
-trap 'again=yes; hand_on' USR1
-trap 'hand_on' TERM
 {setup}
 {worker_line(options, "$run")} &
 worker=$!
+[ ! -e "$run/slurm-stop" ] || hit=yes  # Slurm loses a signal that comes before this script has started
 [ -z "$hit" ] || kill -TERM "$worker"
 wait "$worker"
 code=$?

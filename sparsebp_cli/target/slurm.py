@@ -74,12 +74,13 @@ class SlurmEngine(Engine):
             raise
         script = render_script(self._options, [self._folder(run) for run in runs], max_parallel)
         where = f"{self._q(runs[0])}/job.sh"
-        lines = [f"cat > {where} && job=$(sbatch --parsable {where}) || exit 1", "job=${job%%;*}"]
+        stale = " ".join(f"{self._q(run)}/slurm-stop" for run in runs)  # or the new job would obey it
+        lines = [f"rm -f {stale}; cat > {where} && job=$(sbatch --parsable {where}) || exit 1", "job=${job%%;*}"]
         for number, run in enumerate(runs):
             key = f'"${{job}}_{number}"' if len(runs) > 1 else '"$job"'
             place = self._q(run)
             lines.append(f"echo {key} > {place}/slurm-job.part && mv {place}/slurm-job.part {place}/slurm-job")
-            lines.append(f"rm -rf {place}/slurm-submit {place}/slurm-stop {place}/slurm-exit")
+            lines.append(f"rm -rf {place}/slurm-submit {place}/slurm-exit")
         answer = self._sh("\n".join([*lines, 'echo "$job"']), given=script.encode())
         if answer.code != 0 or not answer.text:
             self._give_up(runs)

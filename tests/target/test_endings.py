@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.ending import settle
 from sparsebp_cli.target.local import LocalTarget
 from sparsebp_cli.target.watcher import Watch
@@ -89,6 +91,21 @@ def test_stop_leaves_a_run_that_can_be_resumed(target: LocalTarget) -> None:
     until(lambda: len(History.load(run.path).warm) == 2)
     assert History.load(run.path).warm[1] == (2, stopped_at)
     again.cancel()
+
+
+def test_a_batch_script_obeys_a_stop_asked_for_before_it_started(tmp_path: Path) -> None:
+    """Slurm says RUNNING, and loses a signal, before the script has set its traps."""
+    worker = tmp_path / "worker"
+    worker.write_text('#!/bin/sh\ntrap "exit 143" TERM\nfor _ in $(seq 300); do sleep 0.1; done\n')
+    worker.chmod(0o755)
+    run = tmp_path / "run"
+    run.mkdir()
+    script = render_script(SlurmOptions(python=str(worker)), [str(run)])
+    (run / "slurm-stop").touch()
+    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash"], input=script, text=True, env=environ, timeout=25, check=False)
+    assert done.returncode == 143
+    assert (run / "slurm-exit").read_text() == "7 143\n"
 
 
 def test_cancel_lets_the_worker_write_a_checkpoint_and_twice_is_once(target: LocalTarget) -> None:
