@@ -89,7 +89,7 @@ def check_models(device: torch.device, dtype: str) -> Iterator[Check]:
         note = "bit for bit as loss.backward()" if same else "other bits than loss.backward()"
         yield _compare("model", f"dense, {site}", dtype, found, expected, true, note)
     for label, way in list_ways():
-        reference = replace(way, engine="reference", checkpointing="none")
+        reference = replace(way, execution="reference", checkpointing="none")
         try:
             found = [_gradients(subject, one) for subject, one in ((mine, way), (mine, reference), (truth, reference))]
         except RuntimeError as error:  # what this device refuses is a finding, too

@@ -36,6 +36,7 @@ from sparsebp_cli.errors import (
 
 __version__ = version("sparsebp")
 __all__ = [
+    "BackwardOptions",
     "ChangedError",
     "CheckpointError",
     "DataError",
@@ -67,6 +68,7 @@ __all__ = [
 if TYPE_CHECKING:
     from sparsebp_cli.auditor import audit
     from sparsebp_cli.backward import Engine, GradStore, attach, segmented_backward
+    from sparsebp_cli.composition import BackwardOptions
     from sparsebp_cli.memory import memory_trace
     from sparsebp_cli.policy import find_policies, make_policy
     from sparsebp_cli.trainer import PolicyCallback, PolicyTrainer
@@ -74,6 +76,7 @@ else:
     _ROOMS = {
         "attach": "sparsebp_cli.backward",
         "audit": "sparsebp_cli.auditor",
+        "BackwardOptions": "sparsebp_cli.composition",
         "Engine": "sparsebp_cli.backward",
         "GradStore": "sparsebp_cli.backward",
         "PolicyCallback": "sparsebp_cli.trainer",

@@ -25,7 +25,7 @@ model = nn.Linear(2, 2)
 sbp.atach(model, [])
 sbp.attach(model, [], sites="lineras")
 sbp.attach(model, [], eager_clip="exakt", update="eager")
-sbp.attach(model, [], engine="fast", checkpointing="sparse", reference="batch")
+sbp.attach(model, [], execution="fast", checkpointing="sparse", reference="batch")
 sbp.memory_trase
 sbp.memory_trace(3)
 testing.check_polisy

@@ -16,7 +16,7 @@ from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_stored
 
 TEXT = """Every policy at every site in every way of training. Each cell is a test: ✓ means that a training of two
-steps gives, parameter by parameter, the gradients of its reference (`engine: reference`, which masks and multiplies
+steps gives, parameter by parameter, the gradients of its reference (`execution: reference`, which masks and multiplies
 all; for `dense` PyTorch's own backward, to the last bit; for DDP the mean of what each process alone gives). A letter
 means refused, with the line under the table, before anything is differentiated; where a recipe can ask for it, already
 by `sparsebp validate`.

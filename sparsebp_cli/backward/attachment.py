@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import nn
@@ -27,33 +27,21 @@ from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
-from sparsebp_cli.composition import PolicyFacts, Setup, refuse
-from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
+from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
 
-Sites = Literal["linears", "branches", "nodes"]
-Update = Literal["deferred", "eager"]
-EagerClip = Literal["parameter", "previous", "exact"]
-Checkpointing = Literal["none", "sparse"]
-Carrier = Literal["fast", "reference"]
 
-
-def attach(  # noqa: PLR0913 - each is one choice of the user
+def attach(
     model: nn.Module,
     policies: Sequence[Policy],
     *,
-    sites: Sites = "linears",
     optimizer: torch.optim.Optimizer | None = None,
-    update: Update = "deferred",
     max_grad_norm: float | None = None,
-    eager_clip: EagerClip | None = None,
-    segments: int | Sequence[str] | None = None,
-    checkpointing: Checkpointing = "none",
-    engine: Carrier = "fast",
-    exclude: Iterable[str] = (),
     seed: int = 0,
     num_steps: int | None = None,
     reference: nn.Module | Literal["batch"] | None = None,
+    **choices: Unpack[BackwardChoices],
 ) -> Engine:
     """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
 
@@ -61,42 +49,27 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
         model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are. It may be
             wrapped by DDP or ``torch.compile`` before or afterwards.
         policies: At most one answers each question; none is dense.
-        sites: Where gradient policies are asked: ``linears``, the output of every ``nn.Linear`` and ``Conv1D``;
-            ``branches``, the output of every residual branch; ``nodes``, every gradient in the autograd graph. Routers
-            are asked at ``nodes``.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
-        update: When parameters change: ``deferred``, by the optimizer after the backward; ``eager``, inside the
-            backward, as soon as a parameter's gradient is complete, which is then freed.
-        max_grad_norm: Under ``eager``, what gradients are clipped to, greater than 0; None: they are not.
-        eager_clip: By which norm they are clipped: ``parameter``, each by its own; ``previous``, by that of all
-            together in the step before; ``exact``, by that of all together, which a backward of its own finds first.
-        segments: In how many parts of the layers, or by the first module of each, forward and backward are run: only
-            the inputs of these are kept, and all but the last are computed again. None: in one.
-        checkpointing: What branches keep for their backward where rows are selected: ``none``, what their linears
-            gave; ``sparse``, their input, and the kept rows are multiplied again.
-        engine: ``fast`` multiplies only what was selected; ``reference`` masks the gradient and multiplies all;
-            at nodes it is a walk over the graph in Python.
-        exclude: Globs over module names; what matches stays dense.
+        max_grad_norm: With ``update="eager"``, what gradients are clipped to, greater than 0; None: no clipping.
         seed: Of random decisions.
         num_steps: Optimizer steps of the whole training; policies with a schedule over all of it need it.
         reference: A model whose loss of each token a policy compares with; ``batch``: each batch brings that loss as
             ``reference_loss``, (B, T), at the position that predicts the token.
+        **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
+            recipe has as its section ``backward``: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
+            ``checkpointing`` and ``segments``.
 
     Returns:
         The engine; as a context manager it detaches at the end.
 
     Raises:
-        UnsupportedError: Something that is not built: a kind of policy, two policies with one question, another
-            ``sites``, ``update`` or ``segments``, a model that is attached or offloaded.
-        UsageError: ``engine`` is unknown, ``exclude`` matches nothing, or the model has no linear.
+        UnsupportedError: The combination is not built: a kind of policy, two policies with one question, options that
+            exclude each other, or a model that is attached already or offloaded.
+        UsageError: A choice is unknown or not allowed, ``exclude`` matches nothing, or the model has no linear.
     """
-    chosen: dict[str, Any] = {"sites": sites, "update": update, "checkpointing": checkpointing, "engine": engine}
-    for name, value in chosen.items():
-        if value not in _CHOICES[name]:
-            known = ", ".join(_CHOICES[name])
-            raise UsageError(f"{name} must be one of {known}, got {value!r}{did_you_mean(str(value), _CHOICES[name])}")
-    clipping = Clipping(max_grad_norm, eager_clip)
-    chosen |= {"max_grad_norm": max_grad_norm, "eager_clip": eager_clip, "segments": segments, "optimizer": optimizer}
+    options = BackwardOptions.of(choices)
+    clipping = Clipping(max_grad_norm, options.eager_clip)
+    chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
     _refuse_unbuilt(model, policies, chosen)
     asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
     policy, runner = next(asked_at_sites, None), None
@@ -106,20 +79,22 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
     refuse_lazy(model)
     layers = LayerNumbers(model)
     if isinstance(policy, EdgeRouter):
-        adapter: SiteAdapter = NodeAdapter(model, exclude, Routing(policy))
+        adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(policy))
     else:
         runner = None if policy is None else SelectorRunner(policy, len(layers.layers))
-        dense = policy is None and sites == "linears"  # then a model needs no linear: a convolutional one in segments
-        adapter = LinearAdapter(model, exclude, may_be_empty=True) if dense else _ADAPTERS[sites](model, exclude)
+        if policy is None and options.sites == "linears":  # a model without a linear, such as a convolutional one
+            adapter = LinearAdapter(model, options.exclude, may_be_empty=True)
+        else:
+            adapter = _ADAPTERS[options.sites](model, options.exclude)
     tokens = make_extensions(policies, model, reference)
-    eager = choose_update(wrapped, optimizer, update, clipping)
+    eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
         adapter,
         runner,
         model=model,
         optimizer=optimizer,
-        reference=engine == "reference",
-        stores=checkpointing == "none",
+        reference=options.execution == "reference",
+        stores=options.checkpointing == "none",
         seed=seed,
         num_steps=num_steps,
         extensions=[
@@ -131,7 +106,7 @@ def attach(  # noqa: PLR0913 - each is one choice of the user
                 if isinstance(policy, kind)
             ),
             *eager,
-            *([] if segments is None else [Segments(model, segments)]),
+            *([] if options.segments is None else [Segments(model, options.segments)]),
         ],
     )
     if any(_names_layers(policy) for policy in policies):
@@ -149,14 +124,6 @@ _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
     "linears": LinearAdapter,
     "branches": BranchAdapter,
     "nodes": NodeAdapter,
-}
-
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "sites": get_args(Sites),
-    "update": get_args(Update),
-    "checkpointing": get_args(Checkpointing),
-    "engine": get_args(Carrier),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from sparsebp_cli.compare.comparison import Confound, Group
 from sparsebp_cli.compare.load import ran_together
 from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.recipe.earlier import rename_keys
 from sparsebp_cli.run import metric
 
 MOST_NOTES = 5
@@ -245,8 +246,9 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
         median([value for run in runs for value in run.values(which.name)])
         for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
-    chosen = any(run.recipe.get("backward", {}).get("engine") == "reference" for run in runs)
-    why = "; backward.engine is reference, which multiplies everything" if chosen else ""
+    recipes = [rename_keys(run.recipe) for run in runs]
+    chosen = any(recipe.get("backward", {}).get("execution") == "reference" for recipe in recipes)
+    why = "; backward.execution is reference, which multiplies everything" if chosen else ""
     return (
         f"{group.label}: claims to leave {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "
         f"executed (counted{why})"

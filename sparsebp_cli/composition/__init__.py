@@ -1,5 +1,6 @@
 """What goes with what: one table, without torch, read by recipes, ``attach``, the trainer, the worker and the docs."""
 
+from sparsebp_cli.composition.backward import BackwardChoices, BackwardOptions
 from sparsebp_cli.composition.optimizer import OPTIMIZERS, OptimizerEntry
 from sparsebp_cli.composition.setup import PolicyFacts, Refusal, Setup, Spelling, find_refusals, refuse
 from sparsebp_cli.composition.table import ROWS, Row
@@ -7,6 +8,8 @@ from sparsebp_cli.composition.table import ROWS, Row
 __all__ = [
     "OPTIMIZERS",
     "ROWS",
+    "BackwardChoices",
+    "BackwardOptions",
     "OptimizerEntry",
     "PolicyFacts",
     "Refusal",

@@ -126,10 +126,10 @@ _OPTION_ROWS = (
         blame="sites",
     ),
     Row(
-        "{engine} at {sites} works in one process, got {processes}",
+        "{execution} at {sites} works in one process, got {processes}",
         why="The walk over the graph in Python runs no hooks, by which DDP sums.",
-        options={"engine": ("reference",), "sites": ("nodes",), "processes": SEVERAL, "loop": ("own",)},
-        blame="engine",
+        options={"execution": ("reference",), "sites": ("nodes",), "processes": SEVERAL, "loop": ("own",)},
+        blame="execution",
     ),
     Row(
         "{update} works in one process, got {processes}",
@@ -213,6 +213,11 @@ _OPTION_ROWS = (
 )
 # What a recipe cannot ask for: a model that the user wrapped, an optimizer that the user did not give.
 _LOOP_ROWS = (
+    Row(
+        "{checkpointing} is what the user switches on: call model.gradient_checkpointing_enable() before attach",
+        options={"checkpointing": ("full",), "loop": ("own", "trainer")},
+        blame="checkpointing",
+    ),
     Row(
         "{policy} under DDP: attach first, and wrap the model in DDP afterwards",
         why="DDP waits for the gradient of every parameter that required one when it was made.",

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.plan.provenance import Provenance
+from sparsebp_cli.recipe.earlier import rename_in_plan
 from sparsebp_cli.recipe.schema import Recipe
 
 # Two runs that differ only in these belong to one group.
@@ -76,7 +77,7 @@ class Plan(BaseModel):
             RunNotFoundError: There is no such file, or it is not a plan.
         """
         try:
-            return cls.model_validate_json(file.read_bytes())
+            return cls.model_validate_json(rename_in_plan(file.read_bytes()))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))

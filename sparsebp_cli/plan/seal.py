@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from sparsebp_cli.plan.plan import content_hash
+from sparsebp_cli.recipe.earlier import rename_keys
 from sparsebp_cli.recipe.schema import Recipe
 
 # These say where and how a run is carried out and what it is called, not what is trained.
@@ -99,7 +100,7 @@ def is_free(change: Change) -> bool:
 def _complete(recipe: dict[str, Any]) -> dict[str, Any]:
     """Fill in what a later version has a default for, so that a new key is no change."""
     try:
-        return Recipe.model_validate(recipe).model_dump(mode="json")
+        return Recipe.model_validate(rename_keys(recipe)).model_dump(mode="json")
     except ValueError:
         return recipe
 

@@ -16,7 +16,7 @@ OWN_WORKER = TargetOptions.model_fields["worker"].default
 # Where a recipe has the options of the table.
 PLACES: dict[str, Location] = {
     "sites": ("backward", "sites"),
-    "engine": ("backward", "engine"),
+    "execution": ("backward", "execution"),
     "update": ("backward", "update"),
     "eager_clip": ("backward", "eager_clip"),
     "checkpointing": ("backward", "checkpointing"),

@@ -15,6 +15,7 @@ from sparsebp_cli.policy.phrase import shorten, show_with_type
 from sparsebp_cli.recipe.change import apply_change
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import read_document
+from sparsebp_cli.recipe.earlier import rename_keys
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.recipe.section import NAME_PATTERN
@@ -77,7 +78,7 @@ def load_stored(content: Mapping[str, Any], source: str, changes: Sequence[str] 
     Raises:
         RecipeError: A change cannot be made, or what comes of it is no recipe.
     """
-    tree = read_document(json.dumps(content), source)
+    tree = read_document(json.dumps(rename_keys(content)), source)
     assert tree is not None
     for change in changes:
         tree = write_out(apply_change(tree, change))

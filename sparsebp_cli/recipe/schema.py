@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from sparsebp_cli.composition import BackwardOptions
 from sparsebp_cli.policy.phrase import show
-from sparsebp_cli.recipe.backward import BackwardSection
 from sparsebp_cli.recipe.section import CountFromZero, Name, PositiveInt, Section
 
 
@@ -290,7 +290,7 @@ class Recipe(Section):
     policy: list[PolicyEntry] = Field(
         default_factory=lambda: [PolicyEntry(name="dense")], description="Applied in this order; none: dense."
     )
-    backward: BackwardSection = Field(default_factory=BackwardSection)
+    backward: BackwardOptions = Field(default_factory=BackwardOptions)
     training: TrainingSection = Field(default_factory=TrainingSection)
     measure: MeasureSection = Field(default_factory=MeasureSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)

@@ -32,7 +32,7 @@ def train_network(
     stop: int | None = None,
     resume_with: Policy | None = None,
     dtype: torch.dtype = torch.float32,
-    engine: Literal["fast", "reference"] = "fast",
+    execution: Literal["fast", "reference"] = "fast",
     sites: Literal["linears", "branches", "nodes"] = "linears",
 ) -> list[Tensor]:
     """Train a small network, two backward passes a step.
@@ -43,7 +43,7 @@ def train_network(
         stop: The step before which the engine is detached and a new one goes on from its state.
         resume_with: The policy of the new engine; None: the same.
         dtype: Of weights and data.
-        engine: As for ``attach``.
+        execution: As for ``attach``.
         sites: As for ``attach``.
 
     Returns:
@@ -63,7 +63,7 @@ def train_network(
             state = None if attached is None else attached.state_dict()
             if attached is not None:
                 attached.detach()
-            attached = attach(model, [chosen], sites=sites, optimizer=optimizer, engine=engine)
+            attached = attach(model, [chosen], sites=sites, optimizer=optimizer, execution=execution)
             if state is not None:
                 attached.load_state_dict(state)
         for x in data[step]:

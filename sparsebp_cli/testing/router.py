@@ -65,7 +65,7 @@ def _check_exact(policy: EdgeRouter) -> None:
 
 
 def _check_engines(policy: EdgeRouter) -> None:
-    same = equal(_train(policy), _train(policy, engine="reference"))
+    same = equal(_train(policy), _train(policy, execution="reference"))
     require(same, f"{name_of(policy)}: the fast engine trains otherwise than the reference")
 
 
@@ -95,9 +95,11 @@ def _train(
     num_steps: int = 3,
     stop: int | None = None,
     resume_with: EdgeRouter | None = None,
-    engine: Literal["fast", "reference"] = "fast",
+    execution: Literal["fast", "reference"] = "fast",
 ) -> list[Tensor]:
-    return train_network(policy, num_steps=num_steps, stop=stop, resume_with=resume_with, engine=engine, sites="nodes")
+    return train_network(
+        policy, num_steps=num_steps, stop=stop, resume_with=resume_with, execution=execution, sites="nodes"
+    )
 
 
 def _nodes() -> Iterator[list[Edge]]:

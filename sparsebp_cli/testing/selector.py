@@ -156,7 +156,7 @@ def _check_unbiased(policy: GradientSelector) -> None:
 def _check_kernels(policy: GradientSelector) -> None:
     fast, reference = (
         train_network(policy, dtype=torch.float64),
-        train_network(policy, dtype=torch.float64, engine="reference"),
+        train_network(policy, dtype=torch.float64, execution="reference"),
     )
     close = all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(fast, reference, strict=True))
     require(close, f"{name_of(policy)}: the fast engine trains otherwise than the reference")

@@ -7,16 +7,17 @@ it stands around some of its methods, and around the accelerator's ``backward`` 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from sparsebp_cli.backward import Engine, attach
+from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.trainer.choice import Choice, Chosen
 from sparsebp_cli.trainer.column import give_columns, only_candidates
@@ -32,14 +33,13 @@ class PolicyCallback(TrainerCallback):
 
     Args:
         policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
-        sites: Where gradient policies are asked; see :func:`sparsebp_cli.attach`, also for the next three.
-        exclude: Globs over module names; what matches stays dense.
-        engine: ``fast`` or ``reference``.
-        checkpointing: ``none`` or ``sparse``.
+        backward: How the backward pass is executed, such as ``{"sites": "branches"}``. ``update="eager"`` and
+            ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
+            layers is an option of ``TrainingArguments``.
+        reference: As for :func:`sparsebp_cli.attach`.
         seed: Of random decisions; None: ``args.seed``.
         log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch, dense
             and with the policies, are counted and logged, at least 1; None: never.
-        attach_options: Further arguments of ``attach``.
 
     Attributes:
         engine: Of the ``train()`` under way, or of the last one; None before the first.
@@ -52,20 +52,15 @@ class PolicyCallback(TrainerCallback):
         self,
         policies: Sequence[Chosen],
         *,
-        sites: str = "linears",
-        exclude: Iterable[str] = (),
-        engine: str = "fast",
-        checkpointing: str = "none",
+        backward: BackwardOptions | BackwardChoices | None = None,
+        reference: nn.Module | Literal["batch"] | None = None,
         seed: int | None = None,
         log_flops_every: int | None = 500,
-        attach_options: Mapping[str, Any] | None = None,
     ) -> None:
         if log_flops_every is not None and log_flops_every < 1:
             raise UsageError(f"log_flops_every must be at least 1, or None, got {log_flops_every}")
-        options: dict[str, Any] = {"sites": sites, "exclude": exclude, "engine": engine, "checkpointing": checkpointing}
-        options |= {} if seed is None else {"seed": seed}
         self.engine: Engine | None = None
-        self._choice = Choice.of(policies, options, attach_options or {})
+        self._choice = Choice.of(policies, backward, seed, reference)
         self.log_flops_every = log_flops_every
         self._trainer: Any = None
         self._undo: list[Callable[[], object]] = []  # what is in force while a model is attached

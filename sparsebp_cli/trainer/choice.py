@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparsebp_cli.backward import attach
-from sparsebp_cli.composition import Setup, refuse
-from sparsebp_cli.errors import PolicyError, UsageError, did_you_mean
+from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
+from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import Policy, make_policy
 
 Chosen = Policy | str | Mapping[str, Any]
-
-_OURS = {
-    "optimizer": "the trainer's own is used",
-    "num_steps": "the trainer's max_steps is used",
-}
 
 
 @dataclass(frozen=True)
@@ -33,35 +26,27 @@ class Choice:
     options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, policies: Sequence[Chosen], options: Mapping[str, Any], more: Mapping[str, Any]) -> Choice:
-        """Make the policies and check the names of options.
-
-        Args:
-            policies: Each a policy, its name, or a mapping of ``name`` and options.
-            options: Of ``attach``.
-            more: The same, in the user's own words.
-
-        Returns:
-            The choice.
+    def of(
+        cls,
+        policies: Sequence[Chosen],
+        backward: BackwardOptions | BackwardChoices | None,
+        seed: int | None,
+        reference: object,
+    ) -> Choice:
+        """Make the policies, and refuse what no trainer can carry out.
 
         Raises:
-            UsageError: Something in it makes no sense.
-            UnsupportedError: An option that a trainer cannot give.
+            UsageError: ``policies`` is of another type, or a choice is not allowed.
+            UnsupportedError: An option that works in a loop of one's own only.
         """
         if isinstance(policies, str | Mapping | Policy) or not isinstance(policies, Iterable):
             raise UsageError(f"policies must be a list, got {policies!r}")
-        known = [name for name in inspect.signature(attach).parameters if name not in ("model", "policies", *_OURS)]
-        for name in more:
-            if name in _OURS:
-                raise UsageError(f"attach_options: {name} cannot be given: {_OURS[name]}")
-            if name not in known:
-                raise UsageError(
-                    f"attach_options: unknown option {name!r}; known: {', '.join(known)}{did_you_mean(name, known)}"
-                )
-        refuse(Setup((), {"update": more.get("update", "deferred"), "loop": "trainer"}))
-        chosen = {**options, **more}
-        chosen["exclude"] = tuple(chosen["exclude"])
-        return cls(tuple(_make(policy) for policy in policies), chosen)
+        backward = BackwardOptions.of(backward)
+        refuse(Setup((), {"update": backward.update, "checkpointing": backward.checkpointing, "loop": "trainer"}))
+        options: dict[str, Any] = dict(backward.choices())
+        options |= {} if seed is None else {"seed": seed}
+        options |= {} if reference is None else {"reference": reference}
+        return cls(tuple(_make(policy) for policy in policies), options)
 
     def describe(self) -> dict[str, Any]:
         """Return what a resumed training must have in common with the one before: plain values by dotted name."""
@@ -70,8 +55,9 @@ class Choice:
             found[f"policies.{number}"] = f"{type(policy).__module__}:{type(policy).__qualname__}"
             dumped = policy.model_dump(mode="json")
             found |= {f"policies.{number}.{name}": value for name, value in dumped.items()}
-        plain = {name: value for name, value in self.options.items() if isinstance(value, str | int | float | tuple)}
-        return found | {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+        return found | {
+            name: value for name, value in self.options.items() if isinstance(value, str | int | float | list)
+        }
 
 
 def _make(policy: Chosen) -> Policy:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
+from torch import nn
 from transformers import Trainer
 
 from sparsebp_cli.backward import Engine
+from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.trainer.callback import PolicyCallback
 from sparsebp_cli.trainer.choice import Chosen
 
@@ -21,15 +23,14 @@ class PolicyTrainer(Trainer):
     Args:
         *args: As for ``Trainer``.
         policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
-        sites: Where gradient policies are asked; see :func:`sparsebp_cli.attach`, also for the next three.
-        exclude: Globs over module names; what matches stays dense.
-        engine: ``fast`` or ``reference``.
-        checkpointing: ``none`` or ``sparse``; activation checkpointing of whole layers is ``TrainingArguments``' own.
+        backward: How the backward pass is executed, such as ``{"sites": "branches"}``. ``update="eager"`` and
+            ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
+            layers is an option of ``TrainingArguments``.
+        reference: As for :func:`sparsebp_cli.attach`.
         policy_seed: Of random decisions; None: ``args.seed``.
         log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch, dense
             and with the policies, are counted and logged, at least 1; the loss is computed twice more for that, on
             copies of the batch, and nothing else changes. None: never.
-        attach_options: Further arguments of ``attach``.
         **kwargs: As for ``Trainer``.
 
     Raises:
@@ -41,24 +42,18 @@ class PolicyTrainer(Trainer):
         self,
         *args: Any,
         policies: Sequence[Chosen] = (),
-        sites: str = "linears",
-        exclude: Iterable[str] = (),
-        engine: str = "fast",
-        checkpointing: str = "none",
+        backward: BackwardOptions | BackwardChoices | None = None,
+        reference: nn.Module | Literal["batch"] | None = None,
         policy_seed: int | None = None,
         log_flops_every: int | None = 500,
-        attach_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         callback = PolicyCallback(
             policies,
-            sites=sites,
-            exclude=exclude,
-            engine=engine,
-            checkpointing=checkpointing,
+            backward=backward,
+            reference=reference,
             seed=policy_seed,
             log_flops_every=log_flops_every,
-            attach_options=attach_options,
         )
         super().__init__(*args, **kwargs)
         self.policy_callback: PolicyCallback = callback.join(self)

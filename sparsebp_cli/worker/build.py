@@ -87,18 +87,12 @@ def build_training(
     engine = attach(
         model,
         policies,
-        sites=recipe.backward.sites,
         optimizer=optimizer,
-        update=recipe.backward.update,
         max_grad_norm=recipe.training.max_grad_norm if recipe.backward.update == "eager" else None,
-        eager_clip=recipe.backward.eager_clip,
-        segments=recipe.backward.segments,
-        checkpointing="none" if recipe.backward.checkpointing == "full" else recipe.backward.checkpointing,
-        engine=recipe.backward.engine,
-        exclude=recipe.backward.exclude,
         seed=recipe.training.seed,
         num_steps=recipe.training.max_steps,
         reference=reference.attached,
+        **recipe.backward.choices(**({"checkpointing": "none"} if recipe.backward.checkpointing == "full" else {})),
     )
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # what is trained over the whole run, not at its first step

@@ -228,11 +228,11 @@ class Measurement:
         self._judged = True
         if "overclaim" in History.load(self.journal.path.parent).facts:  # an attempt before this one said so
             return
-        by_choice = self.recipe.backward.engine == "reference"
+        by_choice = self.recipe.backward.execution == "reference"
         fact = vars(overclaim) | {"step": step, "num_sites": len(overclaim.sites), "sites": overclaim.sites[:3]}
         self.journal.write("facts", values={"overclaim": fact | {"by_choice": by_choice}})
         text = _tell(overclaim, step, len(sites))
-        why = "; backward.engine is reference, which multiplies everything" if by_choice else ""
+        why = "; backward.execution is reference, which multiplies everything" if by_choice else ""
         self.journal.write("note", level="info" if by_choice else "warning", text=text + why)
 
 

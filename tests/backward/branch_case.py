@@ -105,7 +105,7 @@ def assert_fast_is_reference(
     Returns:
         The last of them.
     """
-    reference = step(make(), policy, engine="reference", **options)
+    reference = step(make(), policy, execution="reference", **options)
     for kept in checkpointing:
         fast = step(make(), policy, checkpointing=kept, **options)
         assert_same(fast, reference, tolerance)

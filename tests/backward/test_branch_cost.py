@@ -46,7 +46,7 @@ def test_what_is_claimed_is_what_is_executed(family: str, within: str) -> None:
     for keep, kept in itertools.product((0.25, 0.5), ("none", "sparse")):
         policy = sbp.make_policy("topk", keep=keep, along="rows", within=within)
         executed, claimed = _executed(make, policy, checkpointing=kept)
-        least = _executed(make, None, engine="reference")[0]
+        least = _executed(make, None, execution="reference")[0]
         assert least == dense
         if within == "example":
             assert executed - head == pytest.approx(claimed, rel=1e-6), (keep, kept)

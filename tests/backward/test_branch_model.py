@@ -100,7 +100,7 @@ def test_a_cache_that_holds_something_is_refused(family: str) -> None:
 def test_a_backward_from_outside_is_refused_and_disabled_it_is_dense() -> None:
     model, plain = _double(), step(_double(), None, plain=True)
     for engine_kind in ("fast", "reference"):
-        with sbp.attach(model, [ROWS], sites="branches", engine=engine_kind) as engine:
+        with sbp.attach(model, [ROWS], sites="branches", execution=engine_kind) as engine:
             with pytest.raises(UsageError, match=r"call engine\.backward"):
                 model(input_ids=IDS, labels=IDS).loss.backward()
             model.zero_grad()
@@ -264,7 +264,7 @@ def test_a_layout_comes_through_an_entry_point(tmp_path: Path, monkeypatch: pyte
             assert [site.name for site in engine.report().sites] == ["0.core", "1.core"]
         return [p.grad for p in model.parameters()]
 
-    for fast, reference in zip(gradients(checkpointing="sparse"), gradients(engine="reference"), strict=True):
+    for fast, reference in zip(gradients(checkpointing="sparse"), gradients(execution="reference"), strict=True):
         assert torch.allclose(fast, reference, rtol=1e-12)
 
 

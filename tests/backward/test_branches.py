@@ -175,7 +175,7 @@ def test_two_forwards_before_two_backwards_keep_their_own_rows() -> None:
         model = _double("phi", resid_pdrop=0.3)
         torch.manual_seed(3)
         with sbp.attach(
-            model, [ROWS], sites="branches", engine=engine, optimizer=torch.optim.SGD(model.parameters())
+            model, [ROWS], sites="branches", execution=engine, optimizer=torch.optim.SGD(model.parameters())
         ) as e:
             losses = [model(input_ids=ids, labels=ids).loss for ids in (IDS, tokens(8))]
             for loss in reversed(losses):
@@ -225,7 +225,7 @@ def test_error_feedback_and_warm_up_are_their_reference_over_steps() -> None:
                 shares.append(engine.take_kept_share())
         return losses, shares, [p.detach() for p in model.parameters()]
 
-    reference = train(engine="reference")
+    reference = train(execution="reference")
     assert reference[1] == pytest.approx([1.0, 14 / 32, 6 / 32, 6 / 32])
     for kept in ("none", "sparse"):
         fast = train(checkpointing=kept)

@@ -266,7 +266,12 @@ def test_options_of_groups_and_what_a_step_writes_into_them_stay_those_of_the_us
         (torch.optim.SGD, {"max_grad_norm": -1.0, "eager_clip": "exact"}, UsageError, "greater than 0, got -1.0"),
         (torch.optim.SGD, {"eager_clip": "exact"}, UsageError, "eager_clip='exact' clips nothing: max_grad_norm=None"),
         (torch.optim.SGD, {"max_grad_norm": 1.0, "eager_clip": "exakt"}, UsageError, "did you mean exact"),
-        (torch.optim.SGD, {"update": "eagre"}, UsageError, "update must be one of deferred, eager.*did you mean eager"),
+        (
+            torch.optim.SGD,
+            {"update": "eagre"},
+            UsageError,
+            "update: got 'eagre'.*did you mean eager",
+        ),
         (
             torch.optim.SGD,
             {"update": "deferred", "eager_clip": "exact"},

@@ -60,10 +60,10 @@ class OwnLinear(nn.Linear):
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"sites": "edges"}, UsageError, "sites must be one of linears.*, got 'edges'"),
+        ({"sites": "edges"}, UsageError, "sites: got 'edges', allowed: 'linears'"),
         ({"update": "eager"}, UsageError, "update='eager' needs optimizer="),
         ({"segments": 4}, UsageError, "segments must be 1 to 3, the number of layers, or a list of .* names, got 4"),
-        ({"engine": "quick"}, UsageError, "engine must be one of fast, reference, got 'quick'"),
+        ({"execution": "quick"}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
         ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense answer the same question"),
         ({"policies": ["topk"]}, UnsupportedError, "'topk'.*built: GradientSelector"),
         ({"exclude": ["3"]}, UsageError, "exclude: '3' matches no linear"),

@@ -115,7 +115,7 @@ def test_reference_engine_trains_as_the_fast_one(name: str, along: str) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
         x = torch.randn(3, 5, 8, dtype=torch.float64)
-        with sbp.attach(model, [sbp.make_policy(name, keep=0.3, along=along)], engine=engine_name) as engine:
+        with sbp.attach(model, [sbp.make_policy(name, keep=0.3, along=along)], execution=engine_name) as engine:
             engine.backward(model(x).square().sum())
         gradients.append([p.grad for p in model.parameters()])
     for fast, reference in zip(*gradients, strict=True):
@@ -133,7 +133,7 @@ class _Nothing(Selection):
 @pytest.mark.parametrize("engine_name", ["fast", "reference"])
 def test_a_selection_without_a_kernel_runs_by_its_own_definition(engine_name: str) -> None:
     model, x = nn.Linear(4, 3), torch.randn(2, 4)
-    with sbp.attach(model, [Given(given=_Nothing())], engine=engine_name) as engine:
+    with sbp.attach(model, [Given(given=_Nothing())], execution=engine_name) as engine:
         engine.backward(model(x).sum())
     assert not model.weight.grad.any()
 

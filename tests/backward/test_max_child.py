@@ -32,9 +32,9 @@ OPTIONS = [
 
 
 def _backward(
-    model: nn.Module, loss: Tensor | None, policy: Policy, engine: str = "fast", **options: Any
+    model: nn.Module, loss: Tensor | None, policy: Policy, execution: str = "fast", **options: Any
 ) -> tuple[dict[str, Tensor | None], Report]:
-    with sbp.attach(model, [policy], sites="nodes", engine=engine, **options) as attached:
+    with sbp.attach(model, [policy], sites="nodes", execution=execution, **options) as attached:
         if loss is None:
             ids = tokens(0)
             torch.manual_seed(7)  # of dropout

@@ -45,7 +45,7 @@ def _gradients(
     model: nn.Module, policy: GradientSelector | None, engine: str | None, *, autocast: bool = False, **options: Any
 ) -> dict[str, Tensor | None]:
     ids = tokens(0)
-    attached = engine and sbp.attach(model, [policy] if policy else [], sites="nodes", engine=engine, **options)
+    attached = engine and sbp.attach(model, [policy] if policy else [], sites="nodes", execution=engine, **options)
     torch.manual_seed(7)  # of dropout
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = model(input_ids=ids, labels=ids).loss
@@ -206,7 +206,7 @@ def test_lora_has_sites_where_gradients_are() -> None:
 def _train(policy: GradientSelector | None, engine: str, *, stop: int | None = None) -> list[Tensor]:
     model = tiny_decoder("qwen2")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    made = sbp.attach(model, [policy] if policy else [], sites="nodes", optimizer=optimizer, engine=engine, seed=3)
+    made = sbp.attach(model, [policy] if policy else [], sites="nodes", optimizer=optimizer, execution=engine, seed=3)
     for step in range(4):
         if step == stop:
             state = copy.deepcopy(made.state_dict())
@@ -340,8 +340,8 @@ def _run_rank(rank: int, folder: str) -> None:
     engine.detach()
     with pytest.raises(UnsupportedError, match="MaxChild works in one process, got several"):
         sbp.attach(model, [sbp.make_policy("max-child")], sites="nodes")
-    with pytest.raises(UnsupportedError, match="engine='reference' at sites='nodes' works in one process"):
-        sbp.attach(model, [TOP], sites="nodes", engine="reference")
+    with pytest.raises(UnsupportedError, match="execution='reference' at sites='nodes' works in one process"):
+        sbp.attach(model, [TOP], sites="nodes", execution="reference")
     torch.distributed.barrier()
     os._exit(0)  # destroying a group of gloo may abort or hang (torch 2.13)
 

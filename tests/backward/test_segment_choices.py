@@ -54,7 +54,7 @@ def test_a_policy_is_asked_once_at_each_site_in_the_order_of_the_backward(model:
     "options",
     [
         {"sites": "linears"},
-        {"sites": "linears", "engine": "reference"},
+        {"sites": "linears", "execution": "reference"},
         {"sites": "branches"},
         {"sites": "branches", "checkpointing": "sparse"},
     ],

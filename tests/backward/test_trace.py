@@ -212,7 +212,7 @@ def test_the_work_of_every_module_is_known_at_nodes_too() -> None:
 def test_the_walk_in_python_counts_all_and_tells_no_module() -> None:
     model = tiny_decoder("llama")
     plain, _ = _run(model)
-    with sbp.attach(model, [sbp.make_policy("topk", keep=1.0)], sites="nodes", engine="reference") as attached:
+    with sbp.attach(model, [sbp.make_policy("topk", keep=1.0)], sites="nodes", execution="reference") as attached:
         flops, _ = _run(model, attached.backward)
     assert flops.forward == plain.forward
     assert flops.backward == {"": plain.backward.total()}

@@ -19,7 +19,7 @@ from .families import tiny_decoder
 
 
 def _walk(model: nn.Module, loss: Callable[[], Tensor], backward: Any = None) -> list[Tensor | None]:
-    with sbp.attach(model, [], sites="nodes", engine="reference") as engine:
+    with sbp.attach(model, [], sites="nodes", execution="reference") as engine:
         engine.backward(loss(), backward)
     return _take(model)
 
@@ -111,7 +111,7 @@ def test_gradients_accumulate_and_hooks_after_accumulation_run() -> None:
         loss().backward()
     plain, plain_seen = _take(model), list(seen)
     seen.clear()
-    with sbp.attach(model, [], sites="nodes", engine="reference") as engine:
+    with sbp.attach(model, [], sites="nodes", execution="reference") as engine:
         for loss in losses:
             engine.backward(loss())
     assert all(torch.equal(a, b) for a, b in zip(plain, _take(model), strict=True))
@@ -150,7 +150,7 @@ class Held(Function):
 
 def test_what_was_saved_is_released_while_the_loss_lives() -> None:
     model = nn.ParameterList([torch.ones(4)])
-    with sbp.attach(model, [], sites="nodes", engine="reference") as engine:
+    with sbp.attach(model, [], sites="nodes", execution="reference") as engine:
         loss = (model[0] * 2.0).sin().sum()
         sine = loss.grad_fn.next_functions[0][0]
         assert sine._saved_self is not None
@@ -167,7 +167,7 @@ def test_what_was_saved_is_released_while_the_loss_lives() -> None:
 
 def test_hooks_that_would_be_left_out_are_refused_by_name() -> None:
     model, ids = tiny_decoder("llama"), tokens(0)
-    with sbp.attach(model, [], sites="nodes", engine="reference") as engine:
+    with sbp.attach(model, [], sites="nodes", execution="reference") as engine:
         for register, name in (
             (lambda: model.model.norm.register_full_backward_hook(lambda *_: None), "model.norm"),
             (lambda: model.model.norm.register_full_backward_pre_hook(lambda *_: None), "model.norm"),
@@ -189,7 +189,7 @@ def test_a_compiled_model_is_refused_by_name() -> None:
     model = Model(2, 2)
     compiled = torch.compile(model, backend="aot_eager")
     with (
-        sbp.attach(model, [], sites="nodes", engine="reference") as engine,
+        sbp.attach(model, [], sites="nodes", execution="reference") as engine,
         pytest.raises(UnsupportedError, match=r"torch.compile; leave the model uncompiled"),
     ):
         engine.backward(compiled(torch.ones(1, 2)).sum())

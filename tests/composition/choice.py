@@ -63,7 +63,7 @@ CHOICES = (
     Choice("sites: branches", "sites", _backward(sites="branches")),
     Choice("sites: branches, checkpointing: sparse", "sites", _backward(**_SPARSE)),
     Choice("sites: nodes", "sites", _backward(sites="nodes")),
-    Choice("engine: reference", "engine", _backward(engine="reference")),
+    Choice("execution: reference", "execution", _backward(execution="reference")),
     Choice("update: eager", "update", {"backward": {"update": "eager"}, "training": {"max_grad_norm": None}}),
     Choice("eager_clip: exact", "update", _backward(**_EXACT)),
     Choice("segments: 2", "segments", _backward(segments=2)),

@@ -54,7 +54,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
     model, policies = build(composition), policies_of(ways)
     options: dict[str, Any] = {key: value for way in ways for key, value in way.options.items()}
     if tokens_by_reference:
-        options = {"engine": "reference"}
+        options = {"execution": "reference"}
     elif "update" in options and composition == "clipping":
         options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
     is_eager, optimizer = "update" in options, _optimizer(model)

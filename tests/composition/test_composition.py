@@ -84,13 +84,13 @@ def _reference(composition: str, entry: Entry, site: str) -> tuple[Any, dict[str
     if entry.policy == "dense":
         return train(composition, None, site, plain=True), {}
     if composition == "resume":  # one that was never stopped
-        return train("nothing", entry, site, engine="reference"), {}
+        return train("nothing", entry, site, execution="reference"), {}
     if composition == "autocast" and site != "nodes":
         decisions: Decisions = {}
         inner = sbp.make_policy(entry.policy, **entry.options_at(site))
         recorder, replayer = (kind(inner=inner, decisions=decisions) for kind in (Recorder, Replayer))
-        return train(composition, entry, site, engine="reference", instead=[recorder]), {"instead": [replayer]}
-    return train(composition, entry, site, engine="reference"), {}
+        return train(composition, entry, site, execution="reference", instead=[recorder]), {"instead": [replayer]}
+    return train(composition, entry, site, execution="reference"), {}
 
 
 @pytest.mark.compiles
@@ -174,7 +174,7 @@ def test_a_model_that_is_compiled_whole_is_its_reference(site: str) -> None:
     with sbp.attach(called, [policy], sites=site, seed=3) as engine:
         engine.backward(called(input_ids=ids, labels=ids).loss)
         assert all("_orig_mod" not in each.name for each in engine.report().sites)
-    reference = train("compile", entry, site, engine="reference")[:1]
+    reference = train("compile", entry, site, execution="reference")[:1]
     ours = [{name: parameter.grad for name, parameter in model.named_parameters()}]
     assert largest_difference(ours, reference) <= 1e-11
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0

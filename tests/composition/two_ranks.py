@@ -38,7 +38,7 @@ def run(entry: Entry, site: str, wrapped: str) -> Gradients:
     """
     inner = build("DDP")
     model: nn.Module = DistributedDataParallel(inner) if wrapped == "before" else inner
-    options = {"engine": "reference"} if wrapped == "never" and site != "nodes" else {}
+    options = {"execution": "reference"} if wrapped == "never" and site != "nodes" else {}
     optimizer = torch.optim.AdamW(inner.parameters(), 1e-2)
     plain = wrapped == "never" and entry.policy == "dense"
     engine = None if plain else attach(model, entry, site, optimizer, **options)
@@ -81,7 +81,7 @@ def run_way(way: Way, wrapped: str) -> Gradients:
     inner = build("DDP")
     before = [parameter.detach().clone() for parameter in inner.parameters()]
     model: nn.Module = DistributedDataParallel(inner) if wrapped == "before" else inner
-    options = {"engine": "reference"} if wrapped == "never" else way.options
+    options = {"execution": "reference"} if wrapped == "never" else way.options
     optimizer = torch.optim.SGD(inner.parameters(), 0.5, momentum=0.9)
     engine = sbp.attach(model, policies_of([way]), optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
     if wrapped == "after":

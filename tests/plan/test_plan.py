@@ -9,6 +9,7 @@ import pytest
 
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
+from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.recipe.schema import Recipe
 
 
@@ -91,3 +92,13 @@ def test_a_plan_of_a_later_version_is_refused_with_the_key_and_both_versions(tmp
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     with pytest.raises(RunNotFoundError, match=r"recipe\.measure\.of_tomorrow: .*; sparsebp 99\.0 made it, this is "):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_of_an_earlier_version_is_read_with_the_keys_of_this_one(tmp_path) -> None:
+    plan = Plan(recipe=recipe(backward={"execution": "reference"}))
+    file = plan.save(tmp_path)
+    assert '"execution":"reference"' in file.read_text().replace(" ", "")
+    file.write_text(file.read_text().replace('"execution"', '"engine"'))
+    assert Plan.load(file) == plan
+    stored = json.loads(file.read_text())["recipe"]
+    assert load_stored(stored, "plan.json").recipe.backward == plan.recipe.backward

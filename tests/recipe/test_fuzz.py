@@ -33,7 +33,7 @@ policy:
   - name: topk
     keep: 0.25
     along: columns
-backward: {engine: reference, sites: linears, exclude: [lm_head]}
+backward: {execution: reference, sites: linears, exclude: [lm_head]}
 training:
   max_steps: 20
   learning_rate: 3e-4

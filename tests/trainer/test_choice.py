@@ -71,7 +71,7 @@ def test_a_reference_model_can_be_handed_in(door: Make, tmp_path: Path) -> None:
         trainer = door(
             Trainer,
             [policy],
-            {"attach_options": options},
+            options,
             model=make_model(),
             args=make_arguments(tmp_path, max_steps=3, logging_steps=1),
             train_dataset=make_examples(8),
@@ -87,7 +87,7 @@ def test_a_reference_model_can_be_handed_in(door: Make, tmp_path: Path) -> None:
     seconds = [log["time/scoring_seconds"] for log in trainer.state.log_history]
     assert seconds[3] == pytest.approx(sum(seconds[:3]) / 3)
     assert all("policy/carried_share" in log for log in trainer.state.log_history)
-    by_loss = train(None, {**policy, "score": "loss", "reference": None})
+    by_loss = train({}, {**policy, "score": "loss", "reference": None})
     assert differing(weights(trainer.model), weights(by_loss.model))  # the reference is asked
 
 

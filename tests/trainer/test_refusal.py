@@ -47,14 +47,17 @@ def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: 
 @pytest.mark.parametrize(
     ("options", "kind", "match"),
     [
-        ({"sites": "lines"}, UsageError, "sites must be one of linears, branches, nodes, got 'lines'"),
-        ({"exclude": ["lm_haed"]}, UsageError, "matches no linear of the model; did you mean lm_head"),
-        ({"engine": "quick"}, UsageError, "engine must be one of fast, reference"),
-        ({"checkpointing": "sparse"}, UnsupportedError, "needs sites='branches'"),
-        ({"attach_options": {"optimizer": None}}, UsageError, "the trainer's own is used"),
-        ({"attach_options": {"num_steps": 3}}, UsageError, "the trainer's max_steps is used"),
-        ({"attach_options": {"segment": 3}}, UsageError, "unknown option 'segment'.*did you mean segments"),
-        ({"attach_options": {"update": "eager"}}, UnsupportedError, "update='eager' in a transformers.Trainer"),
+        (
+            {"backward": {"sites": "lines"}},
+            UsageError,
+            "sites: got 'lines', .*did you mean linears",
+        ),
+        ({"backward": {"exclude": ["lm_haed"]}}, UsageError, "matches no linear of the model; did you mean lm_head"),
+        ({"backward": {"execution": "quick"}}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
+        ({"backward": {"checkpointing": "sparse"}}, UnsupportedError, "needs sites='branches'"),
+        ({"backward": {"segment": 3}}, UsageError, "unknown key 'segment'.*did you mean segments"),
+        ({"backward": {"checkpointing": "full"}}, UnsupportedError, "model.gradient_checkpointing_enable"),
+        ({"backward": {"update": "eager"}}, UnsupportedError, "update='eager' in a transformers.Trainer"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_a_loss_out_of_the_models_log_probabilities_does_not_go_with_a_choice_ei
     ) as own:
         sbp.attach(model, [sbp.make_policy("tokens", score="mask")])
     assert "\n" not in str(own.value)
-    door(Trainer, [ROWS], {"exclude": ["lm_head"]}, **kwargs).train()
+    door(Trainer, [ROWS], {"backward": {"exclude": ["lm_head"]}}, **kwargs).train()
 
 
 def test_an_attached_model_is_refused(door: Make, tmp_path: Path) -> None:

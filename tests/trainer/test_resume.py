@@ -24,7 +24,7 @@ def build(door: Make, folder: Path, policy: dict[str, Any] | None = None, **opti
     return door(
         Trainer,
         [policy or POLICY],
-        {"exclude": ["lm_head"]},
+        {"backward": {"exclude": ["lm_head"]}},
         model=make_model(attention_dropout=0.1),
         args=make_arguments(folder, **(OPTIONS | options)),
         train_dataset=make_examples(20),

@@ -138,11 +138,11 @@ def test_dense_and_keep_of_one_train_the_same_weights_as_trainer(
 
 
 WAYS: list[dict[str, Any]] = [
-    {"sites": "nodes"},
-    {"sites": "branches"},
-    {"sites": "branches", "checkpointing": "sparse"},
-    {"engine": "reference"},
-    {"attach_options": {"segments": 2}},
+    {"backward": {"sites": "nodes"}},
+    {"backward": {"sites": "branches"}},
+    {"backward": {"sites": "branches", "checkpointing": "sparse"}},
+    {"backward": {"execution": "reference"}},
+    {"backward": {"segments": 2}},
 ]
 
 
@@ -177,7 +177,7 @@ def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(name: str, door: M
     trainer = door(
         Trainer,
         [policy],
-        {"sites": sites, "exclude": exclude},
+        {"backward": {"sites": sites, "exclude": exclude}},
         model=make_model(),
         args=make_arguments(
             tmp_path, gradient_accumulation_steps=2, max_steps=6, train_sampling_strategy="sequential", **options

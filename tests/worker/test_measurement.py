@@ -59,7 +59,7 @@ def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config
         (DROPPING_LLAMA, {"name": "topk", "keep": 0.25, "error_feedback": True}, {"sites": "nodes"}),
         (GPT2, {"name": "max-child", "leaves": "always", "ties": "random", "lookahead": True}, {"sites": "nodes"}),
         (GPT2, {"name": "topk", "keep": 0.5}, {"checkpointing": "full"}),
-        (DROPPING_LLAMA, {"name": "random", "keep": 0.5}, {"engine": "reference"}),
+        (DROPPING_LLAMA, {"name": "random", "keep": 0.5}, {"execution": "reference"}),
     ],
     ids=["branches-sparse", "branches-feedback", "nodes", "max-child", "checkpointing", "reference"],
 )
@@ -210,7 +210,7 @@ def test_what_the_engine_notes_is_in_the_journal_once(measured) -> None:
 
 
 def test_the_reference_engine_is_no_lie(measured) -> None:
-    _, history = measured({"name": "topk", "keep": 0.25}, backward={"engine": "reference"})
+    _, history = measured({"name": "topk", "keep": 0.25}, backward={"execution": "reference"})
     levels = [(level, text) for _, level, text in history.notes if "claims" in text]
     assert [level for level, _ in levels] == ["info"]
     assert levels[0][1].endswith("backward.engine is reference, which multiplies everything")

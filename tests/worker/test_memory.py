@@ -65,7 +65,7 @@ def test_what_is_saved_at_the_end_of_the_forward_is_what_the_probe_counts(finish
         (LLAMA | {"attention_dropout": 0.2}, {"name": "topk", "keep": 0.25}, {}),
         (GPT2, {"name": "random", "keep": 0.5, "error_feedback": True}, {"checkpointing": "full"}),
         (LLAMA, {"name": "topk", "keep": 0.25}, {"sites": "branches", "checkpointing": "sparse"}),
-        (LLAMA, {"name": "topk", "keep": 0.5}, {"sites": "nodes", "engine": "reference"}),
+        (LLAMA, {"name": "topk", "keep": 0.5}, {"sites": "nodes", "execution": "reference"}),
     ],
     ids=["linears", "checkpointing", "branches", "walk"],
 )

@@ -55,7 +55,7 @@ def test_without_lookahead_only_what_was_reached_is_multiplied(tiny_recipe, prep
     [
         {"training": {"gradient_accumulation_steps": 2, "mixed_precision": "bf16"}},
         {"backward": {"sites": "nodes", "checkpointing": "full"}},
-        {"backward": {"sites": "nodes", "engine": "reference"}},
+        {"backward": {"sites": "nodes", "execution": "reference"}},
         {"model": {"lora": {"r": 4}}},
         {"policy": [RANDOM_TIES | {"missing": "zero"}]},
     ],

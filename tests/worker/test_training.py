@@ -133,7 +133,7 @@ def test_the_counted_work_is_that_of_the_kept_rows(sparse_history) -> None:
         {"training": {"mixed_precision": "bf16"}},
         {"model": {"dtype": "bfloat16"}},
         {"backward": {"checkpointing": "full"}},
-        {"backward": {"engine": "reference"}},
+        {"backward": {"execution": "reference"}},
         {"backward": {"exclude": ["lm_head"]}},
         {"model": {"attention": "eager"}},
         {"model": {"lora": {"r": 4}}},

@@ -137,10 +137,10 @@ def refuse_hooks(model: nn.Module) -> None:
     Raises:
         UnsupportedError: A hook of its backward is registered, or gradients are reduced over processes.
     """
-    refuse_processes(model, engine="reference", sites="nodes")
+    refuse_processes(model, execution="reference", sites="nodes")
     hooked = find_hook(model)
     if hooked is not None:
-        raise UnsupportedError(f"engine='reference' at sites='nodes' runs no backward hooks; {hooked!r} has one")
+        raise UnsupportedError(f"execution='reference' at sites='nodes' runs no backward hooks; {hooked!r} has one")
 
 
 class _Walk(Function):

@@ -26,7 +26,7 @@ class Way:
         sites: Where the engine asks; None: without the engine.
         policy: Who decides; None: dense.
         checkpointing: ``full``: each layer's input is kept, by transformers; the others are the engine's.
-        engine: ``fast`` or ``reference``.
+        execution: ``fast`` or ``reference``.
         csr_below: Share of kept entries below which products are done in CSR; None: as the engine does it.
         exclude: Sites that stay dense: globs over module names.
         seed: Of random policies.
@@ -38,7 +38,7 @@ class Way:
     sites: Literal["linears", "branches", "nodes"] | None = None
     policy: Policy | None = None
     checkpointing: Literal["none", "sparse", "full"] = "none"
-    engine: Literal["fast", "reference"] = "fast"
+    execution: Literal["fast", "reference"] = "fast"
     csr_below: float | None = None
     exclude: tuple[str, ...] = ()
     seed: int = 0
@@ -65,7 +65,7 @@ class Way:
             own = "none" if self.checkpointing == "full" else self.checkpointing
             policies = [] if self.policy is None else [self.policy]
             options: dict[str, Any] = {"checkpointing": own, "exclude": self.exclude, "seed": self.seed}
-            yield stack.enter_context(attach(model, policies, sites=self.sites, engine=self.engine, **options))
+            yield stack.enter_context(attach(model, policies, sites=self.sites, execution=self.execution, **options))
 
 
 @contextmanager

@@ -217,7 +217,7 @@ def test_evaluation_disabled_and_probing_leave_everything_as_it_was() -> None:
         {"sites": "branches", "checkpointing": "sparse"},
         {"sites": "nodes"},
         {"segments": 2},
-        {"engine": "reference"},
+        {"execution": "reference"},
     ],
     ids=str,
 )

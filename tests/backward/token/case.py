@@ -110,13 +110,13 @@ def step(
     batch: Batch,
     mode: Literal["exact", "detach"],
     *,
-    engine: str = "fast",
+    execution: str = "fast",
     around: Callable[[], Any] = torch.enable_grad,
     extra: dict[str, Any] | None = None,
 ) -> Outcome:
     """Run forward and backward once; the model is given back."""
     model.zero_grad(set_to_none=True)
-    with sbp.attach(model, [Marked(mode=mode)], engine=engine) as attached:
+    with sbp.attach(model, [Marked(mode=mode)], execution=execution) as attached:
         with around():
             loss = model(**batch.arguments, **(extra or {})).loss
         attached.backward(loss)

@@ -77,7 +77,7 @@ def test_a_prompt_that_no_gradient_would_reach_is_refused_and_else_trained(kind:
         found = []
         for engine in ("fast", "reference"):
             model.zero_grad(set_to_none=True)
-            with sbp.attach(model, [policy], engine=engine) as attached:
+            with sbp.attach(model, [policy], execution=engine) as attached:
                 attached.backward(model(input_ids=random_ids(), labels=random_ids()).loss)
             found.append([p.grad for p in model.parameters() if p.requires_grad])
         for one, other in zip(*found, strict=True):

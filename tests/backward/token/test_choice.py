@@ -91,7 +91,7 @@ def test_a_batch_without_a_trained_position_changes_nothing(mode: Any, engine: s
     model, batch = decoder("llama"), make_batch("scattered")
     nothing = Batch(batch.inputs, torch.zeros_like(batch.trained), batch.carries)
     if engine == "reference":  # transformers' own mean of nothing, which is no number
-        assert step(model, nothing, mode, engine=engine).loss.isnan()
+        assert step(model, nothing, mode, execution=engine).loss.isnan()
         return
     outcome = step(model, nothing, mode)
     assert float(outcome.loss) == 0.0
@@ -145,7 +145,7 @@ def test_a_choice_that_cannot_be_is_refused(trained: torch.Tensor, carries: torc
 @pytest.mark.parametrize("engine", ["fast", "reference"])
 def test_the_loss_comes_first_however_the_output_is_read(mode: Any, engine: Any) -> None:
     model, batch = decoder("llama"), make_batch("scattered")
-    with sbp.attach(model, [Marked(mode=mode)], engine=engine):
+    with sbp.attach(model, [Marked(mode=mode)], execution=engine):
         output = model(**batch.arguments)
         parts = model(**batch.arguments, return_dict=False)
     assert output.loss.dim() == 0

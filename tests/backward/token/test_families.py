@@ -37,7 +37,7 @@ def test_detach_equals_its_reference(family: str, mask: Any) -> None:
     model = decoder(family)
     for name in CHOICES:
         batch = make_batch(name, mask)
-        assert_near(step(model, batch, "detach"), step(model, batch, "detach", engine="reference"))
+        assert_near(step(model, batch, "detach"), step(model, batch, "detach", execution="reference"))
 
 
 @pytest.mark.parametrize("mode", ["exact", "detach"])
@@ -47,7 +47,7 @@ def test_eager_attention_equals_the_reference(family: str, mask: Any, mode: Lite
     model = decoder(family, attn_implementation="eager")
     for name in ("scattered", "prompt"):
         batch = make_batch(name, mask)
-        assert_near(step(model, batch, mode), step(model, batch, mode, engine="reference"))
+        assert_near(step(model, batch, mode), step(model, batch, mode, execution="reference"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi"])
@@ -55,7 +55,7 @@ def test_the_reference_detaches_what_the_projections_give(family: str) -> None:
     model = decoder(family)
     for name in ("scattered", "prompt", "half"):
         batch = make_batch(name)
-        reference = step(model, batch, "detach", engine="reference")
+        reference = step(model, batch, "detach", execution="reference")
         handles = detaching_projections(model, batch.carries)
         by_hand = plain_step(model, batch)
         for handle in handles:
@@ -69,7 +69,7 @@ def test_an_attention_that_clips_in_place_is_right() -> None:
     for name in ("scattered", "two"):
         batch = make_batch(name)
         assert_near(step(model, batch, "exact"), plain_step(model, batch))
-        assert_near(step(model, batch, "detach"), step(model, batch, "detach", engine="reference"))
+        assert_near(step(model, batch, "detach"), step(model, batch, "detach", execution="reference"))
 
 
 def test_detach_is_another_gradient_than_exact() -> None:

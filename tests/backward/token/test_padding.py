@@ -39,7 +39,7 @@ def trained_padding(mask: Any) -> Batch:
 def test_trained_padding_has_the_gradient_of_the_masked_loss(family: str, options: dict[str, Any], mask: Any) -> None:
     model, batch = decoder(family, **options), trained_padding(mask)
     assert_near(step(model, batch, "exact"), plain_step(model, batch))
-    assert_near(step(model, batch, "detach"), step(model, batch, "detach", engine="reference"))
+    assert_near(step(model, batch, "detach"), step(model, batch, "detach", execution="reference"))
 
 
 @pytest.mark.parametrize(("options", "is_bool"), [({}, True), ({}, False), (EAGER, False)])
@@ -53,4 +53,4 @@ def test_a_mask_of_ones_own_may_let_positions_look_at_later_ones(options: dict[s
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask_TT.expand(3, 1, 16, 16)}
     batch = Batch(inputs, trained, trained)
     assert_near(step(model, batch, "exact"), plain_step(model, batch))
-    assert_near(step(model, batch, "detach"), step(model, batch, "detach", engine="reference"))
+    assert_near(step(model, batch, "detach"), step(model, batch, "detach", execution="reference"))

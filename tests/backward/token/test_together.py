@@ -34,7 +34,7 @@ def test_adapters_get_the_gradient_of_the_reference(family: str, mode: Any) -> N
     for name in ("scattered", "prompts"):
         batch = make_batch(name, "right")
         ours = step(model, batch, mode)
-        assert_near(ours, step(model, batch, mode, engine="reference"))
+        assert_near(ours, step(model, batch, mode, execution="reference"))
         assert ours.gradients
         assert all("lora" in name and gradient is not None for name, gradient in ours.gradients.items())
 
@@ -44,7 +44,7 @@ def test_adapters_get_the_gradient_of_the_reference(family: str, mode: Any) -> N
 def test_under_autocast_every_weight_has_its_gradient(name: str, mode: Any) -> None:
     model, batch = decoder("llama"), make_batch(name)
     ours = step(model, batch, mode, around=AUTOCAST)
-    theirs = step(model, batch, mode, around=AUTOCAST, engine="reference")
+    theirs = step(model, batch, mode, around=AUTOCAST, execution="reference")
     assert_near(ours, theirs, 0.03)  # of bfloat16
     assert all(gradient is not None and gradient.any() for gradient in ours.gradients.values())
 
@@ -83,7 +83,7 @@ def test_checkpointed_layers_draw_their_dropout_again(mode: Any) -> None:
 def test_tied_embeddings_get_both_parts_of_their_gradient(mode: Any) -> None:
     model, batch = tiny_model("qwen2"), make_batch("scattered")
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    assert_near(step(model, batch, mode), step(model, batch, mode, engine="reference"))
+    assert_near(step(model, batch, mode), step(model, batch, mode, execution="reference"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -135,7 +135,7 @@ def test_embeddings_and_masks_of_the_users_own_are_taken(mode: Any) -> None:
     for mask in (allowed[None, None], torch.where(allowed, 0.0, torch.finfo(torch.float32).min)[None, None]):
         inputs = {"inputs_embeds": embeddings, "labels": batch.inputs["labels"], "attention_mask": mask}
         own = Batch(inputs, batch.trained, batch.carries)
-        assert_near(step(model, own, mode), step(model, own, mode, engine="reference"))
+        assert_near(step(model, own, mode), step(model, own, mode, execution="reference"))
     assert_near(step(model, own, "exact"), plain_step(model, own))
 
 
