@@ -1,15 +1,22 @@
-"""The optimizers that a recipe can name: where each is, which arguments it takes, and what it goes with.
+"""Optimizers by name, without importing torch: the entry-point group ``sparsebp.optimizers``, and torch.optim.
 
-The arguments are written down, so that a recipe is checked without torch; a test holds them against the optimizers'
-signatures.
+A recipe is checked on machines without a GPU and before torch is loaded. So an entry point names an
+:class:`OptimizerEntry`, which says what the class takes, and of PyTorch's own optimizers the source is read.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
 
-_EXTRA = ("pytorch-optimizer", "optimizers")
+from sparsebp_cli.errors import UsageError, did_you_mean
+
+GROUP = "sparsebp.optimizers"
 
 
 @dataclass(frozen=True)
@@ -17,11 +24,12 @@ class OptimizerEntry:
     """One optimizer.
 
     Args:
-        place: ``module:class``.
-        arguments: Names that ``training.optim_args`` may give.
-        implied: Arguments that its name says beside the class.
-        extra: Package and extra that it needs; None: it is there.
-        is_sharded: Whether its state goes with weights that are cut into parts.
+        place: ``module:class``; a ``torch.optim.Optimizer`` whose ``step`` works without a closure.
+        arguments: Names that ``training.optim_args`` may give; all but the parameters and ``lr``.
+        implied: Arguments that its name gives beside the class; ``optim_args`` may override them.
+        extra: Package that it needs, and the extra of this or another distribution that brings it; None: none.
+        is_sharded: Whether its state has the shape of its parameter or is a number, made at the first step: only then
+            can weights be cut into parts (``target.sharding: fsdp2``).
     """
 
     place: str
@@ -31,38 +39,80 @@ class OptimizerEntry:
     is_sharded: bool = False
 
 
-def _torch(name: str, arguments: str, *, is_sharded: bool = True) -> OptimizerEntry:
-    """All classes of torch.optim have these in common; all but SGD have eps as well."""
-    common = ("weight_decay", "maximize", "foreach", *(("eps",) if name != "SGD" else ()))
-    return OptimizerEntry(f"torch.optim:{name}", (*arguments.split(), *common), is_sharded=is_sharded)
+def list_optimizers() -> list[str]:
+    """Return every name that ``training.optim`` can have on this machine, sorted."""
+    return sorted({*entry_points(group=GROUP).names, *_torch_classes()})
 
 
-def _apollo(**implied: object) -> OptimizerEntry:
-    names = ("betas", "eps", "weight_decay", "rank", "scale", "scale_type", "update_proj_gap", "seed")
-    return OptimizerEntry("sparsebp_cli.worker.apollo:Apollo", names, implied)
+def find_optimizer(name: str) -> OptimizerEntry:
+    """Return an optimizer's entry; an entry point comes before a class of torch.optim with the same name.
+
+    Raises:
+        UsageError: The name is unknown, or its plugin is broken.
+    """
+    found = {entry.value: entry for entry in entry_points(group=GROUP).select(name=name)}
+    if len(found) > 1:
+        raise UsageError(f"{name!r} is offered more than once, by {' and '.join(sorted(found))}")
+    for value, entry in found.items():
+        try:
+            loaded = entry.load()
+        except Exception as error:  # a plugin may fail in any way
+            raise UsageError(
+                f"{name!r} is broken: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            ) from None
+        if not isinstance(loaded, OptimizerEntry):
+            raise UsageError(f"{name!r} is broken: {value} is no OptimizerEntry")
+        return loaded
+    if name in _torch_classes():
+        return find_in_torch(name)
+    names = list_optimizers()
+    raise UsageError(f"got {name!r}, allowed: {', '.join(names)}{did_you_mean(name, names)}")
 
 
-OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adafactor": _torch("Adafactor", "beta2_decay d", is_sharded=False),
-    "adagrad": _torch("Adagrad", "lr_decay initial_accumulator_value differentiable fused", is_sharded=False),
-    "adam": _torch("Adam", "betas amsgrad capturable differentiable fused decoupled_weight_decay"),
-    "adamax": _torch("Adamax", "betas capturable differentiable"),
-    "adamw": _torch("AdamW", "betas amsgrad capturable differentiable fused"),
-    "nadam": _torch("NAdam", "betas momentum_decay decoupled_weight_decay capturable differentiable"),
-    "radam": _torch("RAdam", "betas decoupled_weight_decay capturable differentiable"),
-    "rmsprop": _torch("RMSprop", "alpha momentum centered capturable differentiable"),
-    "sgd": _torch("SGD", "momentum dampening nesterov differentiable fused"),
-    "apollo": _apollo(scale_type="channel"),
-    # The paper's: rank 1, and a factor of the root of 128.
-    "apollo-mini": _apollo(scale_type="tensor", rank=1, scale=128.0),
-    "galore": OptimizerEntry(
-        "sparsebp_cli.worker.galore:GaLore",
-        ("betas", "eps", "weight_decay", "rank", "scale", "update_proj_gap"),
-        extra=_EXTRA,
-    ),
-    "adalomo": OptimizerEntry(
-        "sparsebp_cli.worker.adalomo:AdaLomo",
-        ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2"),
-        extra=_EXTRA,
-    ),
-}
+def find_in_torch(name: str, *, is_sharded: bool = False) -> OptimizerEntry:
+    """Return the entry of a class of torch.optim, whose arguments are read from its source."""
+    file, class_name = _torch_classes()[name]
+    return OptimizerEntry(f"torch.optim:{class_name}", _arguments(file, class_name), is_sharded=is_sharded)
+
+
+@cache
+def _torch_classes() -> dict[str, tuple[Path, str]]:
+    """Return torch.optim's classes by their names in lower case: the file, and the class."""
+    spec = find_spec("torch")  # of a package at the top, this imports nothing
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    folder = Path(spec.submodule_search_locations[0]) / "optim"
+    found = {}
+    for node in _parse(folder / "__init__.py").body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.optim."):
+            file = folder / f"{(node.module or '').removeprefix('torch.optim.')}.py"
+            for alias in node.names:
+                if alias.name != "Optimizer" and file.is_file() and _steps_without_closure(file, alias.name):
+                    found[alias.name.lower()] = (file, alias.name)
+    return found
+
+
+@cache
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _method(file: Path, class_name: str, method: str) -> ast.FunctionDef | None:
+    for node in _parse(file).body:
+        if isinstance(node, ast.ClassDef) and node.name == class_name:
+            return next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == method), None)
+    return None
+
+
+def _steps_without_closure(file: Path, class_name: str) -> bool:
+    """Return whether a step needs nothing but gradients; LBFGS computes the loss anew in every step."""
+    step = _method(file, class_name, "step")
+    if step is None:  # inherited, as AdamW's
+        return _method(file, class_name, "__init__") is not None
+    return len(step.args.defaults) == len(step.args.args) - 1
+
+
+def _arguments(file: Path, class_name: str) -> tuple[str, ...]:
+    made = _method(file, class_name, "__init__")
+    names = [] if made is None else [argument.arg for argument in (*made.args.args, *made.args.kwonlyargs)]
+    return tuple(name for name in names if name not in ("self", "params", "lr"))

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from sparsebp_cli.composition.optimizer import OPTIMIZERS
-
 
 class Match(Enum):
     """Conditions on a value that are no list of values."""
@@ -56,7 +54,6 @@ _TOKENS: Conditions = {"kind": ("TokenSelector",)}
 _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
 _TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
 _TURNING = "{policy} with another set of parameters each step"
-_UNSHARDED = tuple(name for name, entry in OPTIMIZERS.items() if not entry.is_sharded)
 
 _POLICY_ROWS = (
     Row(
@@ -206,8 +203,8 @@ _OPTION_ROWS = (
     ),
     Row(
         "{optim} is not built with {sharding}; use {sharding:none}",
-        why="The state of adagrad is older than the parts; that of the others has not the shape of its parameter.",
-        options={"optim": _UNSHARDED, "sharding": ("fsdp2",)},
+        why="Its state is older than the parts, has not the shape of its parameter, or nobody has said that it goes.",
+        options={"optim_is_sharded": (False,), "sharding": ("fsdp2",)},
         blame="optim",
     ),
 )

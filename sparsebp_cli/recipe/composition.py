@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
-from sparsebp_cli.composition import OPTIMIZERS, PolicyFacts, Setup, find_refusals
-from sparsebp_cli.errors import UnsupportedError, did_you_mean
+from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
+from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.policy.finding import Finding, Location
 from sparsebp_cli.policy.phrase import show
@@ -78,6 +79,8 @@ def _setup(recipe: Recipe, data: Mapping[str, Any] | None) -> Setup:
     words = {}
     if data is not None and "max_grad_norm" not in data.get("training", {}):
         words["max_grad_norm"] = f"{_spell('max_grad_norm', values['max_grad_norm'])}, the default,"
+    with suppress(UsageError):  # an unknown optimizer is a finding of its own
+        values["optim_is_sharded"] = find_optimizer(recipe.training.optim).is_sharded
     return Setup(policies, values | {"loop": "worker"}, _spell, words)
 
 
@@ -94,11 +97,15 @@ def _spell(name: str, value: object) -> str:
 
 
 def _find_arguments(recipe: Recipe) -> Iterator[Finding]:
-    """Find arguments that the optimizer does not take."""
+    """Find an optimizer that is not there, and arguments that it does not take."""
     training = recipe.training
     if not has_own_worker(recipe):
         return  # another worker reads them as it likes
-    known = OPTIMIZERS[training.optim].arguments
+    try:
+        known = find_optimizer(training.optim).arguments
+    except UsageError as error:
+        yield Finding(("training", "optim"), str(error))
+        return
     for name in training.optim_args:
         if name == "lr":
             text = "is training.learning_rate"

@@ -110,23 +110,6 @@ class PolicyEntry(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
-Optim = Literal[
-    "adamw",
-    "adam",
-    "sgd",
-    "rmsprop",
-    "adagrad",
-    "adamax",
-    "nadam",
-    "radam",
-    "adafactor",
-    "apollo",
-    "apollo-mini",
-    "galore",
-    "adalomo",
-]
-
-
 class TrainingSection(Section):
     """Optimisation, in the words of transformers.TrainingArguments."""
 
@@ -135,10 +118,10 @@ class TrainingSection(Section):
     per_device_train_batch_size: PositiveInt = Field(8, description="Examples a forward pass.")
     gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes an optimizer step.")
     max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(1.0, description="Clip to this norm; null: never.")
-    optim: Optim = Field(
+    optim: str = Field(
         "adamw",
-        description="Class of torch.optim, in lower case; apollo and apollo-mini are our own; galore and adalomo need "
-        "the package pytorch-optimizer.",
+        description="The optimizer: an entry point of the group sparsebp.optimizers, such as apollo, or a class of "
+        "torch.optim in lower case, such as adamw or muon.",
     )
     optim_args: dict[str, Any] = Field(
         default_factory=dict, description="The optimizer's other arguments: weight_decay, betas, momentum."

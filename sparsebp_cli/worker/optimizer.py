@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name: of torch and transformers, our own, and through an extra of pytorch-optimizer."""
+"""Makes a recipe's optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.nn import Parameter
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
-from sparsebp_cli.composition import OPTIMIZERS
+from sparsebp_cli.composition import find_optimizer
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.recipe.schema import TrainingSection
 
 
-def find_optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return an optimizer's class, and the arguments that its name stands for.
 
     Args:
@@ -29,7 +29,7 @@ def find_optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, An
     Raises:
         DataError: A package is missing.
     """
-    entry = OPTIMIZERS[name]
+    entry = find_optimizer(name)
     module, _, found = entry.place.partition(":")
     try:
         kind: type[torch.optim.Optimizer] = getattr(import_module(module), found)
@@ -56,7 +56,7 @@ def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -
     Raises:
         DataError: It has no such argument, refuses its value, or needs a package that is missing.
     """
-    kind, arguments = find_optimizer(section.optim)
+    kind, arguments = load_class(section.optim)
     known = [name for name in inspect.signature(kind).parameters if name not in {"params", "lr"}]
     for name in section.optim_args:
         if name not in known:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from sparsebp_cli.composition import OPTIMIZERS
+from sparsebp_cli.composition import list_optimizers
 
 Sections = Mapping[str, Mapping[str, Any]]
 
@@ -75,8 +75,8 @@ CHOICES = (
             {"training": {"optim": name, "optim_args": _SMALL.get(name, {})}},
             is_heavy=name not in _LIGHT,
         )
-        for name in OPTIMIZERS
-        if name != "adamw"
+        for name in list_optimizers()
+        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "sparseadam")
     ),
     Choice("mixed_precision: bf16", "mixed_precision", {"training": {"mixed_precision": "bf16"}}, is_heavy=True),
     Choice(

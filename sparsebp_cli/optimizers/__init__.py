@@ -1,0 +1,32 @@
+"""The optimizers that ship, as entry points of the group ``sparsebp.optimizers`` name them. Without torch.
+
+Of PyTorch's own, those are listed whose state can be cut into parts; the others are found by their names alone.
+"""
+
+from __future__ import annotations
+
+from sparsebp_cli.composition.optimizer import OptimizerEntry, find_in_torch
+
+_PACKAGE = ("pytorch-optimizer", "optimizers")
+
+
+def _apollo(**implied: object) -> OptimizerEntry:
+    names = ("betas", "eps", "weight_decay", "rank", "scale", "scale_type", "update_proj_gap", "seed")
+    return OptimizerEntry("sparsebp_cli.worker.apollo:Apollo", names, implied)
+
+
+ADAM, ADAMAX, ADAMW, NADAM, RADAM, RMSPROP, SGD = (
+    find_in_torch(name, is_sharded=True) for name in ("adam", "adamax", "adamw", "nadam", "radam", "rmsprop", "sgd")
+)
+APOLLO = _apollo(scale_type="channel")
+APOLLO_MINI = _apollo(scale_type="tensor", rank=1, scale=128.0)  # the paper's: rank 1, a factor of the root of 128
+GALORE = OptimizerEntry(
+    "sparsebp_cli.worker.galore:GaLore",
+    ("betas", "eps", "weight_decay", "rank", "scale", "update_proj_gap"),
+    extra=_PACKAGE,
+)
+ADALOMO = OptimizerEntry(
+    "sparsebp_cli.worker.adalomo:AdaLomo",
+    ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2"),
+    extra=_PACKAGE,
+)
