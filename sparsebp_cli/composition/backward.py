@@ -60,11 +60,7 @@ class BackwardOptions(BaseModel):
 
     @classmethod
     def of(cls, choices: BackwardOptions | BackwardChoices | None) -> BackwardOptions:
-        """Return the options with these choices, the rest at their defaults.
-
-        Raises:
-            UsageError: A name is unknown, or a value is not allowed.
-        """
+        """Return the options with these choices, the rest at their defaults; a wrong one is a :class:`UsageError`."""
         if isinstance(choices, BackwardOptions):
             return choices
         try:

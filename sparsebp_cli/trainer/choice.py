@@ -33,12 +33,7 @@ class Choice:
         seed: int | None,
         reference: object,
     ) -> Choice:
-        """Make the policies, and refuse what no trainer can carry out.
-
-        Raises:
-            UsageError: ``policies`` is of another type, or a choice is not allowed.
-            UnsupportedError: An option that works in a loop of one's own only.
-        """
+        """Make the policies, and refuse what no trainer can carry out."""
         if isinstance(policies, str | Mapping | Policy) or not isinstance(policies, Iterable):
             raise UsageError(f"policies must be a list, got {policies!r}")
         backward = BackwardOptions.of(backward)
