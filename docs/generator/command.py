@@ -14,10 +14,10 @@ from typer.models import ArgumentInfo, OptionInfo
 from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.cli.app import VERBS, _main
 
-TEXT = """Every verb, with its arguments and options. `sparsebp VERB --help` says the same in a terminal; every verb has
-`-h`. Exit codes: [errors and exit codes](errors.md).
+TEXT = """This page lists every verb with its arguments and options. `sparsebp VERB --help` prints the same in a
+terminal; every verb has `-h`. Exit codes: [errors and exit codes](errors.md).
 
-A run is named by its id, the beginning of it (three characters at least), its recipe's name, `@last`, or `@N` for the
+Name a run by its id, the beginning of its id (three characters at least), its recipe's name, `@last`, or `@N` for the
 newest N. `sparsebp --install-completion` makes the shell complete verbs, options, recipes and runs."""
 
 

@@ -15,37 +15,39 @@ from sparsebp_cli.composition.table import Conditions, Match
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_stored
 
-TEXT = """Every policy at every site in every way of training. Each cell is a test: ✓ means that a training of two
-steps gives, parameter by parameter, the gradients of its reference (`execution: reference`, which masks and multiplies
-all; for `dense` PyTorch's own backward, to the last bit; for DDP the mean of what each process alone gives). A letter
-means refused, with the line under the table, before anything is differentiated; where a recipe can ask for it, already
-by `sparsebp validate`.
+TEXT = """The tables show every policy at every site in every way of training. Each cell is a test: ✓ means that a
+training of two steps gives, parameter by parameter, the gradients of its reference (`execution: reference`, which masks
+and multiplies all; for `dense` PyTorch's own backward, to the last bit; for DDP the mean of the gradients of each
+process). A letter means that SparseBP refuses the combination, with the line under the table, before it differentiates
+anything; if a recipe can ask for it, `sparsebp validate` already refuses it.
 
-Held to the order of sums: to a relative 1e-11 in double precision; under autocast to 0.05, with the decisions of the
-reference repeated, since rounding to bfloat16 turns near ties. At `nodes` the reference is a walk over the graph in
-Python, under DDP the hooks in each process alone; `random` keeps more there, since of what is drawn at every node in
-turn nothing would be left. At `branches` rows are tested with `checkpointing: none` and `sparse`; compiled with
-`sparse` alone.
+Gradients are equal up to the order of sums: to a relative 1e-11 in double precision; under autocast to 0.05, with the
+decisions of the reference repeated, because rounding to bfloat16 turns near ties. At `nodes` the reference is a walk
+over the graph in Python, under DDP the hooks in each process alone; `random` keeps more there, because otherwise
+drawing at every node in turn would leave nothing. At `branches` rows are tested with `checkpointing: none` and
+`sparse`; compiled with `sparse` alone.
 
-`attach` takes a model before or after it is wrapped by DDP or `torch.compile`; names of sites and patterns of `exclude`
-are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`, `_orig_mod.`): save
-the model inside. What is compiled is what lies between the sites; kept rows are computed again uncompiled."""
+`attach` takes a model before or after it is wrapped by DDP or `torch.compile`; names of sites and patterns of
+`exclude` are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`,
+`_orig_mod.`): save the model inside. Only the parts between the sites are compiled; kept rows are computed again
+uncompiled."""
 
-WHOLE_STEP = """Policies that are not asked at sites, and ways to carry a step out. Each cell is a test: weights after
-two steps of SGD with momentum equal those of a training by hand, without an engine, to 1e-12 of the largest change; for
-`tokens` those of its reference, which computes all positions, to 1e-6, since the loss is a mean in float32. Adapters
-(LoRA) have no dropout here: rows that are left out would draw other numbers. Clipping under `update: eager` is
-`max_grad_norm` with `eager_clip: exact`; its accumulation is `engine.backward(loss, is_last=False)` for all but the
-last micro-batch."""
-PAIRS = """Two of them in one training, held the same way. A gradient policy at `linears` goes with each of them as
-well; with `tokens` and examples it chooses among the rows that are computed."""
-TABLE = """What is refused although each part of it is right by itself. `sparsebp validate`, `run` and `export`,
-`attach`, `PolicyTrainer` and the worker read this one table, and say the same sentence: options are written as a recipe
-has them (`backward.sites: nodes`) or as a call has them (`sites='nodes'`). What no row refuses works. A policy is known
-by its kind and by what it declares, never by its name."""
-CHOICES = """Every two of these in one recipe. What a choice is refused with is named; it works with all others, and the
-number says with how many. For one process, a test builds each pair that works with the worker's own code on a small
-llama and makes its first step; with two processes the refusals are tested for every pair, training for some."""
+WHOLE_STEP = """The table shows policies that do not act at sites, and ways to execute a step. Each cell is a test:
+weights after two steps of SGD with momentum equal those of a training by hand, without an engine, to 1e-12 of the
+largest change; for `tokens` those of its reference, which computes all positions, to 1e-6, because the loss is a mean
+in float32. Adapters (LoRA) have no dropout here, because leaving rows out would change the random draws. Clipping
+under `update: eager` is `max_grad_norm` with `eager_clip: exact`; its accumulation is `engine.backward(loss,
+is_last=False)` for all but the last micro-batch."""
+PAIRS = """The table shows two of them in one training, tested in the same way. A gradient policy at `linears` works
+with each of them, too; with `tokens` and examples it chooses among the rows that are computed."""
+TABLE = """The table lists combinations that SparseBP refuses although each part is valid by itself. `sparsebp
+validate`, `run` and `export`, `attach`, `PolicyTrainer` and the worker read this one table, and print the same
+sentence, with options as in a recipe (`backward.sites: nodes`) or as in a call (`sites='nodes'`). Combinations that no
+row refuses work. The table identifies a policy by its kind and by what it declares, never by its name."""
+CHOICES = """The table shows every two of these choices in one recipe. It lists the choices that are refused together;
+a choice works with all others, and the number says with how many. For one process, a test builds each pair that works
+with the worker's own code on a small llama and makes its first step; with two processes the refusals are tested for
+every pair, training for some."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LOOPS = {"worker": "a recipe", "own": "your own loop", "trainer": "a `transformers.Trainer`"}
 
@@ -58,7 +60,7 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """
     matrix, ways = _load("matrix"), _load("way")
     refused = table(("what", "with", "where", "sentence", "why"), map(_tell, ROWS))
-    parts = [head("What goes with what"), f"## What is refused\n\n{TABLE}\n", refused]
+    parts = [head("Supported combinations"), f"## What is refused\n\n{TABLE}\n", refused]
     parts += [*_choices(_load("choice")), f"## Ways of training\n\n{TEXT}\n"]
     numbered = [(str(number), *pair) for number, pair in enumerate(matrix.COMPOSITIONS.items(), start=1)]
     parts.append(table(("", "way of training", "meaning"), numbered))

@@ -9,8 +9,9 @@ from generator.markdown import code, head, table, unwrap
 from sparsebp_cli import errors
 from sparsebp_cli.errors import SparseBPError
 
-TEXT = """An error that a user can cause is one line on standard error: what is wrong, the value got, what is allowed.
-Anything else is a defect of SparseBP: its traceback is kept in a file that the line names, or shown with `--debug`."""
+TEXT = """SparseBP prints an error that a user can cause as one line on standard error: what is wrong, the value got,
+and what is allowed. Any other error is a defect of SparseBP: the line names a file with its traceback, and `--debug`
+shows the traceback. Programs can rely on the exit codes."""
 
 CODES = (
     ("0", "done"),
@@ -18,7 +19,7 @@ CODES = (
     ("2", "wrong recipe, policy, data or usage; nothing was started"),
     ("100", "a run failed, or the tracking store could not be used"),
     ("101", "not finished, or being written by another process"),
-    ("102", "no run, or more than one, answers to the name"),
+    ("102", "no run, or more than one, has the given name"),
     ("103", "cancelled"),
     ("104", "a run diverged: a loss, a gradient or a weight was not finite; the newest checkpoint is"),
     ("130", "interrupted by Ctrl-C; runs made a checkpoint"),

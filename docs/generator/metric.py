@@ -7,9 +7,9 @@ from pathlib import Path
 from generator.markdown import code, head, table
 from sparsebp_cli.run.metric import METRICS
 
-TEXT = """Every number that is logged over steps, in the journal and in MLflow. What each one means:
-[how numbers are measured](../guide/numbers.md). *Timing*: the value depends on the machine's speed, so repeating the
-run gives another one; all others are repeated bit for bit on one machine with one thread count (CPU)."""
+TEXT = """This page lists every number that a run logs over steps, in the journal and in MLflow. [How numbers are
+measured](../guide/numbers.md) defines them. *Timing*: the value depends on the machine's speed, so repeating the run
+gives another one; all others are repeated bit for bit on one machine with one thread count (CPU)."""
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page

@@ -14,26 +14,26 @@ from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.backward.linear.function import kernel_share
 from sparsebp_cli.policy import FoundPolicy, GradientSelector, Policy, find_policies
 
-TEXT = """Every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed plugins. To
-write one: [writing a policy](../guide/policy.md).
+TEXT = """This page lists every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed
+plugins. To write one, see [write a policy](../guide/policy.md).
 
-The tables of claims were made by asking each policy with the options shown. *Exact*: every gradient equals the dense
+The tables of claims show what each policy declares with the given options. *Exact*: every gradient equals the dense
 one. *Unbiased*: a site's selected gradient has the dense one as its mean over random draws. *Budget*: share of the
 gradient's entries kept. *Backward*: share of a linear's dense multiplications that is left with that. The conformance
-suite holds each claim against what is executed."""
+suite compares each claim with what is executed."""
 
 NUMBERS = (0.25, 0.5, 1.0)  # at which a share is asked
 
 BY_KIND = {
-    "EdgeRouter": "Asked at `sites: nodes`. Never exact unless everything goes on, and never unbiased: what goes on "
-    "cannot be weighted for what does not. No FLOPs are claimed beforehand; what ran is counted.\n",
-    "ParameterSelector": "Asked at the start of each step. What is not trained at a step has no gradient in it.\n",
-    "TokenSelector": "Asked before each forward of training, with the scores that it needs, whose cost is counted. "
-    "Exact where all targets are trained and all gradient is carried; unbiased where they are drawn from the whole "
-    "batch and all gradient is carried. [Choosing tokens and examples](../guide/scoring.md)\n",
-    "ExampleSelector": "Asked before each forward of training, with the losses that it needs, whose cost is counted. "
-    "Exact where all examples are chosen, else biased: the mean over the targets of chosen examples of unequal length "
-    "is. [Choosing tokens and examples](../guide/scoring.md)\n",
+    "EdgeRouter": "Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
+    "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
+    "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
+    "TokenSelector": "Decides before each forward of training, by the scores that it needs, whose cost is counted. "
+    "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
+    "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
+    "ExampleSelector": "Decides before each forward of training, by the losses that it needs, whose cost is counted. "
+    "Exact if all examples are chosen, else biased, because the loss is a mean over the targets of examples of unequal "
+    "length. [Choose tokens and examples](../guide/scoring.md)\n",
 }
 
 

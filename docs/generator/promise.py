@@ -80,10 +80,10 @@ PROMISES = {
         "memory is flat, the journal grows linearly, and listing takes under a second of CPU",
     ),
 }
-TEXT = """What SparseBP promises when something goes wrong, and how often that was tried. A trial is one fault put into
-a real component: a worker process that is killed, a file that is damaged, a shell that runs a generated script. Each
-row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few trials of each. A
-failure is a trial that broke the promise. Counts are of the last time, on two CPU cores."""
+TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. A trial is
+one fault put into a real component: a worker process that is killed, a file that is damaged, a shell that runs a
+generated script. Each row is counted by the tests that it names, when `make chaos` runs them; `make test` runs a few
+trials of each. A failure is a trial that broke the promise. Counts are of the last run, on two CPU cores."""
 
 
 def page(root: Path) -> str:
@@ -97,7 +97,7 @@ def page(root: Path) -> str:
     assert not unknown, f"{TRIALS} counts trials of {unknown}, which docs/generator/promise.py does not name"
     rows = [(name, *texts, *_counted(found.get(name))) for name, texts in PROMISES.items()]
     columns = ("", "fault", "promise", "trials", "failures", "counted", "tests")
-    return "\n".join([head("What holds when things go wrong", TEXT), table(columns, rows), _versions(found)])
+    return "\n".join([head("Guarantees under faults", TEXT), table(columns, rows), _versions(found)])
 
 
 def _counted(row: dict[str, Any] | None) -> tuple[str, ...]:

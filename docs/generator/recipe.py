@@ -11,10 +11,11 @@ from generator.policy import built_in
 from sparsebp_cli.recipe import Recipe, recipe_schema
 from sparsebp_cli.recipe.target import FoundTarget, find_targets
 
-TEXT = """Every key that a recipe may have. Anything else is refused, with file, line and column. How recipes are
-written, based on each other and changed from the command line: [recipes](../guide/recipes.md). The options of a policy
-stand beside its name: [policies](policies.md). For editors: [`recipe.schema.json`](../recipe.schema.json), or
-`sparsebp schema` with the options of the plugins that are installed too."""
+TEXT = """This page lists every key that a recipe may have. SparseBP refuses any other, with file, line and column.
+[Write a recipe](../guide/recipes.md) explains how to write recipes, extend one by another, and override keys on the
+command line. The options of a policy are next to its name: [policies](policies.md). For editors:
+[`recipe.schema.json`](../recipe.schema.json), or `sparsebp schema`, which includes the options of installed
+plugins."""
 
 BOUNDS = (("exclusiveMinimum", "> "), ("minimum", ">= "), ("exclusiveMaximum", "< "), ("maximum", "<= "))
 WORDS = {

@@ -7,9 +7,8 @@ from pathlib import Path
 from generator.markdown import code, head, table
 from sparsebp_cli.recipe import Recipe, load_recipe
 
-TEXT = (
-    """The recipes in `recipes/`. Each runs from a checkout, without a network. They are written for two CPU cores."""
-)
+TEXT = """This page lists the recipes in `recipes/`. Each runs from a checkout, without a network. They are written for
+two CPU cores."""
 
 
 def page(root: Path) -> str:
@@ -21,7 +20,7 @@ def page(root: Path) -> str:
     files = sorted((root / "recipes").glob("*.yaml"))
     rows = [_row(file, load_recipe(file)) for file in files]
     columns = ("recipe", "what", "model", "data", "policy", "steps")
-    return "\n".join([head("Recipes that come with it", TEXT), table(columns, rows)])
+    return "\n".join([head("Shipped recipes", TEXT), table(columns, rows)])
 
 
 def _row(file: Path, recipe: Recipe) -> tuple[str, ...]:
