@@ -25,7 +25,7 @@ from sparsebp_cli.backward.linear.function import LinearLayout, Needs, run_kerne
 from sparsebp_cli.bench import Form, find_forms
 from sparsebp_cli.policy import GradientSelector, Site, Step
 from sparsebp_cli.worker.bench.subject import Subject
-from sparsebp_cli.worker.bench.way import CSR_ALWAYS, CSR_NEVER, Way
+from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}  # below which errors are not told apart
@@ -80,18 +80,20 @@ def check_models(device: torch.device, dtype: str) -> Iterator[Check]:
     Yields:
         Check: One a form and share.
     """
-    plain = Way("plain PyTorch")
+    plain = Variant("plain PyTorch")
     mine, truth = make_subject(device, DTYPES[dtype]), make_subject(device, torch.float64)
     true, expected = _gradients(truth, plain), _gradients(mine, plain)
     for site in ("linears", "branches", "nodes"):
-        found = _gradients(mine, Way("dense", site))
+        found = _gradients(mine, Variant("dense", site))
         same = all(torch.equal(found[name], expected[name]) for name in expected)
         note = "bit for bit as loss.backward()" if same else "other bits than loss.backward()"
         yield _compare("model", f"dense, {site}", dtype, found, expected, true, note)
-    for label, way in list_ways():
-        reference = replace(way, execution="reference", checkpointing="none")
+    for label, variant in list_variants():
+        reference = replace(variant, execution="reference", checkpointing="none")
         try:
-            found = [_gradients(subject, one) for subject, one in ((mine, way), (mine, reference), (truth, reference))]
+            found = [
+                _gradients(subject, one) for subject, one in ((mine, variant), (mine, reference), (truth, reference))
+            ]
         except RuntimeError as error:  # what this device refuses is a finding, too
             yield _refused("model", label, dtype, error)
         else:
@@ -119,7 +121,7 @@ def check_kernels(device: torch.device, dtype: str) -> Iterator[Check]:
             assert selection is not None
             label = f"topk {_name(form, keep)}"
             try:
-                with Way("", csr_below=CSR_BELOW.get(form.execution)).on(torch.nn.Module()):
+                with Variant("", csr_below=CSR_BELOW.get(form.execution)).on(torch.nn.Module()):
                     fast = run_kernel(LinearLayout(), grad_NO, x_ND, weight, selection, Needs(True, True, True))
             except RuntimeError as error:
                 yield _refused("kernel", label, dtype, error)
@@ -132,13 +134,13 @@ def check_kernels(device: torch.device, dtype: str) -> Iterator[Check]:
             yield _compare("kernel", label, dtype, *parts, note)
 
 
-def list_ways() -> Iterator[tuple[str, Way]]:
+def list_variants() -> Iterator[tuple[str, Variant]]:
     """Yield every form of the random policy, and two of a router, each with a name."""
     variants: Iterable[dict[str, Any]] = ({"weighted": True}, {"weighted": True, "within": "example"})
     for options in variants:
         for form in find_forms("random", options=options):
             for keep in form.keeps if form.execution == "csr" else form.keeps[:1] + form.keeps[2:3]:
-                way = Way(
+                variant = Variant(
                     _name(form, keep),
                     form.site,
                     form.make("random", keep),
@@ -146,9 +148,9 @@ def list_ways() -> Iterator[tuple[str, Way]]:
                     csr_below=CSR_BELOW.get(form.execution),
                 )
                 within = ", by example" if "within" in options else ""
-                yield f"random {way.label}{within}", way
+                yield f"random {variant.label}{within}", variant
     for form in find_forms("max-child")[:2]:
-        yield f"{form.site}: {form.label}", Way(form.label, "nodes", form.make("max-child", None))
+        yield f"{form.site}: {form.label}", Variant(form.label, "nodes", form.make("max-child", None))
 
 
 def _name(form: Form, keep: float | None) -> str:
@@ -171,9 +173,9 @@ def make_subject(device: torch.device, dtype: torch.dtype) -> Subject:
     return Subject(model, {"input_ids": ids, "labels": ids})
 
 
-def _gradients(subject: Subject, way: Way) -> dict[Any, Tensor]:
-    with way.on(subject.model) as engine:
-        loss = subject.loss(way)
+def _gradients(subject: Subject, variant: Variant) -> dict[Any, Tensor]:
+    with variant.on(subject.model) as engine:
+        loss = subject.loss(variant)
         loss.backward() if engine is None else engine.backward(loss)
     found = {name: p.grad.clone() for name, p in subject.model.named_parameters() if p.grad is not None}
     subject.drop_gradients()

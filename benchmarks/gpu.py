@@ -39,9 +39,9 @@ def main() -> int:
     from waiting import watch
 
     from sparsebp_cli.errors import UsageError
+    from sparsebp_cli.worker.bench.rounds import run_interleaved
     from sparsebp_cli.worker.bench.row import make_row
-    from sparsebp_cli.worker.bench.turn import take_turns
-    from sparsebp_cli.worker.bench.way import Way
+    from sparsebp_cli.worker.bench.variant import Variant
 
     try:
         measured.choose(args)
@@ -59,16 +59,16 @@ def main() -> int:
     num_wrong = sum(not check.good for check in checks)
     print(f"{len(checks) - num_wrong} of {len(checks)} checks are right ({time.monotonic() - begin:.0f} s)", flush=True)
     small = correct.make_subject(device, torch.bfloat16)
-    waits_of_small = [watch(small, Way("plain PyTorch"))]
-    waits_of_small += [watch(small, replace(way, label=label)) for label, way in correct.list_ways()]
+    waits_of_small = [watch(small, Variant("plain PyTorch"))]
+    waits_of_small += [watch(small, replace(variant, label=label)) for label, variant in correct.list_variants()]
     subject, args.batch = measured.make_subject(device, args)
-    entries, notes = measured.count_all(subject, measured.list_candidates(args))
-    waits = [watch(entry.subject, entry.way) for entry in entries]
-    print(f"counted {len(entries)} ways ({time.monotonic() - begin:.0f} s)", flush=True)
-    ways = [(entry.subject, entry.way) for entry in entries]
-    passes = take_turns(ways, rounds=args.rounds, warmup=args.warmup, deadline=deadline)
+    entries, notes = measured.count_all(subject, measured.list_cases(args))
+    waits = [watch(entry.subject, entry.variant) for entry in entries]
+    print(f"counted {len(entries)} variants ({time.monotonic() - begin:.0f} s)", flush=True)
+    variants = [(entry.subject, entry.variant) for entry in entries]
+    passes = run_interleaved(variants, rounds=args.rounds, warmup=args.warmup, deadline=deadline)
     rows = [
-        make_row(entry.candidate, entry.count, found, entries[0].count, passes[0])
+        make_row(entry.case, entry.count, found, entries[0].count, passes[0])
         for entry, found in zip(entries, passes, strict=True)
     ]
     late = measured.find_late(waits_of_small) + measured.find_late(waits)

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures: the model, the ways, their counts, the table."""
+"""What ``gpu.py`` measures: the model, the variants, their counts, the table."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from waiting import Waits
 
 from sparsebp_cli.bench import Form, Row, find_forms
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.worker.bench.row import Candidate
+from sparsebp_cli.worker.bench.row import BenchCase
 from sparsebp_cli.worker.bench.subject import Count, Subject
-from sparsebp_cli.worker.bench.way import Way
+from sparsebp_cli.worker.bench.variant import Variant
 
 KEEPS = (0.5, 0.25, 0.1)
 FORMS = {  # site, execution: values of the policy's options
@@ -57,7 +57,7 @@ def make_subject(device: torch.device, args: argparse.Namespace) -> tuple[Subjec
         ids = torch.randint(0, config.vocab_size, (batch, args.length), device=device)
         subject = Subject(model, {"input_ids": ids, "labels": ids})
         try:
-            subject.run(Way("plain PyTorch"))
+            subject.run(Variant("plain PyTorch"))
         except torch.OutOfMemoryError:
             if batch == 1:
                 raise
@@ -68,14 +68,14 @@ def make_subject(device: torch.device, args: argparse.Namespace) -> tuple[Subjec
             return subject, batch
 
 
-def list_candidates(args: argparse.Namespace) -> list[Candidate]:
-    """Return plain PyTorch first, the other ways to keep all gradients, then every form at every share."""
+def list_cases(args: argparse.Namespace) -> list[BenchCase]:
+    """Return plain PyTorch first, the other variants to keep all gradients, then every form at every share."""
     found = [
-        Candidate(Way("plain PyTorch")),
-        Candidate(Way("compiled", compiler="inductor" if args.size == "1b" else "aot_eager")),
-        Candidate(Way("full checkpointing", checkpointing="full")),
-        Candidate(Way("dense, engine", "linears")),
-        Candidate(Way("dense, engine", "branches")),
+        BenchCase(Variant("plain PyTorch")),
+        BenchCase(Variant("compiled", compiler="inductor" if args.size == "1b" else "aot_eager")),
+        BenchCase(Variant("full checkpointing", checkpointing="full")),
+        BenchCase(Variant("dense, engine", "linears")),
+        BenchCase(Variant("dense, engine", "branches")),
     ]
     for form in find_forms("topk", keeps=KEEPS):
         if (form.execution, {"along": form.options["along"]}) in FORMS[form.site]:
@@ -83,37 +83,37 @@ def list_candidates(args: argparse.Namespace) -> list[Candidate]:
     return found
 
 
-def _candidate(form: Form, keep: float | None) -> Candidate:
+def _candidate(form: Form, keep: float | None) -> BenchCase:
     # At branches the same number of rows of each example: else attention has to ask the device how many there are.
     options = form.options | ({"within": "example"} if form.site == "branches" else {})
     policy = form.model_copy(update={"options": options}).make("topk", keep)
     checkpointing = "sparse" if form.execution == "recomputed" else "none"
     label = f"{form.site}, {form.label} at {keep:g}"
-    return Candidate(Way(label, form.site, policy, checkpointing), form, keep)  # type: ignore[arg-type]
+    return BenchCase(Variant(label, form.site, policy, checkpointing), form, keep)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A way that runs here.
+    """A variant that runs here.
 
     Args:
-        candidate: The way, and where it stands in the table.
+        case: The variant, and where it stands in the table.
         subject: What it runs on.
         count: What it executes and stores.
     """
 
-    candidate: Candidate
+    case: BenchCase
     subject: Subject
     count: Count
 
     @property
-    def way(self) -> Way:
+    def variant(self) -> Variant:
         """How a step is computed."""
-        return self.candidate.way
+        return self.case.variant
 
 
-def count_all(subject: Subject, candidates: list[Candidate]) -> tuple[list[Entry], list[str]]:
-    """Count every way.
+def count_all(subject: Subject, candidates: list[BenchCase]) -> tuple[list[Entry], list[str]]:
+    """Count every variant.
 
     Args:
         subject: Model and batch.
@@ -124,24 +124,26 @@ def count_all(subject: Subject, candidates: list[Candidate]) -> tuple[list[Entry
     """
     own = Subject(copy.deepcopy(subject.model), subject.batch)  # to be compiled: nothing is ever attached to it
     found, notes = list[Entry](), list[str]()
-    for candidate in candidates:
-        way = candidate.way
+    for case in candidates:
+        variant = case.variant
         try:
-            if way.compiler is None:
-                found.append(Entry(candidate, subject, subject.count(way)))
+            if variant.compiler is None:
+                found.append(Entry(case, subject, subject.count(variant)))
             else:  # counters would keep it from being compiled: it multiplies what plain PyTorch does
-                found.append(Entry(candidate, own, own.count_memory(way, like=found[0].count)))
+                found.append(Entry(case, own, own.count_memory(variant, like=found[0].count)))
         except Exception as error:  # a compiler that this machine has not, or too little memory
-            if way.compiler is None and not isinstance(error, torch.OutOfMemoryError):
+            if variant.compiler is None and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            notes.append(f"{way.label} does not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            notes.append(
+                f"{variant.label} does not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+            )
             subject.drop_gradients()
             own.drop_gradients()
     return found, notes
 
 
 def find_late(waits: list[Waits]) -> list[str]:
-    """Return a line for every way through the engine that waits in its backward, or more often than plain PyTorch."""
+    """Return a line for every engine variant that waits in its backward, or more often than plain PyTorch."""
     plain = waits[0]
     found = []
     for wait in waits:
@@ -157,9 +159,9 @@ def find_late(waits: list[Waits]) -> list[str]:
 
 
 def print_table(rows: list[Row], waits: list[Waits], rounds: int) -> None:
-    """Print one line a way."""
+    """Print one line a variant."""
     titles = {"kept": 6, "ms": 8, "speed-up": 10, "ceiling": 9, "realised": 10, "saved": 7, "peak": 6, "waits": 7}
-    head = f"{'way':<30}" + "".join(f"{title:>{width}}" for title, width in titles.items())
+    head = f"{'variant':<30}" + "".join(f"{title:>{width}}" for title, width in titles.items())
     print(f"forward + backward, median of {rounds} rounds; speed-up, saved and peak over plain PyTorch\n{head}")
     for row, wait in zip(rows, waits, strict=True):
         ceiling = "" if row.ceiling is None else f"{row.ceiling:.2f}x"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sparsebp_cli.compare import margin
-from sparsebp_cli.compare.choose import Candidate, tell_left_out
+from sparsebp_cli.compare.choose import BenchCase, tell_left_out
 from sparsebp_cli.compare.example import correct_examples
 from sparsebp_cli.compare.family import correct_family
 from sparsebp_cli.compare.load import mark_repeats
@@ -314,7 +314,7 @@ def selection(studies: int) -> list[Row]:
         values, baseline = noise(draw, "normal", most), noise(draw, "normal", most)
         kept = np.argsort(values - baseline)[:n]
         there = [
-            Candidate(f"{name}-{s}", name, 0.0, {"model": name, "training": {"seed": s}}, {}, _no_run)
+            BenchCase(f"{name}-{s}", name, 0.0, {"model": name, "training": {"seed": s}}, {}, _no_run)
             for name in ("policy", "dense")
             for s in range(most)
         ]

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from sparsebp_cli.policy import EdgeRouter
 from sparsebp_cli.worker.bench.subject import Subject
-from sparsebp_cli.worker.bench.way import Way
+from sparsebp_cli.worker.bench.variant import Variant
 
 WAITED = "called a synchronizing"  # how PyTorch's warning and error begin
 CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize")
@@ -25,10 +25,10 @@ CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True)
 class Waits:
-    """What one way waits for in a step.
+    """What one variant waits for in a step.
 
     Args:
-        label: The way's.
+        label: The variant's.
         is_engine: Whether it goes through the engine.
         known: Why it waits on purpose; empty when it should not.
         in_forward: How often PyTorch warned that it waits.
@@ -51,22 +51,22 @@ class Waits:
         return sum(self.calls.values())
 
 
-def watch(subject: Subject, way: Way) -> Waits:
+def watch(subject: Subject, variant: Variant) -> Waits:
     """Run a step twice: where waiting is told, and under the profiler.
 
     Args:
-        subject: What it runs on; the way has run on it before.
-        way: How.
+        subject: What it runs on; the variant has run on it before.
+        variant: How.
 
     Returns:
         What it waited for.
     """
-    in_forward, in_backward = _step_and_tell(subject, way) if subject.device.type == "cuda" else (0, "")
+    in_forward, in_backward = _step_and_tell(subject, variant) if subject.device.type == "cuda" else (0, "")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (subject.device.type == "cuda")
-    with way.on(subject.model) as engine:
+    with variant.on(subject.model) as engine:
         subject.synchronize()
         with profile(activities=activities) as record:
-            loss = subject.loss(way)
+            loss = subject.loss(variant)
             loss.backward() if engine is None else engine.backward(loss)
     del loss
     subject.drop_gradients()
@@ -75,27 +75,29 @@ def watch(subject: Subject, way: Way) -> Waits:
     kernels = {event.key[:80]: round(event.self_device_time_total / 1000, 3) for event in averages}
     slowest = sorted(kernels.items(), key=lambda item: -item[1])[:8]
     shown = {name: time for name, time in slowest if time > 0}
-    return Waits(way.label, way.sites is not None, _reason(way), in_forward, in_backward, dict(calls), shown)
+    return Waits(
+        variant.label, variant.sites is not None, _reason(variant), in_forward, in_backward, dict(calls), shown
+    )
 
 
-def _reason(way: Way) -> str:
-    """Say why a way waits on purpose; empty for one that should not."""
-    if isinstance(way.policy, EdgeRouter):
+def _reason(variant: Variant) -> str:
+    """Say why a variant waits on purpose; empty for one that should not."""
+    if isinstance(variant.policy, EdgeRouter):
         return "a router looks at sizes"
-    within = getattr(way.policy, "within", "example")
-    if way.sites == "branches" and within == "batch":
+    within = getattr(variant.policy, "within", "example")
+    if variant.sites == "branches" and within == "batch":
         return "attention has to know how many rows of each example are kept"
     return ""
 
 
-def _step_and_tell(subject: Subject, way: Way) -> tuple[int, str]:
+def _step_and_tell(subject: Subject, variant: Variant) -> tuple[int, str]:
     """Return how often the forward waited, and what was raised where the backward did."""
-    with way.on(subject.model) as engine, warnings.catch_warnings(record=True) as told:
+    with variant.on(subject.model) as engine, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         subject.synchronize()
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            loss = subject.loss(way)
+            loss = subject.loss(variant)
             in_forward = sum(WAITED in str(warning.message) for warning in told)
             torch.cuda.set_sync_debug_mode("error")
             loss.backward() if engine is None else engine.backward(loss)

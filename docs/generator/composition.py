@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from generator.markdown import code, head, table
-from sparsebp_cli.composition import ROWS, Row
+from sparsebp_cli.composition import RULES, Rule
 from sparsebp_cli.composition.table import Conditions, Match
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_stored
@@ -43,7 +43,7 @@ with each of them, too; with `tokens` and examples it chooses among the rows tha
 TABLE = """The table lists combinations that SparseBP refuses although each part is valid by itself. `sparsebp
 validate`, `run` and `export`, `attach`, `PolicyTrainer` and the worker read this one table, and print the same
 sentence, with options as in a recipe (`backward.sites: nodes`) or as in a call (`sites='nodes'`). Combinations that no
-row refuses work. The table identifies a policy by its kind and by what it declares, never by its name."""
+rule refuses work. The table identifies a policy by its kind and by what it declares, never by its name."""
 CHOICES = """The table shows every two of these choices in one recipe. It lists the choices that are refused together;
 a choice works with all others, and the number says with how many. For one process, a test builds each pair that works
 with the worker's own code on a small llama and makes its first step; with two processes the refusals are tested for
@@ -59,7 +59,7 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
         root: Of the repository.
     """
     matrix, ways = _load("matrix"), _load("way")
-    refused = table(("what", "with", "where", "sentence", "why"), map(_tell, ROWS))
+    refused = table(("what", "with", "where", "sentence", "why"), map(_tell, RULES))
     parts = [head("Supported combinations"), f"## What is refused\n\n{TABLE}\n", refused]
     parts += [*_choices(_load("choice")), f"## Ways of training\n\n{TEXT}\n"]
     numbered = [(str(number), *pair) for number, pair in enumerate(matrix.COMPOSITIONS.items(), start=1)]
@@ -70,17 +70,17 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def _tell(row: Row) -> tuple[str, ...]:
-    """Return a row's cells."""
-    loop = row.options.get("loop", ())
+def _tell(rule: Rule) -> tuple[str, ...]:
+    """Return a rule's cells."""
+    loop = rule.options.get("loop", ())
     where = LOOPS[str(loop[0])] if isinstance(loop, tuple) and loop else ""
-    options = {name: wanted for name, wanted in row.options.items() if name != "loop"}
-    policy, other = (_tell_conditions(conditions) for conditions in (row.policy, row.other))
-    sentence = re.sub(r", got \{\w+:=\}", "", row.text)
+    options = {name: wanted for name, wanted in rule.options.items() if name != "loop"}
+    policy, other = (_tell_conditions(conditions) for conditions in (rule.policy, rule.other))
+    sentence = re.sub(r", got \{\w+:=\}", "", rule.text)
     sentence = re.sub(r"\{(\w+):([^}]*)\}", r"\1: \2", sentence)
     parts = [part for part in (other, _tell_conditions(options)) if part]
     what = policy or parts.pop(0)
-    return what, "; ".join(parts), where, re.sub(r"\{(\w+)\}", r"\1", sentence), row.why
+    return what, "; ".join(parts), where, re.sub(r"\{(\w+)\}", r"\1", sentence), rule.why
 
 
 def _tell_conditions(conditions: Conditions) -> str:

@@ -1,4 +1,4 @@
-"""Train the rare tokens: those that occur least often in the batch. Nothing but the token ids is read."""
+"""Train the rare tokens: those that occur least often in the batch. The policy reads only the token ids."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Rare(ScoredTokenSelector):
-    """Score each position by how seldom the token that it predicts occurs in the batch."""
+    """Score each position by how rarely the token that it predicts occurs in the batch."""
 
     @property
     def unbiased(self) -> bool:
@@ -22,5 +22,6 @@ class Rare(ScoredTokenSelector):
     def score_tokens(self, tokens: Tokens, step: Step) -> "torch.Tensor | None":  # noqa: ARG002
         ids_BT = tokens.input_ids_BT
         assert ids_BT is not None, "rare needs input_ids"
-        number = ids_BT.flatten().bincount()  # of each token
-        return -number[ids_BT.roll(-1, dims=1)].float()  # at the position before: the last one is never a target
+        number = ids_BT.flatten().bincount()  # occurrences of each token
+        # Position t predicts token t + 1. The roll gives the last position the first token, but it is never a target.
+        return -number[ids_BT.roll(-1, dims=1)].float()

@@ -1,4 +1,5 @@
-"""Keep every n-th token row, beginning one row later at each step: nothing to compute, and each row gets its turn."""
+"""Keep every n-th token row, starting one row later at each step: selection costs nothing, and every row is kept in
+turn."""
 
 from typing import TYPE_CHECKING, Annotated
 

@@ -1,8 +1,8 @@
 """The dataset ``austen``: two novels by Jane Austen, one row a chapter.
 
-Source: the texts of the R package janeaustenr (Julia Silge), which come from Project Gutenberg. Both novels are
-of 1817 and in the public domain. *Northanger Abbey* is the split ``train``; *Persuasion* is ``test`` and was held out
-when austen-llama was pretrained, so its loss shows what fine-tuning made the model forget.
+Source: the texts of the R package janeaustenr (Julia Silge), which come from Project Gutenberg. Both novels were
+published in 1817 and are in the public domain. *Northanger Abbey* is the split ``train``. *Persuasion* is ``test``; it
+was held out when austen-llama was pretrained, so its loss shows what the model forgot in fine-tuning.
 """
 
 from __future__ import annotations
@@ -18,14 +18,8 @@ _HEADING = re.compile(r"(?im)^(?=(?:chapter|volume)[ \t]+[0-9ivxlc]+\.?[ \t]*$)"
 
 
 def chapters(text: str) -> list[str]:
-    """Cut a novel before each heading.
-
-    Args:
-        text: The whole novel; what stands before the first heading is the first piece.
-
-    Returns:
-        The pieces in their order, without blank ends; empty ones are left out.
-    """
+    """Split a novel before each heading, into pieces without surrounding blanks; text before the first heading is the
+    first piece."""
     return [piece.strip() for piece in _HEADING.split(text) if piece.strip()]
 
 

@@ -1,6 +1,7 @@
 """The model ``austen-llama``: a llama of 3.7 million parameters, pretrained on five of Jane Austen's novels.
 
-Card, training log and sha256 of the inputs lie beside the weights. Made by ``python -m sparsebp_cli.asset.pretrain``.
+The folder also holds model card, training log and sha256 of the inputs. ``python -m sparsebp_cli.asset.pretrain`` made
+it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Full activation checkpointing of a transformers model, under the names of every version that is supported."""
+"""Full activation checkpointing of a transformers model, with all supported versions of transformers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from typing import Any
 
 
 def checkpoint_activations(model: Any, *, use_reentrant: bool = False) -> None:
-    """Let a model keep the inputs of its layers only, and compute the rest again in the backward pass.
-
-    Args:
-        model: From transformers, or one of them inside peft.
-        use_reentrant: The older of PyTorch's two ways.
-    """
-    # Renamed in transformers 5.18; the name before warns since.
+    """Let a model of transformers, or one inside peft, keep only the inputs of its layers and recompute the rest in the
+    backward. ``use_reentrant`` selects the older of PyTorch's two implementations."""
+    # transformers 5.18 renamed this method, and the old name warns.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": use_reentrant})
 

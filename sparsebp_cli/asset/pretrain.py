@@ -1,12 +1,13 @@
-"""Make the model ``austen-llama`` anew: ``python -m sparsebp_cli.asset.pretrain FOLDER [--texts TEXTS]``.
+"""Rebuild the model ``austen-llama``: ``python -m sparsebp_cli.asset.pretrain FOLDER [--texts TEXTS]``.
 
-A byte-level BPE of 2,048 tokens is trained on the novels and on the Python documentation, its held-out topics left
-out (the model is fine-tuned on it; without it a token would hold 2.3 of its characters, with it 2.9), then a llama of
-3.7 million parameters on the novels alone. One novel, *Persuasion*, is held out of both. The folder gets all that
-``from_pretrained`` reads, and ``training.json``: command, versions, sha256 of every input, loss curve.
+This trains a byte-level BPE of 2,048 tokens on the novels and on the Python documentation without its held-out topics,
+because the model is fine-tuned on that: without it a token would hold 2.3 of its characters, with it 2.9. Then it
+trains a llama of 3.7 million parameters on the novels alone. One novel, *Persuasion*, is held out of both. The folder
+receives everything that ``from_pretrained`` reads, and ``training.json``: command, versions, sha256 of every input,
+loss curve.
 
-The size was chosen by timing (2 CPU cores, fp32, 2,048 tokens a step): wide and shallow enough that matrix
-products rule the step, so a backward that multiplies fewer rows is visibly faster.
+The size was chosen by timing (2 CPU cores, fp32, 2,048 tokens a step): the model is wide and shallow enough that matrix
+products dominate the step, so a backward that multiplies fewer rows is visibly faster.
 """
 
 from __future__ import annotations
@@ -48,11 +49,7 @@ log = logging.getLogger("pretrain")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train tokenizer and model, and write the folder.
-
-    Args:
-        arguments: Of the command line; None: the process's.
-    """
+    """Train tokenizer and model, and write the folder. ``arguments`` of the command line; None: the process's."""
     parser = argparse.ArgumentParser(prog="python -m sparsebp_cli.asset.pretrain", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the model is written")
     parser.add_argument("--texts", type=Path, default=austen.FOLDER, help=f"folder of *.txt; {HELD_OUT} is held out")
@@ -97,14 +94,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE, so that any text has tokens.
-
-    Args:
-        texts: What it is trained on.
-
-    Returns:
-        A tokenizer with beginning, end and padding tokens; it adds none of them by itself.
-    """
+    """Train a byte-level BPE, which can encode any text. It has beginning, end and padding tokens, and adds none of
+    them by itself."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -144,18 +135,8 @@ def make_config() -> LlamaConfig:
 def train(
     model: LlamaForCausalLM, train_BT: Tensor, held_out_BT: Tensor, steps: int, seed: int
 ) -> list[dict[str, Any]]:
-    """Pretrain: AdamW, cosine, fp32.
-
-    Args:
-        model: Changed in place.
-        train_BT: Blocks of tokens.
-        held_out_BT: Blocks that are only evaluated.
-        steps: Optimizer steps.
-        seed: Of the data order.
-
-    Returns:
-        The curve: every 100 steps the mean training loss since the last point, and the held-out loss.
-    """
+    """Pretrain with AdamW and a cosine schedule in fp32. Return the loss curve: every 100 steps the mean training loss
+    since the last point, and the held-out loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(step, steps))
     curve: list[dict[str, Any]] = []
@@ -178,7 +159,7 @@ def train(
 
 
 def batches(train_BT: Tensor, seed: int) -> Iterator[Tensor]:
-    """Yield batches for ever, in a new order every epoch."""
+    """Yield batches endlessly, in a new order every epoch."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(train_BT), generator=generator)
@@ -206,18 +187,19 @@ def evaluate(model: LlamaForCausalLM, blocks_BT: Tensor) -> float:
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write the folder. Weights are stored as float16: half the size, three bits more than bfloat16."""
+    """Write the folder. Weights are stored as float16, which is half the size of float32 and has three more bits of
+    precision than bfloat16."""
     module: torch.nn.Module = model
     module.half()
     model.save_pretrained(folder)
     config = folder / "config.json"
-    values = json.loads(config.read_bytes()) | {"dtype": "float32"}  # what dtype="auto" turns the weights into
+    values = json.loads(config.read_bytes()) | {"dtype": "float32"}  # the dtype that from_pretrained's "auto" loads
     config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)
 
 
 def versions() -> dict[str, str]:
-    """Return what the weights depend on beside the inputs."""
+    """Return the versions and settings that the weights depend on, apart from the inputs."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

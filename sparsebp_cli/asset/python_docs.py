@@ -1,11 +1,11 @@
-"""The dataset ``python-docs``: the language reference that is inside every Python, one row a help topic.
+"""The dataset ``python-docs``: the language reference that ships with Python, one row a help topic.
 
 Source: ``pydoc_data.topics`` of the running Python, copyright Python Software Foundation, PSF License Version 2. None
 of it is copied into this package, so **its content depends on the Python version**: a run records its digest, and runs
-made by different versions are not comparable. About 80 topics, 0.4 million characters.
+with different versions are not comparable. About 80 topics, 0.4 million characters.
 
-Topics repeat each other (``compound`` holds all of ``for`` and ``while``), so held-out text would be trained on: a
-paragraph is kept only where it comes first, and the held-out topics come before all others.
+Topics repeat each other (``compound`` holds all of ``for`` and ``while``), which would put held-out text into the
+training split. So each paragraph is kept only where it occurs first, and the held-out topics come before all others.
 """
 
 from __future__ import annotations

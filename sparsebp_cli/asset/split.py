@@ -1,4 +1,4 @@
-"""Which split a row belongs to: decided by the row's name alone, so it never depends on order or on other rows."""
+"""Train/test split by the name of a row alone, independent of its order and of other rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import hashlib
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether a row belongs to the split ``test``: about one in ten does.
-
-    Args:
-        name: What identifies the row, such as a topic or a word.
-
-    Returns:
-        The same answer on every machine and Python version.
-    """
+    """Return whether a row belongs to the split ``test``, as about one in ten does. The answer is the same on every
+    machine and Python version."""
     return hashlib.sha256(name.encode()).digest()[0] < 26  # 26 of 256

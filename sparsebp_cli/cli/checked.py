@@ -17,7 +17,7 @@ HERE = "local"  # the kind of target that works on this machine
 
 
 def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
-    """Read a recipe, and look at the model and the data that it names.
+    """Read a recipe, and inspect the model and the data that it names.
 
     Args:
         file: A recipe; of a ``plan.json``, the recipe that it keeps.
@@ -43,12 +43,12 @@ def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list
 
 def _look(placed: PlacedRecipe, folder: Path) -> list[str]:
     from sparsebp_cli.recipe.composition import has_own_worker
-    from sparsebp_cli.source import look
+    from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):
         return ["model and data: another worker reads them as it likes"]
     folders, unknown = list(dict.fromkeys([folder, Path.cwd()])), []
-    for found in look(placed.recipe, folders, is_here=placed.recipe.target.kind == HERE):
+    for found in inspect_sources(placed.recipe, folders, is_here=placed.recipe.target.kind == HERE):
         error = placed.error(found.location, found.text)
         if found.kind == "wrong":
             raise error

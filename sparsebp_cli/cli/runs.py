@@ -13,7 +13,7 @@ from sparsebp_cli.cli.screen import Output, console, make_table, print_json, pri
 from sparsebp_cli.cli.stored import describe_policies, read_plan
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run import RunFolder, home, list_runs
-from sparsebp_cli.run.journal import find_outline, tell_unreadable
+from sparsebp_cli.run.journal import describe_unreadable, find_outline
 
 STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted": "yellow"}
 
@@ -83,5 +83,5 @@ def describe_run(folder: RunFolder) -> dict[str, Any]:
         "state": str(folder.state()),
         "step": found.step,
         "eval_loss": found.eval_loss,
-        "problem": tell_unreadable(found.unreadable),
+        "problem": describe_unreadable(found.unreadable),
     }

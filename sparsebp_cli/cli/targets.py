@@ -94,10 +94,10 @@ def _list(output: Output) -> None:
 
 
 def _check(name: str) -> list[Any]:
-    from sparsebp_cli.recipe.target import make_named
+    from sparsebp_cli.recipe.target import named_target_section
     from sparsebp_cli.target import make_target
 
-    return list(make_target(make_named(name)).check())
+    return list(make_target(named_target_section(name)).check())
 
 
 def _show(findings: dict[str, list[dict[str, Any]]]) -> None:

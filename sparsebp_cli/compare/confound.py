@@ -141,7 +141,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     Returns:
         Lines.
     """
-    lines = [f"run {run.run_id}: {text}" for run in runs if (text := run.history.tell_unreadable())]
+    lines = [f"run {run.run_id}: {text}" for run in runs if (text := run.history.describe_unreadable())]
     for run in runs:
         for change in run.history.facts.get("changes", []):
             values = f"{change['then']}, from step {change['step']} on {change['now']}"

@@ -10,7 +10,7 @@ from sparsebp_cli.compare.grid import Grid
 from sparsebp_cli.compare.memory import step_grid
 from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
 from sparsebp_cli.compare.quality_grid import quality_grids
-from sparsebp_cli.plan.worth import HOW_SURE
+from sparsebp_cli.plan.selection_gain import HOW_SURE
 
 MOST_CHANGED_GROUPS = 4  # side by side in one table of recipe differences
 

@@ -1,18 +1,19 @@
-"""What goes with what: one table, without torch, read by recipes, ``attach``, the trainer, the worker and the docs."""
+"""Supported combinations of policies and options: one table without torch, for recipes, ``attach``, trainer, worker and
+docs."""
 
 from sparsebp_cli.composition.backward import BackwardChoices, BackwardOptions
 from sparsebp_cli.composition.optimizer import OptimizerEntry, find_optimizer, list_optimizers
 from sparsebp_cli.composition.setup import PolicyFacts, Refusal, Setup, Spelling, find_refusals, refuse
-from sparsebp_cli.composition.table import ROWS, Row
+from sparsebp_cli.composition.table import RULES, Rule
 
 __all__ = [
-    "ROWS",
+    "RULES",
     "BackwardChoices",
     "BackwardOptions",
     "OptimizerEntry",
     "PolicyFacts",
     "Refusal",
-    "Row",
+    "Rule",
     "Setup",
     "Spelling",
     "find_optimizer",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypedDict, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy.finding import word_errors
+from sparsebp_cli.policy.field_error import describe_errors
 
 Sites = Literal["linears", "branches", "nodes"]
 Execution = Literal["fast", "reference"]
@@ -66,7 +66,7 @@ class BackwardOptions(BaseModel):
         try:
             return cls.model_validate(choices or {})
         except ValidationError as error:
-            finding = word_errors(error, cls, choices)[0]
+            finding = describe_errors(error, cls, choices)[0]
             raise UsageError(": ".join(part for part in (finding.key, finding.text) if part)) from None
 
     def choices(self, **changes: Any) -> BackwardChoices:

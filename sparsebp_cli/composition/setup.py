@@ -1,4 +1,4 @@
-"""What somebody wants to put together, in the words that they wrote it in, held against the table."""
+"""A combination of policies and options, in the user's spelling, and its checks against the table."""
 
 from __future__ import annotations
 
@@ -6,43 +6,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from sparsebp_cli.composition.table import KINDS, ROWS, Condition, Match, Row
+from sparsebp_cli.composition.table import KINDS, RULES, Condition, Match, Rule
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
 
 _CONTRACT: dict[str, type[Policy]] = {
     kind.__name__: kind for kind in (GradientSelector, EdgeRouter, TokenSelector, ExampleSelector, ParameterSelector)
 }
-_UNKNOWN = object()  # of an option that this caller does not have: no row speaks of it
+_UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies
 Spelling = Callable[[str, object], str]
 
 
 @dataclass(frozen=True)
 class PolicyFacts:
-    """What the table knows of a policy.
+    """The facts of a policy that the table's rules refer to."""
 
-    Args:
-        label: What a sentence calls it.
-        facts: Its kind, and what its contract declares with its options.
-        place: Where it stands, for a sentence about two; may be empty.
-    """
-
-    label: str
-    facts: Mapping[str, object]
-    place: str = ""
+    label: str  # the policy's name in a message
+    facts: Mapping[str, object]  # its kind, and what its contract declares with its options
+    place: str = ""  # its place, for a message about two policies; may be empty
 
     @classmethod
     def of(cls, policy: Policy, label: str = "", place: str = "") -> Self:
-        """Ask a policy for its facts.
-
-        Args:
-            policy: Any.
-            label: What a sentence calls it; empty: its class.
-            place: Where it stands.
-
-        Returns:
-            The facts.
-        """
+        """Return the facts of a policy. An empty label stands for its class."""
         kind = next((name for name in KINDS if isinstance(policy, _CONTRACT[name])), "")
         facts: dict[str, object] = {"kind": kind}
         if isinstance(policy, ParameterSelector):
@@ -53,83 +38,58 @@ class PolicyFacts:
         return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)
 
 
-def _spell_call(name: str, value: object) -> str:
-    """Spell an option as a call of Python has it."""
+def _format_argument(name: str, value: object) -> str:
+    """Format an option as an argument of a Python call."""
     return f"{name}={value!r}" if name else repr(value)
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Policies, and the options beside them.
-
-    Args:
-        policies: In their order.
-        options: By name. One that is missing is one that nobody can choose here, so no row about it holds.
-        spell: Writes an option and a value as the reader writes it; without a name, the value alone.
-        words: Options that are written otherwise, by name.
-    """
+    """Policies and options to be combined."""
 
     policies: Sequence[PolicyFacts]
+    # by name; rules about a missing option do not apply, because nobody can choose it here
     options: Mapping[str, object]
-    spell: Spelling = _spell_call
-    words: Mapping[str, str] = field(default_factory=dict)
+    # formats an option and its value in the reader's notation; without a name, the value alone
+    spell: Spelling = _format_argument
+    words: Mapping[str, str] = field(default_factory=dict)  # options with a special spelling, by name
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row of the table that holds.
+    """A rule of the table that applies."""
 
-    Args:
-        row: Which.
-        text: Its sentence, filled in.
-        policy: Number of the policy that it is about; None: it is about options alone.
-    """
-
-    row: Row
-    text: str
-    policy: int | None = None
+    rule: Rule
+    text: str  # the rule's message, filled in
+    policy: int | None = None  # number of the policy that it is about; None: it is about options alone
 
 
 def find_refusals(setup: Setup) -> Iterator[Refusal]:
-    """Find every row that refuses something.
-
-    Args:
-        setup: What is to be put together.
-
-    Yields:
-        The refusals, in the order of the table.
-    """
-    for row in ROWS:
-        if not all(_holds(wanted, setup.options.get(name, _UNKNOWN)) for name, wanted in row.options.items()):
+    """Yield every rule that applies, in the order of the table."""
+    for rule in RULES:
+        if not all(_holds(wanted, setup.options.get(name, _UNKNOWN)) for name, wanted in rule.options.items()):
             continue
-        if not row.policy:
-            yield Refusal(row, _fill(row, setup))
-        for number, policy in enumerate(setup.policies if row.policy else ()):
-            if not row.other:
-                if _matches(row.policy, policy):
-                    yield Refusal(row, _fill(row, setup, policy), number)
-            elif (other := _find_other(row, policy, setup.policies[:number])) is not None:
-                yield Refusal(row, _fill(row, setup, policy, other), number)
+        if not rule.policy:
+            yield Refusal(rule, _fill(rule, setup))
+        for number, policy in enumerate(setup.policies if rule.policy else ()):
+            if not rule.other:
+                if _matches(rule.policy, policy):
+                    yield Refusal(rule, _fill(rule, setup, policy), number)
+            elif (other := _find_other(rule, policy, setup.policies[:number])) is not None:
+                yield Refusal(rule, _fill(rule, setup, policy, other), number)
 
 
-def _find_other(row: Row, policy: PolicyFacts, before: Sequence[PolicyFacts]) -> PolicyFacts | None:
-    """Return the first policy before this one that the row refuses beside it."""
+def _find_other(rule: Rule, policy: PolicyFacts, before: Sequence[PolicyFacts]) -> PolicyFacts | None:
+    """Return the first earlier policy that the rule refuses together with this one."""
     for other in before:
         for one, two in ((policy, other), (other, policy)):
-            if _matches(row.policy, one) and _matches(row.other, two, one):
+            if _matches(rule.policy, one) and _matches(rule.other, two, one):
                 return other
     return None
 
 
 def refuse(setup: Setup) -> None:
-    """Refuse what is not built.
-
-    Args:
-        setup: What is to be put together.
-
-    Raises:
-        UnsupportedError: A row of the table refuses it; the first that does.
-    """
+    """Raise UnsupportedError for the first rule that applies."""
     for refusal in find_refusals(setup):
         raise UnsupportedError(refusal.text)
 
@@ -155,7 +115,7 @@ def _holds(condition: Condition, value: object) -> bool:
 
 @dataclass(frozen=True)
 class _Option:
-    """An option in a sentence: ``{sites}``, ``{sites:nodes}`` with another value, ``{sites:=}`` the value alone."""
+    """An option in a message: ``{sites}``, ``{sites:nodes}`` with another value, ``{sites:=}`` the value alone."""
 
     name: str
     setup: Setup
@@ -173,7 +133,7 @@ class _Option:
 
 
 class _Fields(dict[str, object]):
-    """What stands in braces: policies by their role, and any option."""
+    """The fields of a message: policies by their role, and any option."""
 
     def __init__(self, fields: Mapping[str, object], setup: Setup) -> None:
         super().__init__(fields)
@@ -183,10 +143,10 @@ class _Fields(dict[str, object]):
         return _Option(name, self._setup)
 
 
-def _fill(row: Row, setup: Setup, policy: PolicyFacts | None = None, other: PolicyFacts | None = None) -> str:
+def _fill(rule: Rule, setup: Setup, policy: PolicyFacts | None = None, other: PolicyFacts | None = None) -> str:
     fields: dict[str, object] = {}
     if policy is not None:
         fields |= {"policy": policy.label, "kind": policy.facts["kind"]}
     if other is not None:
         fields["other"] = f"{other.label} ({other.place})" if other.place else other.label
-    return row.text.format_map(_Fields(fields, setup))
+    return rule.text.format_map(_Fields(fields, setup))

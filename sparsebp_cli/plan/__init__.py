@@ -1,4 +1,4 @@
-"""The resolved recipe, its content hash, and the arithmetic of ceilings."""
+"""The plan of a run: the resolved recipe, its content hash, and the arithmetic of ceilings."""
 
 from sparsebp_cli.plan.cost import ceiling, realised_share
 from sparsebp_cli.plan.plan import Plan, content_hash

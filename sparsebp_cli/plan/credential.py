@@ -1,10 +1,10 @@
-"""Finds what looks like a credential in a text that is to be kept: forms that services publish, and assignments."""
+"""Detection of likely credentials in a text before it is stored: formats that services publish, and assignments."""
 
 from __future__ import annotations
 
 import re
 
-# Prefixes as their services document them, so that scanners can find leaked ones.
+# Services document these prefixes so that scanners can find leaked credentials.
 FORMS = {
     "a private key": r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY",
     "a key of AWS": r"\b(AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{16}\b",
@@ -27,12 +27,6 @@ _FORMS = [(name, re.compile(form, re.MULTILINE)) for name, form in FORMS.items()
 
 
 def find_credential(text: str) -> str:
-    """Return what kind of credential a text may hold.
-
-    Args:
-        text: Source code, a patch, settings.
-
-    Returns:
-        Words such as ``a token of GitHub``; empty where nothing looks like one. In doubt there is one.
-    """
+    """Return the kind of credential that a text may contain, such as ``a token of GitHub``; empty if nothing looks like
+    one. In doubt the text counts as one."""
     return next((name for name, form in _FORMS if form.search(text)), "")

@@ -1,4 +1,4 @@
-"""What was on the machine that made a plan: code version and changes, so that a number can be traced back."""
+"""Code version and uncommitted changes on the machine that made a plan, so that a number can be traced to its code."""
 
 from __future__ import annotations
 
@@ -18,24 +18,18 @@ UNKNOWN = "unknown"
 
 
 class Provenance(BaseModel):
-    """Where a plan came from. Never holds remotes, environment variables or command lines: they carry secrets.
-
-    Args:
-        sparsebp_version: Of the package that made the plan.
-        recipe_file: Name of the recipe's file, without its folder.
-        git_sha: Commit of the working folder; empty outside git.
-        git_diff_sha256: Digest of the uncommitted changes of all tracked files; empty where there were none,
-            ``unknown`` where git could not tell.
-        git_diff: The changes themselves, of the files that Python had imported, cut at 200,000 characters: only where
-            the recipe asks for them. Plans of earlier versions hold those of all tracked files.
-    """
+    """The origin of a plan. It never holds remotes, environment variables or command lines, which may contain
+    secrets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sparsebp_version: str = ""
-    recipe_file: str = ""
-    git_sha: str = ""
+    sparsebp_version: str = ""  # of the package that made the plan
+    recipe_file: str = ""  # name without its folder
+    git_sha: str = ""  # commit of the working folder; empty outside git
+    # digest of the uncommitted changes of all tracked files; empty if there are none, "unknown" if git failed
     git_diff_sha256: str = ""
+    # the changes of imported files, cut at 200,000 characters, if the recipe asks for them; plans of earlier versions
+    # hold those of all tracked files
     git_diff: str = ""
 
     @property
@@ -45,15 +39,8 @@ class Provenance(BaseModel):
 
 
 def find_provenance(recipe_file: Path, *, code_diff: bool = False) -> Provenance:
-    """Describe the working folder that a recipe is run from. Nothing that is configured there is run.
-
-    Args:
-        recipe_file: The recipe.
-        code_diff: Whether the text of changes is kept, of files that this process has imported.
-
-    Returns:
-        Its provenance; the git fields are empty where there is no git.
-    """
+    """Describe the working folder of a recipe, without running anything that is configured there. ``code_diff`` stores
+    the text of changes of files that this process has imported. The git fields are empty outside git."""
     found = Provenance(sparsebp_version=version("sparsebp"), recipe_file=recipe_file.name)
     repository = Repository.find(recipe_file.resolve().parent)
     if repository is None or not (sha := repository.head()):
@@ -65,12 +52,12 @@ def find_provenance(recipe_file: Path, *, code_diff: bool = False) -> Provenance
 
 
 def _tell_changes(repository: Repository, sha: str) -> Iterator[str]:
-    """Yield the changes of each imported file; one with something like a credential in it is named only."""
+    """Yield the changes of each imported file. A file whose changes may contain a credential is only named."""
     files = {Path(file).resolve() for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     for file in sorted(file for file in files if file.is_relative_to(repository.folder)):
         name = str(file.relative_to(repository.folder))
         changes = (repository.diff(sha, name) or b"").decode(errors="replace")
         if kind := find_credential(changes):
-            yield f"# the changes of {name} are left out: {kind} may be in them\n"
+            yield f"# the changes of {name} are left out: they may contain {kind}\n"
         else:
             yield changes

@@ -1,9 +1,9 @@
-"""Reads a git repository that may be hostile: an unpacked folder can configure git to run any command.
+"""Reading of a git repository that may be hostile: an unpacked folder can configure git to run any command.
 
-The commit is read from the files of ``.git``. For the difference git itself is asked, under a folder of our own as its
-repository: an empty configuration, a copy of the index, and the objects by reference. So no configuration of the
-folder or of the user is read, and with it goes every way to have a command run: ``core.fsmonitor``, ``diff.external``,
-text conversions and filters (attributes only name them; commands are in the configuration), hooks, pagers, aliases,
+The commit is read from the files of ``.git``. The difference comes from git itself, in a repository folder of our own
+with an empty configuration, a copy of the index, and the objects by reference. So git reads no configuration of the
+folder or of the user, which excludes every way to run a command: ``core.fsmonitor``, ``diff.external``, text
+conversions and filters (attributes only name them; the configuration holds the commands), hooks, pagers, aliases,
 included files, partial clones and submodules.
 """
 
@@ -28,21 +28,15 @@ REFERENCE = re.compile(r"refs/[^\x00-\x20~^:?*\[\\\x7f]+")
 
 @dataclass(frozen=True)
 class Repository:
-    """One working folder under git.
+    """A working folder under git."""
 
-    Args:
-        folder: Its top, resolved.
-        own: Where this working folder's ``HEAD`` and ``index`` are.
-        common: Where references and objects are; another folder for worktrees.
-    """
-
-    folder: Path
-    own: Path
-    common: Path
+    folder: Path  # the top folder, resolved
+    own: Path  # contains HEAD and index of this working folder
+    common: Path  # contains references and objects; differs from own in a worktree
 
     @classmethod
     def find(cls, folder: Path) -> Self | None:
-        """Return the repository that a folder is in, or None."""
+        """Return the repository that contains a folder, or None."""
         for top in (folder, *folder.parents):
             place = top / ".git"
             if place.is_dir():
@@ -54,9 +48,9 @@ class Repository:
         return None
 
     def head(self) -> str:
-        """Return the commit, 40 or 64 digits; empty where there is none yet, or it cannot be read as a file."""
+        """Return the commit, 40 or 64 digits; empty if there is none yet or it cannot be read."""
         text = _read_text(self.own / "HEAD")
-        for _ in range(5):  # a reference may name a reference
+        for _ in range(5):  # a symbolic reference may name another one
             if not text.startswith("ref:"):
                 return text if SHA.fullmatch(text) else ""
             name = text.removeprefix("ref:").strip()
@@ -66,15 +60,8 @@ class Repository:
         return ""
 
     def diff(self, sha: str, name: str | None = None) -> bytes | None:
-        """Return the difference of the tracked files from a commit.
-
-        Args:
-            sha: The commit.
-            name: Of one file, relative to the folder; None: all.
-
-        Returns:
-            A patch, empty where nothing differs; None where git is missing, takes too long or refuses.
-        """
+        """Return the patch of all tracked files, or of one named relative to the folder, against a commit; empty if
+        nothing differs, None if git is missing, times out or fails."""
         index = self.own / "index"
         if not _is_file(index, LARGEST_INDEX_BYTES):
             return None
@@ -82,7 +69,7 @@ class Repository:
             place = Path(made)
             for part in ("refs", "objects/info"):
                 (place / part).mkdir(parents=True)
-            shutil.copy2(index, place / "index")  # with its time, by which git knows files that changed since
+            shutil.copy2(index, place / "index")  # keeps its time, which git compares with those of the files
             (place / "HEAD").write_text(f"{sha}\n", encoding="ascii")
             config = "[core]\n\trepositoryformatversion = 1\n\tbare = false\n"
             config += "[extensions]\n\tobjectFormat = sha256\n" if len(sha) == 64 else ""
@@ -99,8 +86,8 @@ class Repository:
             return None
         words = [git, "--no-pager", "--literal-pathspecs", f"--git-dir={place}", f"--work-tree={self.folder}"]
         words += ["-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-c", "core.attributesFile=/dev/null"]
-        words += ["-c", "core.bigFileThreshold=16m"]  # the digest of a larger file stands for its content
-        # The plumbing command: no alias, pager or setting of the porcelain changes what it does.
+        words += ["-c", "core.bigFileThreshold=16m"]  # git compares larger files by digest only
+        # A plumbing command: no alias, pager or porcelain setting affects it.
         words += [
             "diff-index",
             "--patch",
@@ -138,12 +125,13 @@ class Repository:
 
 
 def _absolute_path() -> str:
-    """Return PATH without the entries that depend on the working folder."""
+    """Return PATH without relative entries, which depend on the working folder."""
     return os.pathsep.join(part for part in os.environ.get("PATH", "").split(os.pathsep) if part.startswith("/"))
 
 
 def _is_file(path: Path, largest_bytes: int) -> bool:
-    """Whether it is an ordinary file: a pipe would never end, and a link could lead to a device."""
+    """Return whether a path is a regular file of limited size. A pipe would block, and a link could lead to a
+    device."""
     try:
         found = path.stat()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Make a plan of a recipe: paths become absolute, because a plan is executed in another process, perhaps elsewhere."""
+"""Plans from recipes: paths become absolute, because another process, perhaps on another machine, executes the plan."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from pathlib import Path
 from sparsebp_cli.plan.plan import Plan
 from sparsebp_cli.plan.provenance import find_provenance
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.source import DATASETS, MODELS, find_here
+from sparsebp_cli.source import DATASETS, MODELS, find_path
 
 
 def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
-    """Make the plan of one run.
-
-    Args:
-        recipe: As loaded.
-        recipe_file: Where it was loaded from: local models and data are looked for beside it first, then in the
-            working folder.
-
-    Returns:
-        A plan with a new run id.
-    """
+    """Make the plan of one run, with a new run id. Relative paths of models and data are resolved against the folder of
+    the recipe's file first, then the working folder."""
     folder = recipe_file.resolve().parent
     model, dataset = recipe.model, recipe.dataset
     model = model.model_copy(
@@ -37,6 +29,6 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
 
 def _absolute(name: str | None, folder: Path, group: str) -> str | None:
     if name is None or name.startswith("package:") or name in entry_points(group=group).names:
-        return name  # an installed name comes first, whatever lies in the folder
-    found = find_here(name, [folder, Path.cwd()])
+        return name  # an installed name takes precedence over a folder of the same name
+    found = find_path(name, [folder, Path.cwd()])
     return name if found is None else str(found)

@@ -1,4 +1,4 @@
-"""What routers share that go on into one child of each node: whether parameters compete with inputs."""
+"""Options and helpers of routers that continue into one child of each node."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from sparsebp_cli.policy import Edge, EdgeRouter, Step
 
 
 class ChildRouter(EdgeRouter):
-    """A router that chooses among the children that compete; one alone is not asked about."""
+    """A router that selects among the children that compete; a single one is always selected."""
 
     leaves: Literal["compete", "always"] = Field(
-        "compete", description="Whether parameters compete with inputs, or always collect what arrives."
+        "compete", description="Whether parameters compete with inputs, or always accumulate the gradient that arrives."
     )
 
     @property
@@ -33,16 +33,7 @@ class ChildRouter(EdgeRouter):
 
     @abstractmethod
     def choose(self, rivals: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
-        """Choose among the children that compete.
-
-        Args:
-            rivals: Their numbers, at least two.
-            edges: All children.
-            step: When.
-
-        Returns:
-            The numbers that go on.
-        """
+        """Return the numbers of the children that continue, out of at least two rivals."""
 
     def draw(self, numbers: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
         """Return one of the numbers, drawn uniformly."""

@@ -34,5 +34,5 @@ class Dense(GradientSelector):
     def selection(self) -> None:
         return None
 
-    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - no question
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - no decision
         return None

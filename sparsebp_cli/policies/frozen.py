@@ -1,9 +1,9 @@
-"""Train some parameters and leave the others as they are, for the whole run or for some steps.
+"""Train some parameters and freeze the others, for the whole run or in turns.
 
 Fine-tuning some layers and freezing the others is as old as transfer learning and needs no paper. Training one layer at
 a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter Optimization Method for
 Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. We differ: the optimizer keeps the state of
-layers whose turn is over, and what is outside of the layers is trained all the time, unless a pattern freezes it.
+layers after their turn, and parameters outside the layers are trained at every step, unless a pattern freezes them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 
 @dataclass(frozen=True)
 class _Cycle:
-    """Where random orders of layers are drawn: one a round through all of them."""
+    """The name under which random orders of layers are drawn, one for each round through all layers."""
 
     name: str = "the order of layers"
 
 
 @final
 class Frozen(ParameterSelector):
-    """Train the parameters that patterns name, or all but those; layers all the time, or in turn."""
+    """Train the parameters that patterns name, or all but those; train the layers all the time, or in turns."""
 
     train: list[Pattern] | None = Field(
         None, description="Parameters that are trained: globs over names of parameters or modules, or /regex/."
     )
     freeze: list[Pattern] | None = Field(
-        None, description="Parameters that are not: globs over names of parameters or modules, or /regex/."
+        None, description="Parameters that are frozen: globs over names of parameters or modules, or /regex/."
     )
     turn: Literal["layers"] | None = Field(
         None,
-        description="Of what is trained, layers take turns, those of an encoder and of a decoder alike; null: all "
-        "of it is trained at every step.",
+        description="layers: of the trained parameters, only some layers (of an encoder and a decoder) are trained at "
+        "a time, in turns. null: all are trained at every step.",
     )
     order: Literal["descending", "ascending", "random"] = Field(
-        "descending", description="Of the turns: from the last layer, from the first, or another one each round."
+        "descending",
+        description="Order of the turns: from the last layer, from the first, or a new random order each round.",
     )
     every: PositiveInt = Field(1, description="Optimizer steps that a turn lasts.")
     at_once: PositiveInt = Field(1, description="Layers that are trained in one turn.")
@@ -50,9 +51,9 @@ class Frozen(ParameterSelector):
     @model_validator(mode="after")
     def _means_something(self) -> Self:
         if self.train is not None and self.freeze is not None:
-            raise ValueError("give train or freeze, not both: what train does not name is frozen")
+            raise ValueError("give train or freeze, not both: parameters that train does not name are frozen")
         if not self.train and not self.freeze and self.turn is None:
-            raise ValueError("give train, freeze or turn: else nothing is frozen")
+            raise ValueError("give train, freeze or turn: without them nothing is frozen")
         for option in ("order", "every", "at_once"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")

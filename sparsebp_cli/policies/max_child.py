@@ -1,11 +1,11 @@
-"""At each node of the autograd graph, go on only into the child with the largest gradient.
+"""At each node of the autograd graph, continue only into the child with the largest gradient.
 
 The rule is a question from a PyTorch forum: "at node N, compute the gradients of all children, and continue only into
-the child with the largest one (L1 norm for tensors)". It comes from no paper. What was asked back there, and where it
-is answered: (a) is the weight's gradient filled and nothing else computed when the weight's is largest, and (b) is the
-last weight left without one when the input's is: ``leaves: compete`` says yes to both, ``always`` lets parameters
-collect what arrives and only inputs compete; (c) a parameter far down may have a larger gradient than any near the
-loss, and a greedy rule never sees it: ``lookahead`` counts how often.
+the child with the largest one (L1 norm for tensors)". It comes from no paper. The replies asked three questions. (a) If
+the weight's gradient is largest, is only its ``grad`` filled, and nothing else computed? (b) If the input's is largest,
+does the last weight get no gradient? ``leaves: compete`` says yes to both; with ``always``, parameters accumulate every
+gradient that arrives and only inputs compete. (c) A parameter far from the loss may have a larger gradient than any
+near it, and a greedy rule never sees that: ``lookahead`` counts how often this happens.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from sparsebp_cli.policy import Edge, Step
 
 @final
 class MaxChild(ChildRouter):
-    """Go on into the child with the largest gradient."""
+    """Continue into the child with the largest gradient."""
 
     ties: Literal["first", "all", "random"] = Field(
-        "first", description="Which of several equally large children: a residual sum hands the same gradient to both."
+        "first",
+        description="Which of several equally large children to take; a residual sum has the same gradient for both.",
     )
 
     @property

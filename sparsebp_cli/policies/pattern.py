@@ -18,7 +18,7 @@ def _check(pattern: str) -> str:
         try:
             re.compile(pattern[1:-1])
         except re.error as error:
-            raise ValueError(f"'{pattern}' is no regular expression: {error}") from None
+            raise ValueError(f"'{pattern}' is not a regular expression: {error}") from None
     return pattern
 
 
@@ -26,21 +26,11 @@ Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check)]
 
 
 def match(option: str, patterns: Sequence[str], parameters: Iterable[Parameter]) -> set[str]:
-    """Return the parameters that any of some patterns names.
+    """Return the (first) names of the parameters that any of the patterns matches.
 
-    A glob must fit the whole name of the parameter, or of a module that it is in; ``*`` goes over dots as well. A
-    regular expression must be found somewhere in the parameter's name. A shared parameter answers to all its names.
-
-    Args:
-        option: Where the patterns stand, for the error.
-        patterns: ``model.layers.3``, ``*norm*``, ``/layers\\.[0-3]\\./``.
-        parameters: Among which is looked.
-
-    Returns:
-        Their (first) names.
-
-    Raises:
-        PolicyError: A pattern matches nothing.
+    A glob must match the whole name of the parameter, or of a module that contains it; ``*`` matches dots as well. A
+    regular expression must match somewhere in the parameter's name. All names of a shared parameter are tried.
+    A pattern that matches nothing is a PolicyError, which names the option.
     """
     known = {p.name: (p.name, *p.aliases) for p in parameters}
     found: set[str] = set()
@@ -65,7 +55,7 @@ def _fits(pattern: str, name: str) -> bool:
 
 
 def _places(name: str) -> Iterator[str]:
-    """The parameter, and the modules that it is in."""
+    """Yield the names of the parameter and of the modules that contain it."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -2,7 +2,7 @@
 
 With ``weighted``, the estimator of Menachem Adelman, Kfir Y. Levy, Ido Hakimi and Mark Silberstein, "Faster Neural
 Network Training with Approximate Tensor Operations" (NeurIPS 2021), https://arxiv.org/abs/1805.08079, with uniform
-probabilities. We differ: one choice, without replacement, serves the gradients of both input and weight.
+probabilities. We differ: one selection, without replacement, is used for the gradients of both input and weight.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Random(StructuredSelector):
         shape = self.score_shape(grad_NO)
         count, device = math.prod(shape), grad_NO.device
         order = torch.randperm(count, generator=step.generator(site, device), device=device)
-        # The first of the permutation have the largest score; int32 holds as many as a gradient has entries.
+        # Scores descend along a random permutation, so that largest() draws uniformly without replacement. int32 is
+        # wide enough for the number of entries of a gradient.
         score = torch.empty(count, dtype=torch.int32, device=device)
         score[order] = torch.arange(count, 0, -1, dtype=torch.int32, device=device)
         selection = self.choose(score.view(shape), grad_NO, site)
@@ -49,7 +50,7 @@ class Random(StructuredSelector):
         if isinstance(selection, TwoToFour):
             return replace(selection, weight=2.0)
         assert isinstance(selection, Rows | Columns | Blocks | Elements)
-        weight = count / selection.index_K.numel()  # the probability is what was really kept, not keep
+        weight = count / selection.index_K.numel()  # 1 / probability: the kept share is rounded, so not exactly keep
         if isinstance(selection, Elements):
             return replace(selection, weight=weight)
         dtype = torch.promote_types(grad_NO.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""At each node of the autograd graph, go on into one child drawn at random: the control of ``max-child``."""
+"""At each node of the autograd graph, continue into one child drawn at random: the control of ``max-child``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparsebp_cli.policy import Edge, Step
 
 @final
 class RandomChild(ChildRouter):
-    """Go on into one child drawn uniformly."""
+    """Continue into one child drawn uniformly."""
 
     def choose(self, rivals: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
         return self.draw(rivals, edges, step)

@@ -1,5 +1,5 @@
-"""The options that example selectors share which are in force for a part of the training: from when to when, how often,
-and what share. The names and defaults are those of Composer's ``SelectiveBackprop``."""
+"""Shared options of example selectors that are active during a part of the training: from when to when, how often, and
+which share they keep. Names and defaults are those of Composer's ``SelectiveBackprop``."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sparsebp_cli.policy import ExampleSelector, Step, choice
 
 
 class SampledExamples(ExampleSelector):
-    """An example selector that draws the same number of examples from each batch, while it is in force."""
+    """An example selector that draws the same number of examples from each batch while it is active."""
 
     start: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.5, description="Share of the training's steps before the first at which examples are chosen."
+        0.5, description="Share of the training's steps after which examples are selected."
     )
     end: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.9, description="Share of the training's steps before the first at which none are chosen any more."
+        0.9, description="Share of the training's steps after which examples are no longer selected."
     )
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.5, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
     )
     interrupt: NonNegativeInt = Field(
-        2, description="Every so many steps one is dense all the same; 0: none, 1: all of them."
+        2, description="Period, in steps, of dense steps while examples are selected; 0: none, 1: every step."
     )
 
     @model_validator(mode="after")
@@ -45,14 +45,7 @@ class SampledExamples(ExampleSelector):
         return not self.exact and (self.start > 0.0 or self.end < 1.0)
 
     def is_choosing(self, step: Step) -> bool:
-        """Return whether examples are chosen at a step.
-
-        Args:
-            step: When; ``num_steps`` is needed where :attr:`needs_num_steps` says so.
-
-        Returns:
-            Whether it lies between start and end, and is no interruption.
-        """
+        """Return whether examples are selected at a step: between start and end, and not at an interruption."""
         if self.exact or (self.interrupt and (step.index + 1) % self.interrupt == 0):
             return False
         if not self.needs_num_steps:
@@ -61,12 +54,5 @@ class SampledExamples(ExampleSelector):
         return self.start <= step.index / step.num_steps < self.end
 
     def count_chosen(self, number: int) -> int:
-        """Return how many of a batch's examples are chosen.
-
-        Args:
-            number: B.
-
-        Returns:
-            At least 1.
-        """
+        """Return how many of a batch's examples are selected, at least 1."""
         return choice.count_kept(self.keep, number)

@@ -3,7 +3,7 @@
 Angela H. Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers" (2019),
 https://arxiv.org/abs/1910.00762. We differ as Composer does: losses are ranked within the batch instead of a window of
 past ones, and each batch gives the same number of examples. For language models ``scale_factor`` shortens the text that
-is read for the losses, where for pictures it shrinks them.
+the forward for the losses reads; for images Composer's shrinks them.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class SelectiveBackprop(SampledExamples):
             return None
         assert examples.loss_B is not None
         generator, number = step.generator(examples), examples.number
-        shuffled = torch.randperm(number, generator=generator)  # equal losses: none before another
+        shuffled = torch.randperm(number, generator=generator)  # breaks ties between equal losses at random
         ascending = shuffled[examples.loss_B.cpu()[shuffled].argsort(stable=True)]
-        # The middles of the ranks, so that the smallest loss has a chance; the exponent is Composer's.
+        # Middles of the ranks, so that the smallest loss has a nonzero probability; the exponent is Composer's.
         chance = ((torch.arange(number, dtype=torch.float64) + 0.5) / number) ** (1.0 / self.keep - 1.0)
-        # The largest of log(chance) + Gumbel noise are a draw without replacement; no chance is too small for that.
+        # Gumbel top-k: the largest of log(chance) + Gumbel noise are a draw without replacement. In log space no
+        # chance underflows.
         noise = -torch.rand(number, generator=generator, dtype=torch.float64).clamp(min=1e-300).log()
         drawn = (chance.log() - noise.log()).topk(self.count_chosen(number)).indices
         return ascending[drawn].sort().values

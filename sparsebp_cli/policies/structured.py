@@ -1,4 +1,5 @@
-"""The options that policies share which choose by a score: what is chosen, how much, and within what."""
+"""Shared options of gradient selectors that score rows, columns, blocks or entries: what they select, how much, and
+where."""
 
 from __future__ import annotations
 
@@ -32,14 +33,14 @@ _PLACES = {"rows": ("batch", "example"), "elements": ("batch", "example", "row")
 
 
 class StructuredSelector(GradientSelector):
-    """A gradient selector whose decision is a score; the largest scores are kept."""
+    """A gradient selector that scores parts of the gradient and keeps those of largest score."""
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(description="Share that is kept, in (0, 1]; 1.0 is dense.")
     along: Literal["rows", "columns", "blocks", "elements", "2:4"] = Field(
-        "rows", description="What is chosen: token rows, output features, blocks, single entries, two of every four."
+        "rows", description="What is selected: token rows, output features, blocks, single entries, two of every four."
     )
     within: Literal["batch", "example", "row"] = Field(
-        "batch", description="From what the same share is kept: the whole gradient, each example, or each token row."
+        "batch", description="Where the share is taken: over the whole gradient, or within each example or token row."
     )
     block: tuple[PositiveInt, PositiveInt] = Field((32, 32), description="Token rows and features of a block.")
 
@@ -69,7 +70,7 @@ class StructuredSelector(GradientSelector):
         return None if self.exact else _SELECTIONS[self.along]
 
     def score_shape(self, grad_NO: Tensor) -> tuple[int, ...]:
-        """Return the shape that :meth:`choose` expects: a score a row, feature, block or entry."""
+        """Return the shape that :meth:`choose` expects: one score a row, feature, block or entry."""
         num_rows, num_columns = grad_NO.shape
         if self.along == "blocks":
             rows, columns = choice.fit_block(self.block, grad_NO)
@@ -77,16 +78,7 @@ class StructuredSelector(GradientSelector):
         return {"rows": (num_rows,), "columns": (num_columns,)}.get(self.along, (num_rows, num_columns))
 
     def choose(self, score: Tensor, grad_NO: Tensor, site: Site) -> Selection:
-        """Return the selection of the largest scores, unweighted.
-
-        Args:
-            score: In the shape that :meth:`score_shape` tells.
-            grad_NO: The gradient.
-            site: Where.
-
-        Returns:
-            What is kept.
-        """
+        """Return the unweighted selection of the largest scores, given in the shape of :meth:`score_shape`."""
         examples = site.num_examples if self.within == "example" else 1
         if self.along == "rows":
             return choice.choose_rows(score, self.keep, examples)

@@ -1,8 +1,8 @@
 """Train a part of the tokens: those that the data marks, or those of largest score.
 
 Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://arxiv.org/abs/2404.07965, for ``score:
-excess``. We differ: their share is taken within the batch, ours also within each example, and what is not trained can
-be left out of the backward (``mode``), where theirs multiplies all of it.
+excess``. We differ: their share is taken within the batch, ours also within each example, and our backward can skip the
+work for untrained tokens (``mode``), where theirs does all of it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class SelectedTokens(ScoredTokenSelector):
     """Train the marked tokens, or those of largest loss, excess loss, entropy, or random ones."""
 
     score: Literal["mask", "random", "loss", "excess", "entropy"] = Field(
-        description="mask: all that the data marks; loss, entropy: the model's own at this step; excess: its loss less "
-        "the reference's; random: the control at the same budget."
+        description="mask: all tokens that the data marks; loss, entropy: the model's own at this step; excess: its "
+        "loss minus the reference's; random: the control at the same budget."
     )
 
     @model_validator(mode="after")
     def _has_budget(self) -> Self:
         given = [name for name in ("keep", "band") if getattr(self, name) is not None]
         if self.score == "mask" and (given or self.within != "batch"):
-            raise ValueError(f"score: mask trains all that the data marks: leave out {(*given, 'within')[0]}")
+            raise ValueError(f"score: mask trains all tokens that the data marks: leave out {(*given, 'within')[0]}")
         if self.score != "mask" and not given:
             raise ValueError(f"score: {self.score} needs keep, a share in (0, 1], or band, two quantiles")
         if self.score == "random" and self.band is not None:

@@ -1,8 +1,8 @@
 """Keep the largest part of each gradient.
 
 Xu Sun, Xuancheng Ren, Shuming Ma and Houfeng Wang, "meProp: Sparsified Back Propagation for Accelerated Deep Learning
-with Reduced Overfitting" (ICML 2017), https://arxiv.org/abs/1706.06197. We differ: they choose k entries in each row
-(here ``along: elements, within: row``); we also choose whole token rows, whole output features, blocks, two of every
+with Reduced Overfitting" (ICML 2017), https://arxiv.org/abs/1706.06197. We differ: they keep k entries in each row
+(here ``along: elements, within: row``); we can also keep whole token rows, whole output features, blocks, two of every
 four neighbours, or single entries over the whole gradient.
 """
 
@@ -34,7 +34,7 @@ class TopK(StructuredSelector):
         shared = self.model_dump(mode="json", include=set(StructuredSelector.model_fields))
         return None if self.exact else {"name": "random", **shared}
 
-    def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - same always
+    def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - same at every step
         return None if self.exact else self.choose(self._score(grad_NO), grad_NO, site)
 
     def _score(self, grad_NO: Tensor) -> Tensor:
@@ -42,14 +42,14 @@ class TopK(StructuredSelector):
 
         if self.along in ("elements", "2:4"):
             return grad_NO.abs()
-        dtype = torch.promote_types(grad_NO.dtype, torch.float32)  # norms of bfloat16 entries are summed in float32
+        dtype = torch.promote_types(grad_NO.dtype, torch.float32)  # sum norms of bfloat16 entries in float32
         if self.by == "l2":
             grad_NO = choice.without_underflow(grad_NO.to(dtype))
         if self.along == "rows":
             norm_N: Tensor = torch.linalg.vector_norm(grad_NO, ord=int(self.by[1]), dim=1, dtype=dtype)
             return norm_N
-        size_NO = grad_NO.to(dtype).abs() if self.by == "l1" else grad_NO.square_()  # of a copy
+        size_NO = grad_NO.to(dtype).abs() if self.by == "l1" else grad_NO.square_()  # in place: grad_NO is a copy here
         if self.along == "blocks":
             return choice.sum_blocks(size_NO, choice.fit_block(self.block, grad_NO))
-        # In the order of the norms; vector_norm over columns takes ten times as long (torch 2.13, CPU).
+        # Squared norms have the same order; vector_norm over columns takes ten times as long (torch 2.13, CPU).
         return size_NO.sum(0)

@@ -1,8 +1,8 @@
 """Backpropagate examples drawn uniformly: the control of every example selector at the same budget.
 
 Minibatches drawn without replacement, as in Angela H. Jiang et al., "Accelerating Deep Learning by Focusing on the
-Biggest Losers" (2019), https://arxiv.org/abs/1910.00762, whose baseline it is. We differ: it takes the same schedule as
-the policy that it is held against.
+Biggest Losers" (2019), https://arxiv.org/abs/1910.00762, whose baseline it is. We differ: it has the same schedule as
+the policy that is compared with it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @final
 class Uniform(SampledExamples):
-    """Backpropagate random examples; nothing is computed to choose them."""
+    """Backpropagate random examples; nothing is computed to select them."""
 
     @property
     def unbiased(self) -> bool:
-        return self.exact  # a mean over targets of examples with unequal many targets is not, and they may be unequal
+        return self.exact  # examples may have different numbers of targets, and then the mean over targets is biased
 
     def needs_loss(self, step: Step) -> bool:  # noqa: ARG002 - never
         return False

@@ -1,4 +1,4 @@
-"""PUBLIC. The contract between policies and the engine, and how policies are found. All that a plugin imports."""
+"""PUBLIC. The contract between policies and the engine, and discovery of policies. A plugin imports nothing else."""
 
 from sparsebp_cli.policy import choice
 from sparsebp_cli.policy.contract import GradientSelector, Policy, Site, Step

@@ -1,7 +1,7 @@
-"""Selections of the largest scores: what most gradient policies end with. The score is theirs, the counting is here.
+"""Selections of the largest scores, with which most gradient policies end. The policy computes the score.
 
-All choices are by count, ``max(1, round(keep * number))``, so nothing waits for a device, and all indices come in
-order, so that gathers walk through memory forwards.
+All selections are by count, ``max(1, round(keep * number))``, so no operation waits for a device, and all indices are
+in order, so that gathers read memory forwards.
 
 Shape letters: N rows (= B*T), O output width, K kept.
 """
@@ -27,7 +27,7 @@ def largest(score: Tensor, keep: float, groups: int = 1) -> Tensor:
     Args:
         score: Any shape; flattened.
         keep: Share in (0, 1].
-        groups: Into so many equal parts the flat scores fall; from each the same number is taken.
+        groups: Number of equal parts of the flat scores; each part keeps the same number.
 
     Returns:
         int64, (K,): part after part, in order within each.
@@ -45,7 +45,7 @@ def choose_rows(score_N: Tensor, keep: float, num_examples: int = 1) -> Rows:
     Args:
         score_N: One score a row.
         keep: Share in (0, 1].
-        num_examples: From each of so many equal parts of the rows the same number is kept.
+        num_examples: Number of equal parts of the rows; each part keeps the same number.
 
     Returns:
         Unweighted rows.
@@ -73,10 +73,10 @@ def choose_elements(score_NO: Tensor, keep: float, groups: int = 1) -> Elements:
 
 
 def without_underflow(grad_NO: Tensor) -> Tensor:
-    """Return a gradient whose largest entry is about 1, so that squares of entries do not vanish.
+    """Return a gradient scaled so that its largest entry is about 1 and squares of entries do not underflow.
 
-    The factor is a power of two: the order of norms is that of the gradient itself, to the last bit where nothing
-    vanished. Nothing waits for the device.
+    The factor is a power of two, so norms keep their order to the last bit where nothing underflowed. The function does
+    not wait for the device.
 
     Args:
         grad_NO: float32 or float64.
@@ -100,18 +100,18 @@ def find_scale(gradient: Tensor) -> Tensor:
 
     low, high = torch.aminmax(gradient)  # an infinity norm takes seventeen times as long (torch 2.13, CPU)
     largest_entry = torch.maximum(-low, high)
-    most = 126 if gradient.dtype == torch.float32 else 1022  # a larger power is no finite number
+    most = 126 if gradient.dtype == torch.float32 else 1022  # larger powers of two overflow the dtype
     exponent = -torch.frexp(largest_entry).exponent.clamp(-most, most)
     return torch.ldexp(torch.ones_like(largest_entry), exponent)
 
 
 def fit_block(block_shape: tuple[int, int], grad_NO: Tensor) -> tuple[int, int]:
-    """Return the block's rows and features, no larger than the gradient."""
+    """Return the rows and features of a block, no larger than the gradient."""
     return min(block_shape[0], grad_NO.shape[0]), min(block_shape[1], grad_NO.shape[1])
 
 
 def sum_blocks(score_NO: Tensor, block_shape: tuple[int, int]) -> Tensor:
-    """Return the sum of the scores in each block, one row for each row of blocks."""
+    """Return the sum of the scores in each block, in the shape of the grid of blocks."""
     from torch.nn.functional import pad
 
     rows, columns = block_shape
@@ -135,7 +135,7 @@ def choose_blocks(score: Tensor, keep: float, block_shape: tuple[int, int]) -> B
 
 
 def choose_two_of_four(score_NO: Tensor) -> TwoToFour:
-    """Keep the two largest scores, one an entry, of every four neighbouring features."""
+    """Keep the two largest of every four neighbouring features, with one score an entry."""
     import torch
 
     num_rows, num_columns = score_NO.shape

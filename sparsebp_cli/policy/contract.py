@@ -1,8 +1,8 @@
-"""What a policy is: a frozen set of options, and one decision.
+"""The contract of a policy: a frozen set of options, and one decision.
 
-A policy never touches autograd, the optimizer, the device or the global random generators. The engine keeps all
-state and hands a policy what it needs: the gradient, the :class:`Site` where it is asked, and the :class:`Step` when.
-So the same seed gives the same decisions, and a resumed run decides as the uninterrupted one would have.
+A policy never touches autograd, the optimizer, the device or the global random generators. The engine keeps all state
+and passes what a decision needs: the gradient, the :class:`Site` and the :class:`Step`. So the same seed gives the same
+decisions, and a resumed run decides as the uninterrupted one would have.
 
 Shape letters: N rows (= B*T), O output width, D input width.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a policy is asked.
+    """A module at whose output a policy decides.
 
     Args:
-        name: The module's name in the model, ``model.layers.3.mlp.down_proj``.
-        num_features: O, the width of the output whose gradient is shown.
+        name: The module's name in the model, such as ``model.layers.3.mlp.down_proj``.
+        num_features: O, the width of the output whose gradient the policy receives.
         batch_shape: The output's shape without the feature dimension, usually (B, T); its product is N.
-        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of them.
-        unknown: Why the example of a row is not known; empty where it is.
+        layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
+        unknown: Why the example of each row is not known; empty where it is.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Site:
 
     @property
     def num_examples(self) -> int:
-        """B, or 1 where the output has no dimension for examples. Rows lie by example.
+        """B, or 1 if the output has no dimension for examples. Rows are ordered by example.
 
         Raises:
-            UnsupportedError: It is not known which rows are of one example.
+            UnsupportedError: It is not known which rows belong to one example.
         """
         if self.unknown:
             raise UnsupportedError(
@@ -59,7 +59,7 @@ class Site:
 
 
 class Named(Protocol):
-    """A place with a name that is the same in every step: a site, or an edge of the graph."""
+    """A site or an edge of the graph, with a name that is the same in every step."""
 
     @property
     def name(self) -> str:
@@ -68,16 +68,16 @@ class Named(Protocol):
 
 @dataclass(frozen=True)
 class Step:
-    """When a policy is asked.
+    """The step and the call in which a policy decides.
 
     Args:
-        index: The optimizer step under way, counted from 0.
-        micro_batch: Which backward of this step, counted from 0 (gradient accumulation).
-        call: Which gradient of this site in this backward, counted from 0 (a shared layer is asked more than once).
+        index: Current optimizer step, counted from 0.
+        micro_batch: Backward within this step, counted from 0 (gradient accumulation).
+        call: Gradient of this site within this backward, counted from 0 (a shared layer has more than one).
         seed: The run's seed.
         draw: 0 in training; other numbers give independent draws for measuring a random policy.
-        rank: Which of several processes that train together, from 0; each decides about examples of its own.
-        num_steps: Optimizer steps of the whole training; None where nobody told.
+        rank: Number of this process among those that train together, from 0; each decides about its own examples.
+        num_steps: Optimizer steps of the whole training; None if not known.
     """
 
     index: int
@@ -96,21 +96,22 @@ class Step:
             device: Where the random numbers are needed.
 
         Returns:
-            A generator of its own; the global ones are not touched, and nothing needs to be saved to resume.
+            A new generator. The global ones are not used, so nothing has to be saved for a resume.
         """
         import torch
 
         key = f"{self.seed}/{self.index}/{self.micro_batch}/{self.call}/{self.draw}/{site.name}"
-        key += f"/rank {self.rank}" if self.rank else ""  # no two draw the same rows, and the first as one alone would
+        # Ranks draw different rows; rank 0 draws what a single process would.
+        key += f"/rank {self.rank}" if self.rank else ""
         digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class Policy(BaseModel, ABC):
-    """Options of a policy, checked before a run starts. Subclass a *kind* below, not this class.
+    """Options of a policy, checked before a run starts. Subclass one of the *kinds* below, not this class.
 
     Options are pydantic fields with a description and a range; unknown ones are refused. Import torch inside the
-    decision, not at the top of the file, so that recipes are checked without it.
+    decision, not at the top of the file, so that recipes can be checked without it.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
@@ -118,46 +119,47 @@ class Policy(BaseModel, ABC):
     @property
     @abstractmethod
     def exact(self) -> bool:
-        """Whether, with these options, every gradient equals the dense one. Tested by the conformance suite."""
+        """Whether, with these options, every gradient equals the dense one. The conformance suite tests this."""
 
     @property
     @abstractmethod
     def unbiased(self) -> bool:
-        """Whether, with these options, a site's selected gradient has the dense one as its mean over draws. Tested."""
+        """Whether, with these options, the mean of a site's selected gradient over draws is the dense gradient. The
+        conformance suite tests this."""
 
     @property
     def control(self) -> Mapping[str, object] | None:
-        """Name and options of a policy that chooses as much at random, as a recipe writes them under ``policy``; None:
-        there is none, as for a policy that draws itself. A comparison asks for runs with it."""
+        """Name and options of a policy that selects as much at random, as a recipe writes them under ``policy``. None
+        if there is none, as for a policy that itself draws at random. A comparison asks for runs with the control."""
         return None
 
 
 class GradientSelector(Policy):
-    """Answers: which part of this gradient goes on from this site? Asked inside the backward, at each site.
-
-    The three options below are every selector's; the engine carries them out.
-    """
+    """Selects the part of a gradient that continues from a site, inside the backward. All gradient selectors have the
+    three options below; the engine implements them."""
 
     layers: list[int] | None = Field(
         None,
-        description="Layers where it is asked, from 0, or from the end as -1; an encoder's come before a decoder's. "
-        "null: everywhere.",
+        description="Layers in which the policy decides, from 0, or from the end as -1; an encoder's come before a "
+        "decoder's. Other layers stay dense. null: everywhere.",
     )
     keep_warmup_steps: NonNegativeInt = Field(
         0, description="Optimizer steps over which the kept share falls from 1 to keep, by the same factor each step."
     )
     error_feedback: bool = Field(
-        False, description="What was cut of a site's gradient is added to it at the next step, before the choice."
+        False,
+        description="Whether the part of a site's gradient that was cut is added to it at the next step, before the "
+        "selection.",
     )
 
     @abstractmethod
     def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
-        """Choose what is kept of the gradient of a site's output.
+        """Select what is kept of the gradient of a site's output.
 
-        Choose by count (top-k) rather than by threshold: counting on the host stalls a GPU.
+        Select by count (top-k) rather than by threshold: counting on the host stalls a GPU.
 
         Args:
-            grad_NO: Gradient of the site's output, all leading dimensions flattened to rows. Must not be changed.
+            grad_NO: Gradient of the site's output, all leading dimensions flattened to rows. It must not be changed.
             site: Where.
             step: When; ``step.generator(site, grad_NO.device)`` is the only source of randomness allowed.
 
@@ -168,13 +170,13 @@ class GradientSelector(Policy):
     @property
     @abstractmethod
     def selection(self) -> type[Selection] | None:
-        """What ``select`` returns with these options, None if always None. The engine prepares for it, and computes
-        from it and the budget what the policy claims to leave of the backward."""
+        """The type that ``select`` returns with these options; None if it always returns None. The engine prepares for
+        this type, and computes from it and the budget what the policy claims to leave of the backward."""
 
     @property
     @abstractmethod
     def budget(self) -> float:
-        """Share of the gradient's entries that is kept at each site, in (0, 1]. Held against what was kept."""
+        """Share of the gradient's entries that is kept at each site, in (0, 1]. It is checked against what was kept."""
 
     @model_validator(mode="after")
     def _has_keep(self) -> Self:

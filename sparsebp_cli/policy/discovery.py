@@ -1,4 +1,5 @@
-"""Policies are found by entry point, built-in ones like those of plugins. A broken plugin is shown, never dropped."""
+"""Discovery of policies by entry point, built-in ones like those of plugins. A broken plugin is listed with its
+problem."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from pydantic_core import from_json, to_json
 
 from sparsebp_cli.errors import PolicyError, did_you_mean
 from sparsebp_cli.policy.contract import Policy
-from sparsebp_cli.policy.finding import word_errors
-from sparsebp_cli.policy.phrase import shorten
+from sparsebp_cli.policy.error_text import shorten
+from sparsebp_cli.policy.field_error import describe_errors
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
@@ -38,13 +39,13 @@ class FoundPolicy:
 
     @property
     def kind(self) -> str:
-        """The question that it answers: the name of the contract class it derives from."""
+        """The contract class that it derives from, by name; ``broken`` for a broken plugin."""
         if self.policy_class is None:
             return "broken"
         return _find_kinds(self.policy_class)[-1].__name__
 
     def make(self, options: Mapping[str, Any]) -> Policy:
-        """Make the policy, with its options checked as plan.json carries them: a list does for a tuple.
+        """Make the policy from options as plan.json stores them, where a list may stand for a tuple.
 
         Args:
             options: The policy's options by name.
@@ -54,14 +55,14 @@ class FoundPolicy:
 
         Raises:
             PolicyError: The plugin is broken.
-            ValidationError: An option is wrong; pydantic's own, so that a recipe can place it.
+            ValidationError: An option is wrong; pydantic's own error, so that a recipe can locate it.
         """
         if self.policy_class is None:
             raise PolicyError(f"policy {self.name!r} of {self.source} is broken: {self.problem}")
         try:
             text = to_json(dict(options), inf_nan_mode="constants")
             from_json(text)
-        except ValueError:  # not from a recipe, and nothing that plan.json could carry
+        except ValueError:  # options of a call in Python that JSON cannot represent: validate the objects themselves
             text = b""
         try:
             if text:
@@ -70,7 +71,7 @@ class FoundPolicy:
         except ValidationError:
             raise
         except Exception as error:  # a plugin's own checks may fail in any way
-            reason = f"policy {self.name!r} of {self.source} is broken: {_word_failure(error)}"
+            reason = f"policy {self.name!r} of {self.source} is broken: {_describe_failure(error)}"
             raise PolicyError(reason) from None
 
 
@@ -78,24 +79,15 @@ def find_policies() -> dict[str, FoundPolicy]:
     """Return every installed policy by name, sorted; broken ones carry their problem.
 
     Returns:
-        Name to policy. Two distributions that offer the same name make that name broken, and both are named.
+        Name to policy. A name that two distributions offer is broken, and its problem names both.
     """
     entries = entry_points(group=GROUP)
     return {name: _load(name, entries.select(name=name)) for name in sorted(entries.names)}
 
 
 def find_policy(name: str) -> FoundPolicy:
-    """Return one installed policy. Only its own plugin is imported, so a broken or slow other one does no harm.
-
-    Args:
-        name: A name that ``sparsebp policies`` lists.
-
-    Returns:
-        The policy, which works.
-
-    Raises:
-        PolicyError: The name is unknown, or the plugin broken.
-    """
+    """Return one installed policy, importing only its own plugin, so that another broken or slow one does no harm.
+    Raise PolicyError if the name is unknown or the plugin broken."""
     entries = entry_points(group=GROUP)
     if name not in entries.names:
         names = sorted(entries.names)
@@ -126,7 +118,7 @@ def make_policy(name: str, /, **options: object) -> Policy:
         return policy.make(options)
     except ValidationError as error:
         assert policy.policy_class is not None
-        finding = word_errors(error, policy.policy_class, options)[0]
+        finding = describe_errors(error, policy.policy_class, options)[0]
         raise PolicyError(": ".join(part for part in (f"policy {name!r}", finding.key, finding.text) if part)) from None
 
 
@@ -140,26 +132,27 @@ def _load(name: str, entries: Iterable[EntryPoint]) -> FoundPolicy:
     try:
         policy_class = entry.load()
     except (Exception, SystemExit) as error:  # a plugin may fail in any way; its name and reason are shown
-        return FoundPolicy(name, source, None, _word_failure(error))
+        return FoundPolicy(name, source, None, _describe_failure(error))
     problem = _find_problem(policy_class)
     return FoundPolicy(name, source, None if problem else policy_class, f"{value} {problem}" if problem else "")
 
 
 def _find_problem(policy_class: object) -> str:
-    """Say why this is not a usable policy; empty when it is."""
+    """Return why this is not a usable policy; empty when it is."""
     if not (inspect.isclass(policy_class) and issubclass(policy_class, Policy)):
         return "is not a Policy class"
     if inspect.isabstract(policy_class):
         return f"leaves abstract: {', '.join(sorted(policy_class.__abstractmethods__))}"
     if not _find_kinds(policy_class):
-        return "answers no question: derive it from a kind, such as GradientSelector, not from Policy"
+        return "makes no decision: derive it from a kind, such as GradientSelector, not from Policy"
     if "name" in policy_class.model_fields:
         return "has an option called name: recipes use that key for the policy itself"
     return ""
 
 
 def _find_kinds(policy_class: type[Policy]) -> list[type[Policy]]:
-    """Return the abstract policies above this one; the last is the contract's, those before are a plugin's own."""
+    """Return the abstract policies that a class derives from; the last is the contract's, those before are a plugin's
+    own."""
     above = policy_class.__mro__[1:]
     return [c for c in above if inspect.isabstract(c) and issubclass(c, Policy) and c is not Policy]
 
@@ -171,5 +164,5 @@ def _find_source(entry: EntryPoint) -> str:
         return "unknown"
 
 
-def _word_failure(error: BaseException) -> str:
+def _describe_failure(error: BaseException) -> str:
     return shorten(" ".join(f"{type(error).__name__}: {error}".split()), LONGEST_REASON)

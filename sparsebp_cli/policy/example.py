@@ -1,4 +1,4 @@
-"""The kind of policy that says which examples of a batch are backpropagated.
+"""The kind of policy that selects the examples of a batch that are backpropagated.
 
 Shape letters: B examples, K kept.
 """
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Examples:
-    """What an example selector is shown of one batch.
+    """A batch as an example selector sees it.
 
     Args:
         number: B, at least 1.
         loss_B: The mean loss of each example's targets among the positions that were read, nats, float32, finite; of
-            an example without any, the mean of the others. None where the policy does not need it.
+            an example without any, the mean of the others. None if the policy does not need it.
     """
 
     number: int
@@ -30,30 +30,28 @@ class Examples:
 
     @property
     def name(self) -> str:
-        """Where the decision is made, for ``step.generator(examples, device)``."""
+        """Name of the decision, for ``step.generator(examples, device)``."""
         return "examples"
 
 
 class ExampleSelector(Policy):
-    """Answers: which examples of a batch are backpropagated? Asked before the forward that training differentiates.
-
-    The engine runs that forward on the chosen examples alone; its loss is the mean over their targets.
-    """
+    """Selects the examples of a batch that are backpropagated, before the forward that training differentiates. The
+    engine runs that forward on the selected examples alone; its loss is the mean over their targets."""
 
     @property
     @abstractmethod
     def budget(self) -> float:
-        """Share of a batch's examples that is chosen when there is a choice, in (0, 1]."""
+        """Share of a batch's examples that is selected at steps with a selection, in (0, 1]."""
 
     @abstractmethod
     def needs_loss(self, step: Step) -> bool:
-        """Whether ``choose`` reads the examples' losses at a step; they cost a forward, which is counted.
+        """Return whether ``choose`` reads the examples' losses at a step; they cost a forward, which is counted.
 
         Args:
             step: When.
 
         Returns:
-            Whether the losses are to be had.
+            Whether it reads them.
         """
 
     @property
@@ -68,10 +66,10 @@ class ExampleSelector(Policy):
 
     @abstractmethod
     def choose(self, examples: Examples, step: Step) -> torch.Tensor | None:
-        """Choose examples.
+        """Select examples.
 
         Args:
-            examples: The batch. Must not be changed.
+            examples: The batch. It must not be changed.
             step: When; ``step.generator(examples, device)`` is the only source of randomness allowed.
 
         Returns:

@@ -1,6 +1,6 @@
-"""The kind of policy that says to which children of a graph node the gradient goes on.
+"""The kind of policy that selects the children of a graph node to which the gradient continues.
 
-Nothing of autograd is needed for it: a router is shown the edges that carry a gradient, and names those that go on.
+A router needs nothing of autograd: it receives the edges that carry a gradient, and names those that continue.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Edge:
-    """One way on from a node: a child for which the node has computed a gradient.
+    """An edge from a node to a child for which the node has computed a gradient.
 
     Args:
-        gradient: What would go on. Must not be changed.
-        is_leaf: Whether the child is a parameter, also behind views of it, such as the transpose of a weight, or a
-            cast; a leaf collects its gradient and leads nowhere.
-        name: The parameter's name for a leaf; else a name that is the same in every step.
+        gradient: The gradient that would continue. It must not be changed.
+        is_leaf: Whether the child is a parameter, also behind views of it (such as the transpose of a weight) or a
+            cast; a leaf accumulates its gradient and has no children.
+        name: The parameter's name for a leaf; otherwise a name that is the same in every step.
     """
 
     gradient: torch.Tensor
@@ -36,16 +36,18 @@ class Edge:
 
 
 class EdgeRouter(Policy):
-    """Answers: to which children of this graph node does the gradient go on? Asked inside the backward, at each node.
-
-    The three options below are every router's; the engine carries the first two out.
-    """
+    """Selects the children to which the gradient continues, inside the backward, at each node of the autograd graph.
+    All routers have the three options below; the engine implements the first two."""
 
     missing: Literal["none", "zero"] = Field(
-        "none", description="The grad of a trained parameter that nothing reached: AdamW moves zero, but not none."
+        "none",
+        description="The grad of a trained parameter that no gradient reached: AdamW updates a parameter with a zero "
+        "grad, but not one without.",
     )
     lookahead: bool = Field(
-        False, description="Before each backward run a full one, and count the choices that lead away from its largest."
+        False,
+        description="Run a dense backward before each one, and count the decisions that lead away from its largest "
+        "gradient.",
     )
     norm: Literal["l1", "l1_mean", "l2"] = Field(
         "l1", description="Size of a gradient: sum of magnitudes, their mean over the entries, or Euclidean norm."
@@ -53,7 +55,7 @@ class EdgeRouter(Policy):
 
     @abstractmethod
     def route(self, edges: Sequence[Edge], step: Step) -> Sequence[int]:
-        """Choose the edges that go on. What lies behind the others is not computed.
+        """Select the edges on which the gradient continues. Nothing behind the others is computed.
 
         Args:
             edges: At least one, in the node's own order.
@@ -61,7 +63,7 @@ class EdgeRouter(Policy):
                 number in the graph.
 
         Returns:
-            Numbers of edges, each at most once; none ends the way here.
+            Numbers of edges, each at most once; none stops the gradient at this node.
         """
 
     @final
@@ -72,14 +74,15 @@ class EdgeRouter(Policy):
             gradients: At least one.
 
         Returns:
-            Their sizes; infinite where an entry is not a number, so that it is found and not avoided.
+            Their sizes. The size is infinite if an entry is not a number, so that a router follows it and the error is
+            found.
         """
         import torch
 
         found = []
         for gradient in gradients:
             wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-            if self.norm == "l2" and gradient.numel():  # an entry below 1e-23 has no square in float32
+            if self.norm == "l2" and gradient.numel():  # squares of entries below 1e-23 underflow in float32
                 scale = choice.find_scale(wide)
                 found.append(torch.linalg.vector_norm(wide * scale).double() / scale.double())
             else:

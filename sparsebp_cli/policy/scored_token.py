@@ -1,7 +1,7 @@
-"""Token selectors that give every position a score and train the largest: the options that they share.
+"""Token selectors that score every position and train the largest scores: their shared options.
 
-All choices are by count, and nothing waits for a device: a position is kept when its rank is below a number that stays
-a tensor. Shape letters: B examples, T positions.
+All selections are by count, and no operation waits for a device: a position is kept if its rank is below a number that
+stays a tensor. Shape letters: B examples, T positions.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ Quantile = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ScoredTokenSelector(TokenSelector):
-    """A token selector whose decision is a score. A plugin's own scorer is :meth:`score_tokens`, :attr:`needs` and
+    """A token selector that scores every position. A plugin implements :meth:`score_tokens`, :attr:`needs` and
     :attr:`unbiased`."""
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
         None, description="Share of the targets that is trained, those of largest score, in (0, 1]; null: all, or band."
     )
     within: Literal["batch", "example"] = Field(
-        "batch", description="From what the share is kept: all targets of the batch, or those of each example."
+        "batch", description="Where the share is taken: over all targets of the batch, or within each example."
     )
     band: tuple[Quantile, Quantile] | None = Field(
         None,
-        description="In place of keep: train the targets whose score lies between these two quantiles, [0.2, 0.7].",
+        description="Instead of keep: train the targets whose score lies between these two quantiles, such as "
+        "[0.2, 0.7].",
     )
     keep_warmup_steps: NonNegativeInt = Field(
         0, description="Optimizer steps over which the kept share falls from 1 to keep, by the same factor each step."
     )
     mask_column: str | None = Field(
-        None, description="Column of the data that marks the tokens that may be trained; null: all that have a label."
+        None, description="Column of the data that marks the trainable tokens; null: all tokens with a label."
     )
     carry: Literal["trained", "real", "column"] = Field(
         "trained",
@@ -52,7 +53,7 @@ class ScoredTokenSelector(TokenSelector):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.keep is not None and self.band is not None:
-            raise ValueError("keep and band both say what is trained: give one of them")
+            raise ValueError("keep and band both select what is trained: give one of them")
         if self.band is not None and not self.band[0] < self.band[1]:
             raise ValueError(f"band must be [low, high] with low below high, got [{self.band[0]}, {self.band[1]}]")
         if self.keep_warmup_steps and self.keep is None:
@@ -65,15 +66,15 @@ class ScoredTokenSelector(TokenSelector):
 
     @abstractmethod
     def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
-        """Say how much each position is wanted.
+        """Score the positions of a batch.
 
         Args:
-            tokens: The batch. Must not be changed.
+            tokens: The batch. It must not be changed.
             step: When; ``step.generator(tokens, device)`` is the only source of randomness allowed.
 
         Returns:
-            (B, T), finite; the largest are trained. What it says of a position that is no target is not read. None:
-            all targets are trained.
+            (B, T), finite; the largest are trained. Scores of positions that are no targets are ignored. None: all
+            targets are trained.
         """
 
     @property
@@ -137,7 +138,7 @@ class ScoredTokenSelector(TokenSelector):
 
 
 def _at_predictor(column_BT: Tensor) -> Tensor:
-    """Return at each position whether the column marks the token that it predicts."""
+    """Shift a column to the positions that predict its tokens, as a mask."""
     from torch.nn.functional import pad
 
     return pad(column_BT[:, 1:] != 0, (0, 1))

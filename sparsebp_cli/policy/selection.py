@@ -1,8 +1,8 @@
-"""The vocabulary between policies and engine: which part of a gradient goes on.
+"""Selections: the part of a gradient that a policy keeps, as it is passed to the engine.
 
-Each Selection defines its meaning once, in ``apply``: the dense gradient with everything else set to zero (and what
-is kept multiplied by its weight). Every fast kernel must equal the dense backward of ``selection.apply(grad_NO)``.
-All are chosen by count, so that nothing has to be counted on the host.
+Each Selection defines its meaning in ``apply``: the dense gradient with everything else set to zero, and what is kept
+multiplied by its weight. Every fast kernel must equal the dense backward of ``selection.apply(grad_NO)``. All
+selections are by count, so that the host never waits for a count from the device.
 
 Shape letters: N rows (= B*T), O output width, K kept.
 """
@@ -51,9 +51,9 @@ class Rows(Selection):
     Args:
         index_K: int64 row numbers, each at most once, in any order, on the gradient's device.
         weight_K: Factor of each kept row (1/probability makes a random choice unbiased); None means 1.
-        num_examples: Into so many equal parts ``index_K`` falls, part b within the rows of example b; 1 promises
-            nothing. Equal parts let attention be recomputed for the kept rows without asking the device how many
-            there are in each example.
+        num_examples: Number of equal parts of ``index_K``, part b within the rows of example b; 1 promises nothing.
+            With equal parts, attention can be recomputed for the kept rows without copying their number in each
+            example to the host.
     """
 
     index_K: Tensor
@@ -101,7 +101,7 @@ class Columns(Selection):
 @final
 @dataclass(frozen=True)
 class Elements(Selection):
-    """Single entries: the literal semantics of "keep the k largest". Never faster than dense in what was measured.
+    """Single entries: the literal semantics of "keep the k largest". Never faster than dense in our measurements.
 
     Args:
         index_K: int64 numbers of the kept entries, counted row by row (row * O + feature), each at most once, in any
@@ -121,7 +121,7 @@ class Elements(Selection):
         kept_K = grad_NO.reshape(-1).index_select(0, self.index_K)
         return kept_K if self.weight == 1.0 else kept_K * self.weight
 
-    def num_kept(self, grad_NO: Tensor) -> int:  # noqa: ARG002 - the index knows
+    def num_kept(self, grad_NO: Tensor) -> int:  # noqa: ARG002 - the index alone gives the number
         return self.index_K.numel()
 
 
@@ -142,7 +142,7 @@ class Blocks(Selection):
     weight_K: Tensor | None = None
 
     def grid(self, grad_NO: Tensor) -> tuple[int, int]:
-        """Return how many blocks lie below and beside each other."""
+        """Return the numbers of blocks over the rows and over the features."""
         rows, columns = grad_NO.shape
         return -(-rows // self.block_shape[0]), -(-columns // self.block_shape[1])
 
@@ -173,7 +173,7 @@ class Blocks(Selection):
 @final
 @dataclass(frozen=True)
 class TwoToFour(Selection):
-    """Two of every four neighbouring features in each row: what sparse tensor cores multiply at up to twice the rate.
+    """Two of every four neighbouring features in each row, which sparse tensor cores multiply at up to twice the rate.
 
     Args:
         mask_NO: Boolean, True where the entry is kept: two in each group of four features, on the gradient's device.

@@ -1,7 +1,7 @@
-"""The kind of policy that says which positions of a batch are trained, and which carry gradient.
+"""The kind of policy that selects the positions of a batch that are trained, and those that carry gradient.
 
-Shape letters: B examples, T positions. Position t predicts the token at t + 1; what is said of a position here is said
-of that prediction, so the last position of an example is never a target.
+Shape letters: B examples, T positions. Position t predicts the token at t + 1. A property of a position refers to that
+prediction, so the last position of an example is never a target.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Score = Literal["loss", "entropy", "reference_loss"]
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a token selector is shown of one batch.
+    """A batch as a token selector sees it.
 
     Args:
-        input_ids_BT: Token ids; None where the model was given embeddings.
+        input_ids_BT: Token ids; None if the model receives embeddings.
         target_BT: Whether the labels train the position's prediction.
         real_BT: Whether the position is no padding.
-        scores: What the policy needs, by name, each (B, T) in float32 and 0 where there is no target: ``loss`` in nats
-            and ``entropy`` in nats of the model as it is at this step, ``reference_loss`` of the reference model.
-        columns: Further columns of the batch, by name, each (B, T), as they stand in the data: the entry at t speaks of
-            the token at t, which the position t - 1 predicts.
+        scores: Scores that the policy needs, by name, each (B, T) in float32 and 0 where there is no target: ``loss``
+            in nats and ``entropy`` in nats of the model at this step, ``reference_loss`` of the reference model.
+        columns: Further columns of the batch, by name, each (B, T), as in the data: the entry at t refers to the token
+            at t, which the position t - 1 predicts.
     """
 
     input_ids_BT: torch.Tensor | None
@@ -43,18 +43,18 @@ class Tokens:
 
     @property
     def name(self) -> str:
-        """Where the decision is made, for ``step.generator(tokens, device)``."""
+        """Name of the decision, for ``step.generator(tokens, device)``."""
         return "tokens"
 
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """What a token selector chose.
+    """The decision of a token selector.
 
     Args:
-        trained_BT: Positions whose loss counts; only targets are.
+        trained_BT: Positions whose loss counts; only targets.
         carries_BT: Positions that carry gradient, at least the trained ones, and no padding; only ``mode: detach``
-            heeds it.
+            uses it.
     """
 
     trained_BT: torch.Tensor
@@ -62,11 +62,9 @@ class TokenChoice:
 
 
 class TokenSelector(Policy):
-    """Answers: which positions are trained, which carry gradient? Asked before the forward that training
-    differentiates, with the scores of a forward without gradients where the policy needs them.
-
-    The three options below are every token selector's; the engine carries them out.
-    """
+    """Selects the positions that are trained and those that carry gradient, before the forward that training
+    differentiates. It receives the scores of a forward without gradients if it needs them. All token selectors have the
+    three options below; the engine implements them."""
 
     mode: Literal["exact", "detach"] = Field(
         "exact",
@@ -78,8 +76,8 @@ class TokenSelector(Policy):
     )
     reference_scores: Literal["cached", "fly"] = Field(
         "cached",
-        description="cached: the reference reads the training data once, and its scores stay on the disk; fly: it "
-        "reads every batch when it is trained on.",
+        description="cached: the reference scores the training data once, and the scores are stored on disk; fly: it "
+        "scores each batch when the batch is trained on.",
     )
 
     @property
@@ -94,31 +92,31 @@ class TokenSelector(Policy):
 
     @property
     def candidate_column(self) -> str | None:
-        """The one of these columns that says which labels may be trained at all, 0 or 1 a token; None: all of them.
+        """The one of these columns that marks trainable labels, 0 or 1 a token; None: all labels are trainable.
 
-        With accumulation, and on several processes, each of these weighs alike.
+        Trainable targets all have the same weight, also with gradient accumulation and on several processes.
         """
         return None
 
     @property
     @abstractmethod
     def budget(self) -> float | None:
-        """Share of the targets that is trained once schedules have ended, in (0, 1]; None where the data says it."""
+        """Share of the targets that is trained once schedules have ended, in (0, 1]; None if it depends on the data."""
 
     @abstractmethod
     def choose(self, tokens: Tokens, step: Step) -> TokenChoice:
-        """Choose positions.
+        """Select positions.
 
         Args:
-            tokens: The batch. Must not be changed.
+            tokens: The batch. It must not be changed.
             step: When; ``step.generator(tokens, device)`` is the only source of randomness allowed.
 
         Returns:
-            What is trained, and what carries gradient.
+            The positions that are trained, and those that carry gradient.
         """
 
     @model_validator(mode="after")
     def _has_reference(self) -> Self:
         if self.reference is not None and "reference_loss" not in self.needs:
-            raise ValueError("reference is read by no score that these options use: leave it out")
+            raise ValueError("reference is not read by any score that these options use: leave it out")
         return self

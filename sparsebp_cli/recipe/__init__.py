@@ -1,7 +1,7 @@
-"""What the user writes: read strictly, with the place of every mistake."""
+"""Recipes: strict reading of what the user writes, with the location of every error."""
 
 from sparsebp_cli.recipe.check import PlacedRecipe
-from sparsebp_cli.recipe.composition import refuse_unbuilt
+from sparsebp_cli.recipe.composition import refuse_unsupported
 from sparsebp_cli.recipe.difference import describe_changes
 from sparsebp_cli.recipe.json_schema import recipe_schema
 from sparsebp_cli.recipe.loader import load_placed, load_recipe, load_stored
@@ -17,6 +17,6 @@ __all__ = [
     "load_stored",
     "parse_seeds",
     "recipe_schema",
-    "refuse_unbuilt",
+    "refuse_unsupported",
     "with_seed",
 ]

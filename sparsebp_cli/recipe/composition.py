@@ -1,4 +1,4 @@
-"""A recipe held against the table of what goes with what, and what only its own words can be wrong in."""
+"""Checks of a recipe against the table of supported combinations, and of its optimizer's arguments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import make_policy
-from sparsebp_cli.policy.finding import Finding, Location
-from sparsebp_cli.policy.phrase import show
+from sparsebp_cli.policy.error_text import show
+from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
 OWN_WORKER = TargetOptions.model_fields["worker"].default
-# Where a recipe has the options of the table.
+# The key of a recipe for each option of the table.
 PLACES: dict[str, Location] = {
     "sites": ("backward", "sites"),
     "execution": ("backward", "execution"),
@@ -35,38 +35,25 @@ PLACES: dict[str, Location] = {
 }
 
 
-def find_unbuilt(recipe: Recipe, data: Mapping[str, Any] | None = None) -> Iterator[Finding]:
-    """Find what does not go together, each section being right by itself.
-
-    Args:
-        recipe: Its policies and their options are right, too.
-        data: As the user wrote it, which is told apart from what is a default; None: nobody wrote it.
-
-    Yields:
-        What is wrong, at the key to be changed.
-    """
+def find_unsupported(recipe: Recipe, data: Mapping[str, Any] | None = None) -> Iterator[FieldError]:
+    """Yield an error for each combination that is not supported, at the key to be changed. Each section must be valid
+    by itself. ``data`` is the recipe as the user wrote it, to recognise defaults; None if unknown."""
     for refusal in find_refusals(_setup(recipe, data)):
-        place: Location = PLACES[refusal.row.blame] if refusal.row.blame else ("policy", refusal.policy or 0, "name")
+        place: Location = PLACES[refusal.rule.blame] if refusal.rule.blame else ("policy", refusal.policy or 0, "name")
         key = ".".join(str(part) for part in place)
-        yield Finding(place, refusal.text.removeprefix(f"{key}: "))
+        yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
     yield from _find_arguments(recipe)
 
 
-def refuse_unbuilt(recipe: Recipe) -> None:
-    """Refuse a recipe whose parts do not go together.
-
-    Args:
-        recipe: Of a plan, which may have been written by another version, or by hand.
-
-    Raises:
-        UnsupportedError: The first thing that is wrong, in the words of ``sparsebp validate``.
-    """
-    for finding in find_unbuilt(recipe):
-        raise UnsupportedError(f"{finding.key}: {finding.text}")
+def refuse_unsupported(recipe: Recipe) -> None:
+    """Raise UnsupportedError for the first unsupported combination in the recipe of a plan, which another version may
+    have written, or a person."""
+    for field_error in find_unsupported(recipe):
+        raise UnsupportedError(f"{field_error.key}: {field_error.text}")
 
 
 def has_own_worker(recipe: Recipe) -> bool:
-    """Return whether the worker that ships carries a recipe out."""
+    """Return whether the built-in worker executes a recipe."""
     return bool(recipe.target.options.get("worker", OWN_WORKER) == OWN_WORKER)
 
 
@@ -78,10 +65,10 @@ def _setup(recipe: Recipe, data: Mapping[str, Any] | None) -> Setup:
     ]
     words = {}
     if data is not None and "max_grad_norm" not in data.get("training", {}):
-        words["max_grad_norm"] = f"{_spell('max_grad_norm', values['max_grad_norm'])}, the default,"
-    with suppress(UsageError):  # an unknown optimizer is a finding of its own
+        words["max_grad_norm"] = f"{_format_key('max_grad_norm', values['max_grad_norm'])}, the default,"
+    with suppress(UsageError):  # _find_arguments reports an unknown optimizer
         values["optim_is_sharded"] = find_optimizer(recipe.training.optim).is_sharded
-    return Setup(policies, values | {"loop": "worker"}, _spell, words)
+    return Setup(policies, values | {"loop": "worker"}, _format_key, words)
 
 
 def _read(recipe: Recipe, section: str | int, key: str | int) -> object:
@@ -91,26 +78,26 @@ def _read(recipe: Recipe, section: str | int, key: str | int) -> object:
     return getattr(part, str(key))
 
 
-def _spell(name: str, value: object) -> str:
+def _format_key(name: str, value: object) -> str:
     text = "null" if value is None else value if isinstance(value, str) else show(value)
     return ".".join(str(part) for part in PLACES[name]) + f": {text}" if name else str(text)
 
 
-def _find_arguments(recipe: Recipe) -> Iterator[Finding]:
-    """Find an optimizer that is not there, and arguments that it does not take."""
+def _find_arguments(recipe: Recipe) -> Iterator[FieldError]:
+    """Yield an error for an unknown optimizer, or for each argument that it does not take."""
     training = recipe.training
     if not has_own_worker(recipe):
-        return  # another worker reads them as it likes
+        return  # another worker may interpret them differently
     try:
         known = find_optimizer(training.optim).arguments
     except UsageError as error:
-        yield Finding(("training", "optim"), str(error))
+        yield FieldError(("training", "optim"), str(error))
         return
     for name in training.optim_args:
         if name == "lr":
-            text = "is training.learning_rate"
+            text = "give training.learning_rate instead"
         elif name not in known:
-            text = f"{training.optim} has {', '.join(known)}{did_you_mean(name, known)}"
+            text = f"{training.optim} takes {', '.join(known)}{did_you_mean(name, known)}"
         else:
             continue
-        yield Finding(("training", "optim_args", name), text, "unknown")
+        yield FieldError(("training", "optim_args", name), text, "unknown")

@@ -1,4 +1,4 @@
-"""What differs between two recipes."""
+"""Differences between two recipes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from sparsebp_cli.recipe.schema import Recipe
 
 
 def describe_changes(a: Recipe, b: Recipe) -> list[tuple[str, Any, Any]]:
-    """List what differs between two recipes.
-
-    Args:
-        a: One recipe.
-        b: The other.
-
-    Returns:
-        Dotted path, value in a, value in b, in the schema's order; None stands for a key that one of them has not.
-    """
+    """Return dotted path, value in a and value in b for each difference, in the schema's order; None stands for a
+    missing key."""
     left, right = (dict(_flatten(recipe.model_dump(mode="json"))) for recipe in (a, b))
     paths = dict.fromkeys([*left, *right])
     order = list(Recipe.model_fields)

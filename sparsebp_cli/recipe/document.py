@@ -1,6 +1,6 @@
 """Strict reading of YAML: one document of plain mappings, lists and scalars, each with its place.
 
-Built from PyYAML's events without recursion and without its constructors, so nothing is executed, nothing is expanded,
+The reader consumes PyYAML's events without recursion and without its constructors, so nothing is executed or expanded,
 and nothing grows larger than the file: the first anchor, alias, tag or merge key is refused.
 """
 
@@ -14,21 +14,21 @@ from typing import Any
 import yaml
 
 from sparsebp_cli.errors import RecipeError
-from sparsebp_cli.policy.phrase import shorten, show, show_with_type
+from sparsebp_cli.policy.error_text import shorten, show, show_with_type
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.scalar import read_scalar
 
 DEEPEST = 32
 LONGEST_KEY = 200
 
-# Line breaks that editors do not count, controls, surrogates; all of them can hide or forge what an error line shows.
+# Line breaks that editors do not count, control characters and surrogates can hide or forge parts of an error line.
 _CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
 UNCLOSED = "a quote is not closed"
 NO_COLON = "a key without ':', or wrong indentation"
 
-# What PyYAML says, and what the writer of a recipe needs to hear.
-_REWORDED = (
+# PyYAML's messages, and ours for the author of a recipe.
+_MESSAGES = (
     (r"found character '\\t'", "a tab cannot indent; use spaces"),
     (r"mapping values are not allowed", "a ':' cannot stand here: wrong indentation, or a text that needs quotes"),
     (r"could not find expected ':'", NO_COLON),
@@ -50,7 +50,7 @@ _REWORDED = (
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's scanner and parser, without anything of ours in the global SafeLoader."""
+    """PyYAML's scanner and parser; a subclass, so that registrations with the global SafeLoader have no effect here."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Open:
 
 
 class _Reader:
-    """Turns events into nodes."""
+    """Converts events to nodes."""
 
     def __init__(self, source: str, within: Sequence[str] | None) -> None:
         self.source, self.within, self.has_lines = source, within or (), within is None
@@ -119,7 +119,7 @@ class _Reader:
             self.open.append(_Open(node))
 
     def finish(self) -> None:
-        """A value is complete: what holds it goes on to the next one."""
+        """Advance the enclosing collection after a complete value."""
         if self.open:
             self.open[-1].index += 1
             self.open[-1].key = None
@@ -167,19 +167,9 @@ class _Reader:
 
 
 def read_document(text: str, source: str, within: Sequence[str] | None = None) -> Node | None:
-    """Read one YAML document.
-
-    Args:
-        text: YAML, without a byte order mark.
-        source: What errors name: a file, or ``--set KEY=VALUE``.
-        within: Keys that lead to the text when it is the value of a change; errors then name no line. None: a file.
-
-    Returns:
-        The top node; None when there is nothing but comments.
-
-    Raises:
-        RecipeError: It is not YAML, or YAML that a recipe may not use.
-    """
+    """Read one YAML document and return its top node, None if it holds nothing but comments. ``source`` is named in
+    errors: a file, or ``--set KEY=VALUE``. ``within`` is the path of the value of an override, for which errors name no
+    line; None: a file. Raise RecipeError for anything that a recipe must not contain."""
     reader = _Reader(source, within)
     control = _CONTROL.search(text)
     if control:
@@ -192,13 +182,13 @@ def read_document(text: str, source: str, within: Sequence[str] | None = None) -
         while loader.check_event():
             reader.take(loader.get_event())  # type: ignore[no-untyped-call]
     except yaml.MarkedYAMLError as error:
-        words = _word_problem(error)
+        words = _describe_problem(error)
         starts, found = error.context_mark, error.problem_mark
         mark = (starts or found) if words in {UNCLOSED, NO_COLON} else (found or starts)
         raise (reader.place(mark) if mark else Place(source)).error(words, reader.within) from None
     except RecipeError:
         raise
-    except (yaml.YAMLError, ValueError, OverflowError):  # PyYAML reads \U escapes and %YAML numbers carelessly
+    except (yaml.YAMLError, ValueError, OverflowError):  # PyYAML does not check \U escapes and numbers after %YAML
         text = "not YAML: a character or a number that does not exist"
         raise reader.place(loader.get_mark()).error(text, reader.within) from None
     finally:
@@ -206,9 +196,9 @@ def read_document(text: str, source: str, within: Sequence[str] | None = None) -
     return reader.root
 
 
-def _word_problem(error: yaml.MarkedYAMLError) -> str:
+def _describe_problem(error: yaml.MarkedYAMLError) -> str:
     said = " ".join(" ".join(str(part) for part in (error.context, error.problem) if part).split())
-    for pattern, words in _REWORDED:
+    for pattern, words in _MESSAGES:
         if re.search(pattern, said):
             return words
     return f"not YAML: {shorten(said, 120)}"

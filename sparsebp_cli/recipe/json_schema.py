@@ -1,6 +1,6 @@
-"""The recipe as JSON Schema (draft 2020-12), for editors: it accepts what the loader accepts, short forms included.
+"""JSON Schema (draft 2020-12) of a recipe, for editors. It accepts what the loader accepts, short forms included.
 
-With ``base`` nothing is required, since the base may give it.
+With ``base`` no key is required, since the base may supply it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,8 @@ Schema = dict[str, Any]
 def recipe_schema(
     policies: Mapping[str, FoundPolicy] | None = None, targets: Mapping[str, FoundTarget] | None = None
 ) -> Schema:
-    """Return the JSON Schema of a recipe, with the options of policies and targets.
-
-    Args:
-        policies: Name to policy; None: every installed one. Broken ones are left out.
-        targets: Kind to target; None: every installed one, and the names of ``targets.yaml``.
-
-    Returns:
-        A schema that stands alone.
-    """
+    """Return the self-contained JSON Schema of a recipe, with the options of the given policies and targets; None means
+    every installed one, and for targets also the names of ``targets.yaml``. Broken plugins are left out."""
     found = find_policies() if policies is None else policies
     schema = Recipe.model_json_schema()
     sections: dict[str, Schema] = schema.pop("$defs")
@@ -48,15 +41,19 @@ def recipe_schema(
     for kind, target in (find_targets() if targets is None else targets).items():
         _add_target(sections, kind, target, common)
     properties["target"] = _make_target(kinds, properties["target"]["description"])
-    base = {"type": "string", "minLength": 1, "description": "A recipe that this one is laid over; relative to it."}
+    base = {
+        "type": "string",
+        "minLength": 1,
+        "description": "A recipe that supplies missing keys, relative to this one.",
+    }
 
-    required = [key for key in schema.pop("required") if key != "name"]  # the file's name stands in
+    required = [key for key in schema.pop("required") if key != "name"]  # the default is the file's name
     inner = {}
     for key in required:
         section = sections.get(str(properties[key].get("$ref", "")).rpartition("/")[2], {})
         if "required" in section:
             inner[key] = {"required": section.pop("required")}
-    inner["target"] = {  # without a base, a target that does not say its kind is this machine
+    inner["target"] = {  # without a base, a target without a kind is local
         "if": {"type": "object", "not": {"required": ["kind"]}},
         "then": {"$ref": "#/$defs/target.local"},
     }
@@ -76,7 +73,7 @@ def recipe_schema(
 
 
 def _add_policy(sections: dict[str, Schema], name: str, policy: FoundPolicy) -> None:
-    """Add one policy's options; definitions of its own get its name before theirs."""
+    """Add one policy's options; its own definitions get its name as a prefix."""
     assert policy.policy_class is not None
     prefix = _make_key(name)
     options = policy.policy_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
@@ -87,7 +84,7 @@ def _add_policy(sections: dict[str, Schema], name: str, policy: FoundPolicy) -> 
 
 
 def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:
-    """Return the schema of one entry: its name decides which options it may have; a bare name has none."""
+    """Return the schema of one policy entry: its name decides which options are allowed; a name alone has none."""
     name = {"enum": list(usable), "description": "A name that `sparsebp policies` lists."}
     bare = [key for key, p in usable.items() if p.policy_class and not _requires_options(p)]
     return {
@@ -110,7 +107,7 @@ def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:
 
 
 def _find_kinds(targets: Mapping[str, FoundTarget] | None) -> dict[str, str]:
-    """Return what may stand as a target's kind, and the kind that it means."""
+    """Return the kind for each allowed value of a target's ``kind``, named targets included."""
     if targets is not None:
         return {kind: kind for kind in targets}
     named = {name: str(node.plain.get("kind", "local")) for name, node in named_targets().items()}
@@ -119,7 +116,7 @@ def _find_kinds(targets: Mapping[str, FoundTarget] | None) -> dict[str, str]:
 
 
 def _add_target(sections: dict[str, Schema], kind: str, target: FoundTarget, common: Schema) -> None:
-    """Add one kind's options, beside the keys that every target has."""
+    """Add one kind's options to the keys that every target has."""
     prefix = _make_key(kind, "target")
     options = target.options_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
     for inner, definition in options.pop("$defs", {}).items():
@@ -129,7 +126,7 @@ def _add_target(sections: dict[str, Schema], kind: str, target: FoundTarget, com
 
 
 def _make_target(kinds: Mapping[str, str], description: str) -> Schema:
-    """Return the schema of a target: its kind decides which options it may have; a kind alone will do."""
+    """Return the schema of a target: its kind decides which options are allowed, and a kind alone is enough."""
     chosen = [
         {
             "if": {"required": ["kind"], "properties": {"kind": {"const": name}}},
@@ -145,7 +142,7 @@ def _make_target(kinds: Mapping[str, str], description: str) -> Schema:
 
 
 def _make_key(name: str, group: str = "policy") -> str:
-    """Return a key for a definition that needs no escape in a ``$ref``."""
+    """Return a definition's key that needs no escape in a ``$ref``."""
     return f"{group}." + re.sub(r"[^A-Za-z0-9._-]", lambda match: f"-{ord(match[0]):x}-", name)
 
 
@@ -155,7 +152,7 @@ def _requires_options(policy: FoundPolicy) -> bool:
 
 
 def _remove_titles(schema: Any) -> None:
-    """Remove pydantic's titles: they repeat the keys, and hide the descriptions in editors."""
+    """Remove pydantic's titles, which repeat the keys and hide the descriptions in editors."""
     if isinstance(schema, list):
         for part in schema:
             _remove_titles(part)

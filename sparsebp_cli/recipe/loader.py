@@ -1,4 +1,4 @@
-"""From a recipe's file to a resolved recipe."""
+"""Loading of a recipe's file into a resolved recipe."""
 
 from __future__ import annotations
 
@@ -11,89 +11,59 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli.policy.phrase import shorten, show_with_type
-from sparsebp_cli.recipe.change import apply_change
+from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import read_document
 from sparsebp_cli.recipe.earlier import rename_keys
+from sparsebp_cli.recipe.override import apply_override
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.recipe.section import NAME_PATTERN
-from sparsebp_cli.recipe.shorthand import write_out
+from sparsebp_cli.recipe.shorthand import expand_shorthand
 
 LARGEST_BYTES = 64 * 1024
 
 
 def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read, merge and check a recipe.
-
-    Args:
-        file: A YAML file of at most 64 KiB. Its ``base``, relative to it, is merged under it: mappings key by key,
-            lists and scalars whole; the base's name is not taken over.
-        changes: ``KEY=VALUE`` and ``~KEY``, made in this order after the base is merged.
-
-    Returns:
-        The recipe, resolved: every default filled in, those of the policies too.
-
-    Raises:
-        RecipeError: Anything is wrong, with ``file:line:column: key:`` as far as there is a place.
-    """
+    """Read, merge and validate a recipe of at most 64 KiB, and fill in every default. Its ``base``, relative to it,
+    supplies missing keys (mappings key by key, lists and scalars whole) except the name; then ``changes``
+    (``KEY=VALUE`` or ``~KEY``) are applied in order. Raise RecipeError with ``file:line:column: key:``, as far as
+    known."""
     return load_placed(file, changes).recipe
 
 
 def load_placed(file: Path, changes: Sequence[str] = ()) -> PlacedRecipe:
-    """Read a recipe as :func:`load_recipe` does, and keep where its keys were written.
-
-    Args:
-        file: As there.
-        changes: As there.
-
-    Returns:
-        The recipe and its places.
-
-    Raises:
-        RecipeError: As there.
-    """
+    """Load a recipe as :func:`load_recipe` does, and keep the places of its keys."""
     tree = _read_file(file)
     assert isinstance(tree.content, dict)
     base = tree.content.pop("base", None)
     if base is not None:
         tree = _merge(_read_base(file, base), tree)
     for change in changes:
-        tree = write_out(apply_change(tree, change))
+        tree = expand_shorthand(apply_override(tree, change))
     return check_recipe(_name_by_file(tree, file))
 
 
 def load_stored(content: Mapping[str, Any], source: str, changes: Sequence[str] = ()) -> PlacedRecipe:
-    """Read and check a recipe that a run keeps, as strictly as a file.
-
-    Args:
-        content: The resolved recipe, as ``plan.json`` has it.
-        source: Where it is from, for errors.
-        changes: As of :func:`load_recipe`.
-
-    Returns:
-        The recipe and its places.
-
-    Raises:
-        RecipeError: A change cannot be made, or what comes of it is no recipe.
-    """
+    """Validate the resolved recipe of a plan, with changes applied, as strictly as a file. ``source`` is named in
+    errors."""
     tree = read_document(json.dumps(rename_keys(content)), source)
     assert tree is not None
     for change in changes:
-        tree = write_out(apply_change(tree, change))
+        tree = expand_shorthand(apply_override(tree, change))
     return check_recipe(tree)
 
 
 def _read_file(file: Path, named_by: Node | None = None) -> Node:
-    """Read a file whose top is a mapping, short forms written out. ``named_by`` is the ``base`` that names it."""
+    """Read a file whose top is a mapping, and expand its short forms. ``named_by`` is the ``base`` that names the
+    file."""
     text = _read_text(file, named_by)
     tree = read_document(text, str(file))
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a recipe needs at least version, model and dataset")
     if not isinstance(tree.content, dict):
         raise tree.place.error(f"a recipe must be a mapping, got {show_with_type(tree.plain)}")
-    return write_out(tree)
+    return expand_shorthand(tree)
 
 
 def _read_text(file: Path, named_by: Node | None) -> str:
@@ -101,12 +71,12 @@ def _read_text(file: Path, named_by: Node | None) -> str:
         mode = file.stat().st_mode
         if stat.S_ISDIR(mode):
             raise ValueError("is a folder, not a file")
-        if not stat.S_ISREG(mode):  # a pipe could block, a device never ends
+        if not stat.S_ISREG(mode):  # reading a pipe may block, and a device may never end
             raise ValueError("is not a regular file")
         with file.open("rb") as stream:
             content = stream.read(LARGEST_BYTES + 1)
     except (OSError, ValueError) as error:
-        problem = _word_failure(file, error)
+        problem = _describe_failure(file, error)
         if named_by is not None:
             raise named_by.place.error(f"{shorten(str(file))}: {problem}", "base") from None
         raise Place(str(file)).error(problem) from None
@@ -121,7 +91,7 @@ def _read_text(file: Path, named_by: Node | None) -> str:
         raise place.error(f"not UTF-8 text: got byte 0x{content[error.start]:02x}") from None
 
 
-def _word_failure(file: Path, error: OSError | ValueError) -> str:
+def _describe_failure(file: Path, error: OSError | ValueError) -> str:
     if isinstance(error, FileNotFoundError):
         names = {path.stem: path.name for path in sorted(file.parent.glob("*.y*ml"))}
         near = difflib.get_close_matches(file.stem, names, n=1)

@@ -1,4 +1,4 @@
-"""Where something stands in a file, and values that remember it."""
+"""Places in a file, and recipe values with their places."""
 
 from __future__ import annotations
 
@@ -7,35 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparsebp_cli.errors import RecipeError
-from sparsebp_cli.policy.phrase import shorten
+from sparsebp_cli.policy.error_text import shorten
 
 LONGEST_FILE_NAME = 300
 
 
 @dataclass(frozen=True)
 class Place:
-    """A position that an error can name.
+    """A position that an error can name."""
 
-    Args:
-        file: As the user gave it, or ``--set KEY=VALUE``.
-        line: Counted from 1; 0 when there is none.
-        column: In characters, counted from 1; 0 when there is none.
-    """
-
-    file: str
-    line: int = 0
-    column: int = 0
+    file: str  # as the user gave it, or --set KEY=VALUE
+    line: int = 0  # from 1; 0 if unknown
+    column: int = 0  # in characters, from 1; 0 if unknown
 
     def error(self, text: str, path: Sequence[str | int] | str = ()) -> RecipeError:
-        """Return an error at this place.
-
-        Args:
-            text: What is wrong, the value got, what is allowed.
-            path: The keys that lead there, or their dotted path.
-
-        Returns:
-            The error, to be raised.
-        """
+        """Return an error at this place, to be raised. ``path`` holds the keys that lead there, or is their dotted
+        path."""
         key = path if isinstance(path, str) else ".".join(shorten(str(part)) for part in path)
         file = shorten(self.file, LONGEST_FILE_NAME)
         return RecipeError(text, file=file, line=self.line, column=self.column, key=key)
@@ -43,17 +30,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Node:
-    """A value of a recipe, and where it stands.
+    """A value of a recipe and its place."""
 
-    Args:
-        content: A scalar, a list of nodes, or a mapping from text to nodes.
-        place: Where the value starts.
-        key_place: Where its key starts; None in a list and at the top.
-    """
-
+    # a scalar, a list of nodes, or a mapping from text to nodes
     content: dict[str, Node] | list[Node] | str | int | float | bool | None
-    place: Place
-    key_place: Place | None = None
+    place: Place  # of the value
+    key_place: Place | None = None  # of its key; None in a list and at the top
 
     @property
     def plain(self) -> Any:

@@ -1,4 +1,4 @@
-"""Which value a plain YAML scalar stands for: the core schema of YAML 1.2.2, section 10.3.2.
+"""Values of plain YAML scalars by the core schema of YAML 1.2.2, section 10.3.2.
 
 PyYAML follows YAML 1.1, where ``3e-4`` is text, ``no`` is false, ``1:30`` is ninety and ``010`` is eight.
 """
@@ -20,17 +20,8 @@ _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", re.ASCII)
 
 
 def read_scalar(text: str) -> str | int | float | bool | None:
-    """Return the value of a plain (unquoted) scalar.
-
-    Args:
-        text: The scalar as it stands in the file.
-
-    Returns:
-        Text, whole number, number, truth value or null.
-
-    Raises:
-        ValueError: A number that is not finite, or too large to be carried everywhere.
-    """
+    """Return the value of a plain (unquoted) scalar. Raise ValueError for numbers that are not finite, or that do not
+    fit into 64 bits."""
     if text in _NULL:
         return None
     if text in _TRUE or text in _FALSE:

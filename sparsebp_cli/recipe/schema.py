@@ -1,4 +1,4 @@
-"""What a recipe may say. Unknown keys are refused; the words are those of ``transformers.TrainingArguments``."""
+"""The schema of a recipe. Unknown keys are refused; names follow ``transformers.TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from sparsebp_cli.composition import BackwardOptions
-from sparsebp_cli.policy.phrase import show
+from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.recipe.section import CountFromZero, Name, PositiveInt, Section
 
 
 class LoraSection(Section):
-    """Low-rank adapters, through peft; the names are ``peft.LoraConfig``'s."""
+    """Low-rank adapters by peft, with the names of ``peft.LoraConfig``."""
 
     r: PositiveInt = Field(8, description="Rank of the adapters.")
     lora_alpha: PositiveInt = Field(16, description="Scale: the update is multiplied by lora_alpha / r.")
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout before the adapters.")
-    target_modules: list[str] | Literal["all-linear"] = Field("all-linear", description="Which linears get adapters.")
+    target_modules: list[str] | Literal["all-linear"] = Field("all-linear", description="Linears that get adapters.")
 
 
 class ModelSection(Section):
@@ -28,18 +28,20 @@ class ModelSection(Section):
         description="Hub id, local folder, an installed model's name, or package:PACKAGE/FOLDER. Safetensors only.",
     )
     config: dict[str, Any] | None = Field(
-        None, description="Random weights instead: a transformers config with its model_type."
+        None, description="Instead of name: a transformers config with its model_type, for random weights."
     )
-    tokenizer: str | None = Field(None, description="Where the tokenizer is, when not with the model.")
+    tokenizer: str | None = Field(None, description="Hub id, folder or name of the tokenizer; null: the model's.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Of the weights; bfloat16 is pure bfloat16.")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Type of the weights; bfloat16 computes in bfloat16 throughout."
+    )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation.")
     float8: Literal["emulated", "native"] | None = Field(
         None,
         description="Linears multiply in float8, by torchao: native in a GPU's float8 units, emulated with the same "
-        "casts on any device. The head and adapters do not.",
+        "rounding on any device. The head and adapters keep their precision.",
     )
-    lora: LoraSection | None = Field(None, description="Train low-rank adapters only.")
+    lora: LoraSection | None = Field(None, description="Train only low-rank adapters.")
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelSection:
@@ -55,35 +57,40 @@ class ModelSection(Section):
 
 
 class DatasetSection(Section):
-    """The data, and how it becomes tokens."""
+    """The data, and how it is tokenised."""
 
     name: str = Field(description="Hub id, local file or folder, an installed dataset's name, or package:PACKAGE/FILE.")
     subset: str | None = Field(None, description="Configuration of a hub id.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id.")
     format: Literal["text", "completion", "classification"] = Field(
-        "text", description="text: packed; completion: the prompt is masked; classification: one label a text."
+        "text",
+        description="text: packed into blocks; completion: the prompt is masked; classification: one label a text.",
     )
-    max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Positions an example has at most.")
-    split: str = Field("train", description="Split that is trained on.")
-    eval_split: str | None = Field(None, description="Held-out split; none: eval_fraction of the training split.")
-    eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.1, description="Share held out, from the end.")
-    test_split: str | None = Field(None, description="Split that is read once, after the last step: test/loss.")
+    max_seq_length: Annotated[int, Field(ge=8)] = Field(128, description="Largest number of positions of an example.")
+    split: str = Field("train", description="Training split.")
+    eval_split: str | None = Field(None, description="Validation split; null: eval_fraction of the training split.")
+    eval_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.1, description="Share of the training split for validation, from its end."
+    )
+    test_split: str | None = Field(None, description="Split that is read once, after the last step, for test/loss.")
     test_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         None,
-        description="Share of what is held out that is kept for test/loss instead of a test_split, by whole rows; what "
-        "is trained on does not depend on it. null: none.",
+        description="Instead of test_split: share of the validation data that is kept for test/loss, by whole rows; "
+        "the training data do not depend on it. null: none.",
     )
-    text_column: str = Field("text", description="Column of text and classification.")
-    prompt_column: str = Field("prompt", description="Column of completion: not trained on.")
-    completion_column: str = Field("completion", description="Column of completion: trained on.")
+    text_column: str = Field("text", description="Column of texts, for formats text and classification.")
+    prompt_column: str = Field("prompt", description="Column of prompts, for format completion; not trained on.")
+    completion_column: str = Field("completion", description="Column of completions, for format completion.")
     completion_only_loss: bool = Field(
-        True, description="Of completion: whether the prompts stay untrained; held-out ones are never counted."
+        True,
+        description="For format completion: whether prompts are not trained on; in evaluations they never count.",
     )
-    label_column: str = Field("label", description="Column of classification: integers from 0, or names.")
-    max_examples: PositiveInt | None = Field(None, description="Use the first so many rows of each split.")
+    label_column: str = Field("label", description="Column of labels, for classification: integers from 0, or names.")
+    max_examples: PositiveInt | None = Field(None, description="Number of rows to use of each split, from its start.")
     max_train_examples: PositiveInt | None = Field(
         None,
-        description="Train on the first so many examples, blocks of packed text; what is held out stays. null: all.",
+        description="Number of training examples to use, from the start (blocks of packed text); held-out data stay "
+        "the same. null: all.",
     )
 
     @model_validator(mode="after")
@@ -99,7 +106,7 @@ class DatasetSection(Section):
 
 
 class PolicyEntry(BaseModel):
-    """A gradient policy by name, with its options beside the name."""
+    """A policy by name, and its options as further keys."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
     name: str = Field(description="A name that `sparsebp policies` lists.")
@@ -111,13 +118,15 @@ class PolicyEntry(BaseModel):
 
 
 class TrainingSection(Section):
-    """Optimisation, in the words of transformers.TrainingArguments."""
+    """Optimisation, with the names of transformers.TrainingArguments."""
 
     max_steps: PositiveInt = Field(200, description="Optimizer steps.")
     learning_rate: Annotated[float, Field(gt=0.0)] = Field(3e-4, description="Peak learning rate.")
-    per_device_train_batch_size: PositiveInt = Field(8, description="Examples a forward pass.")
-    gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes an optimizer step.")
-    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(1.0, description="Clip to this norm; null: never.")
+    per_device_train_batch_size: PositiveInt = Field(8, description="Examples in a forward pass.")
+    gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes in an optimizer step.")
+    max_grad_norm: Annotated[float, Field(gt=0.0)] | None = Field(
+        1.0, description="Clip the gradient to this norm; null: never."
+    )
     optim: str = Field(
         "adamw",
         description="The optimizer: an entry point of the group sparsebp.optimizers, such as apollo, or a class of "
@@ -130,24 +139,24 @@ class TrainingSection(Section):
         "linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts"
     ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
     warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
-    mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast, weights stay as they are.")
-    seed: CountFromZero = Field(0, description="Of data order, dropout, adapters and policies.")
+    mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast; weights keep their type.")
+    seed: CountFromZero = Field(0, description="Seed of data order, dropout, adapters and policies.")
 
 
 class MeasureSection(Section):
-    """What is measured beside training, and how often. None of it changes the run."""
+    """Measurements during training, and how often they are taken. None of them changes the run."""
 
     eval_every: PositiveInt = Field(50, description="Steps between evaluations of the held-out split.")
     eval_examples: PositiveInt | None = Field(
-        None, description="Examples an evaluation has at most, the first of the held-out split; null: all."
+        None, description="Largest number of examples of an evaluation, from the start of the split; null: all."
     )
     eval_batches: PositiveInt | None = Field(
         None,
-        description="The same in training batches, so that it depends on their size: prefer eval_examples, which lets "
-        "runs with different batch sizes be compared. null: all.",
+        description="The same in training batches. Prefer eval_examples, which does not depend on the batch size, so "
+        "that runs with different batch sizes can be compared. null: all.",
     )
     per_device_eval_batch_size: PositiveInt | None = Field(
-        None, description="Examples a forward pass of an evaluation; null: per_device_train_batch_size."
+        None, description="Examples in a forward pass of an evaluation; null: per_device_train_batch_size."
     )
     probe_every: PositiveInt | None = Field(
         50, description="Steps between probes: dense and policy on one batch, timed in turn, work counted; null: none."
@@ -156,14 +165,16 @@ class MeasureSection(Section):
         50, description="Steps between comparisons of the policy's gradient with the dense one; null: none."
     )
     fidelity_draws: PositiveInt = Field(
-        1, description="Gradients that a random policy draws each time; from 2 on, its bias and variance are told."
+        1,
+        description="Gradients that a random policy draws in each comparison; from 2 on, bias and variance are "
+        "measured.",
     )
     independent_examples: PositiveInt | None = Field(
         None,
-        description="Other training examples, with whose dense gradient the policy's and that of dense with the "
-        "smaller batch of the same cost are compared, where fidelity is; costs dense passes over them. null: none.",
+        description="Number of other training examples; fidelity then also compares with their dense gradient, for the "
+        "policy and for dense with a smaller batch of the same cost. It needs dense passes over them. null: none.",
     )
-    warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that no time statistic counts.")
+    warmup_steps: CountFromZero = Field(3, description="First steps of each attempt that time statistics leave out.")
 
     @model_validator(mode="after")
     def _independent_beside_fidelity(self) -> Self:
@@ -185,22 +196,22 @@ class MeasureSection(Section):
 
 
 class CheckpointSection(Section):
-    """When the run can be picked up again."""
+    """Checkpoints, from which a run can be resumed."""
 
     every: PositiveInt = Field(50, description="Steps between checkpoints.")
-    keep_last: PositiveInt = Field(2, description="Checkpoints that are kept.")
+    keep_last: PositiveInt = Field(2, description="Number of checkpoints to keep.")
 
 
 class TargetSection(Section):
-    """Where the plan runs. The options of its kind stand beside these keys."""
+    """The target that executes the plan. The options of its kind are further keys."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: Name = Field("local", description="A kind, or a name from targets.yaml: `sparsebp targets` lists them.")
     threads: PositiveInt | None = Field(
-        None, description="CPU threads of torch, in each process; null: one a physical core."
+        None, description="CPU threads of torch, in each process; null: one for each physical core."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if available, else the CPU.")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -209,15 +220,15 @@ class TargetSection(Section):
 
 
 class TargetOptions(Section):
-    """What every kind of target understands."""
+    """Options that every kind of target has."""
 
     worker: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")] = Field(
-        "sparsebp_cli.worker", description="Module that is run as the worker; another one must keep its promises."
+        "sparsebp_cli.worker", description="Module to run as the worker; another one must keep its promises."
     )
     processes: PositiveInt = Field(
         1,
-        description="Processes that train together on the one machine, each with per_device_train_batch_size examples "
-        "and, where there are GPUs, one of them.",
+        description="Processes that train together on one machine, each with per_device_train_batch_size examples and, "
+        "if there are GPUs, one of them.",
     )
     sharding: Literal["none", "fsdp2"] = Field(
         "none", description="none: each process holds the whole model (DDP); fsdp2: a part of it."
@@ -228,7 +239,7 @@ SECRET_URI = "holds a user name or password: set MLFLOW_TRACKING_URI in the envi
 
 
 class TrackingSection(Section):
-    """Where the numbers go."""
+    """Tracking of metrics in MLflow."""
 
     uri: str | None = Field(
         None,
@@ -236,46 +247,47 @@ class TrackingSection(Section):
     )
     experiment: str = Field("sparsebp", min_length=1, max_length=250, description="MLflow experiment.")
     tags: dict[str, str] = Field(
-        default_factory=dict, description="MLflow tags of your own, by which runs are found: {figure: one}."
+        default_factory=dict, description="Additional MLflow tags, such as {figure: one}, by which runs can be found."
     )
 
     code_diff: bool = Field(
         False,
-        description="Whether the plan and the store hold the uncommitted changes of files that Python had imported, "
-        "beside their digest; files with something like a credential in their changes are left out.",
+        description="Whether the plan and the store hold the uncommitted changes of imported files, in addition to "
+        "their digest; files whose changes may contain a credential are left out.",
     )
 
     @field_validator("uri")
     @classmethod
     def _no_password(cls, uri: str | None) -> str | None:
         if uri is not None and "@" in uri.partition("://")[2].partition("/")[0]:
-            # A recipe is shown, logged and sent.
+            # Recipes are displayed, logged and sent to other machines, so they must not hold secrets.
             raise ValueError(SECRET_URI)
         return uri
 
 
 def _refuse_other_ones(value: object) -> object:
-    """For pydantic, true and 1.0 are the literal 1."""
+    """Refuse true and 1.0, which pydantic accepts as the literal 1."""
     if type(value) is not int:
         raise ValueError(f"got {show(value)}, allowed: 1")
     return value
 
 
 class Recipe(Section):
-    """One experiment: a model, a dataset, a gradient policy and a target."""
+    """One experiment: a model, a dataset, policies and a target."""
 
-    version: Annotated[Literal[1], BeforeValidator(_refuse_other_ones)] = Field(description="Of this format.")
-    name: Name = Field(
-        description="What the run is called; letters, digits, dot, dash, underscore. Not given: the file's name."
+    version: Annotated[Literal[1], BeforeValidator(_refuse_other_ones)] = Field(
+        description="Version of the recipe format."
     )
+    name: Name = Field(description="Name of the run: letters, digits, dot, dash, underscore. Default: the file's name.")
     model: ModelSection = Field(description="The model: by name, or with random weights from a config.")
-    dataset: DatasetSection = Field(description="The data, and how it becomes tokens.")
+    dataset: DatasetSection = Field(description="The data, and how it is tokenised.")
     policy: list[PolicyEntry] = Field(
-        default_factory=lambda: [PolicyEntry(name="dense")], description="Applied in this order; none: dense."
+        default_factory=lambda: [PolicyEntry(name="dense")],
+        description="Policies, applied in this order; empty: dense.",
     )
     backward: BackwardOptions = Field(default_factory=BackwardOptions)
     training: TrainingSection = Field(default_factory=TrainingSection)
     measure: MeasureSection = Field(default_factory=MeasureSection)
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    target: TargetSection = Field(default_factory=TargetSection, description="A target, or its kind alone.")
+    target: TargetSection = Field(default_factory=TargetSection, description="The target, or its kind alone.")
     tracking: TrackingSection = Field(default_factory=TrackingSection)

@@ -1,4 +1,4 @@
-"""What the sections of a recipe have in common."""
+"""Base class and shared types of the sections of a recipe."""
 
 from __future__ import annotations
 

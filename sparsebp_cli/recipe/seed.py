@@ -1,11 +1,11 @@
-"""Which seeds a sweep runs."""
+"""Seeds of a sweep."""
 
 from __future__ import annotations
 
 import re
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy.phrase import shorten
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.scalar import LARGEST_INT
 from sparsebp_cli.recipe.schema import Recipe
 
@@ -13,17 +13,8 @@ MOST_SEEDS = 1000
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Read a list of seeds.
-
-    Args:
-        text: Numbers from 0 and ranges that include both ends, with commas between: ``0-4``, ``0,2,5``, ``0-2,7``.
-
-    Returns:
-        At least one seed, in the order given.
-
-    Raises:
-        UsageError: Not of that form, a seed twice, a range backwards, or more than 1000 seeds.
-    """
+    """Return the seeds in a text such as ``0-4``, ``0,2,5`` or ``0-2,7``, in its order; ranges include both ends. Raise
+    UsageError for another form, a repeated seed, a descending range, or more than 1000 seeds."""
     start = f"--seeds {shorten(text)}"
     seeds: dict[int, None] = {}
     for part in text.split(","):
@@ -46,18 +37,7 @@ def parse_seeds(text: str) -> list[int]:
 
 
 def with_seed(recipe: Recipe, seed: int) -> Recipe:
-    """Return the same recipe with another seed.
-
-    Args:
-        recipe: Any recipe.
-        seed: From 0.
-
-    Returns:
-        A new recipe; the other is not changed.
-
-    Raises:
-        UsageError: The seed is out of range.
-    """
+    """Return a copy of a recipe with another seed, from 0. Raise UsageError if the seed is out of range."""
     if isinstance(seed, bool) or not 0 <= seed <= LARGEST_INT:
         raise UsageError(f"seed must be in [0, {LARGEST_INT}], got {seed}")
     return recipe.model_copy(update={"training": recipe.training.model_copy(update={"seed": seed})})

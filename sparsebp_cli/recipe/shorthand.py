@@ -1,4 +1,4 @@
-"""The short forms that a recipe may use, written out, so that all other code knows one form.
+"""Expansion of the short forms of a recipe, so that all other code handles one form.
 
 target: local          ->  target: {kind: local}
 policy: dense          ->  policy: [{name: dense}]
@@ -13,15 +13,8 @@ from dataclasses import replace
 from sparsebp_cli.recipe.place import Node
 
 
-def write_out(tree: Node) -> Node:
-    """Return a recipe's tree with every short form written out.
-
-    Args:
-        tree: The top node; other than a mapping is returned as it is.
-
-    Returns:
-        A new tree; wrong values stay as they are, to be refused by the schema.
-    """
+def expand_shorthand(tree: Node) -> Node:
+    """Return a recipe's tree with every short form expanded. Wrong values stay, for the schema to refuse."""
     if not isinstance(tree.content, dict):
         return tree
     content = dict(tree.content)

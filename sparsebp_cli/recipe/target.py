@@ -1,6 +1,6 @@
-"""Which targets are installed (entry points) and named (``targets.yaml``), and whether a recipe asks for one of them.
+"""Installed kinds of targets (entry points), named targets (``targets.yaml``), and validation of a recipe's target.
 
-A broken plugin is shown, never dropped. Only the class of the target that is asked for is imported.
+A broken plugin is listed with its problem. Only the class of the requested target is imported.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from sparsebp_cli.errors import RecipeError, UsageError, did_you_mean
-from sparsebp_cli.policy.finding import Finding, word_errors
-from sparsebp_cli.policy.phrase import shorten, show_with_type
+from sparsebp_cli.policy.error_text import shorten, show_with_type
+from sparsebp_cli.policy.field_error import FieldError, describe_errors
 from sparsebp_cli.recipe.document import read_document
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
@@ -29,23 +29,16 @@ COMMON = tuple(TargetSection.model_fields)
 
 @dataclass(frozen=True)
 class FoundTarget:
-    """One installed kind of target.
+    """One installed kind of target."""
 
-    Args:
-        name: What recipes call it.
-        source: The distribution it comes from, and its version.
-        target_class: The class; None when the plugin is broken.
-        problem: Why it is broken, one line; empty when it works.
-    """
-
-    name: str
-    source: str
-    target_class: Any
-    problem: str = ""
+    name: str  # as recipes name it
+    source: str  # distribution and version
+    target_class: Any  # None if the plugin is broken
+    problem: str = ""  # why it is broken, one line; empty if it works
 
     @property
     def options_class(self) -> type[TargetOptions]:
-        """The class of its options; without any of its own where the plugin is broken."""
+        """The class of its options; only the common ones if the plugin is broken."""
         found: type[TargetOptions] = getattr(self.target_class, "options_class", TargetOptions)
         return found
 
@@ -57,22 +50,12 @@ def find_targets() -> dict[str, FoundTarget]:
 
 
 def find_target(kind: str) -> FoundTarget:
-    """Return one installed kind of target.
-
-    Args:
-        kind: A name that ``sparsebp targets`` lists as a kind.
-
-    Returns:
-        The kind, which works.
-
-    Raises:
-        UsageError: It is unknown, or its plugin broken.
-    """
+    """Return one installed kind of target. Raise UsageError if the kind is unknown or its plugin broken."""
     entries = entry_points(group=GROUP)
     if kind not in entries.names:
         known = [*sorted(entries.names), *named_targets()]
         near = did_you_mean(kind, known)
-        raise UsageError(f"unknown target {shorten(repr(kind))}; there are: {', '.join(known)}{near}")
+        raise UsageError(f"unknown target {shorten(repr(kind))}; known: {', '.join(known)}{near}")
     found = _load(kind, entries.select(name=kind))
     if found.target_class is None:
         raise UsageError(f"target {kind!r} of {found.source} is broken: {found.problem}")
@@ -80,24 +63,18 @@ def find_target(kind: str) -> FoundTarget:
 
 
 def targets_file() -> Path:
-    """Return where named targets are: ``$SPARSEBP_TARGETS``, else ``targets.yaml`` in the user's config folder."""
+    """Return the file of named targets: ``$SPARSEBP_TARGETS``, else ``targets.yaml`` in the user's config folder."""
     chosen = os.environ.get("SPARSEBP_TARGETS")
     if chosen:
         return Path(chosen).expanduser()
-    from platformdirs import user_config_path  # here: benchmarks run from a bare checkout, where few packages are
+    from platformdirs import user_config_path  # imported late: benchmarks run from a bare checkout without it
 
     return user_config_path("sparsebp", appauthor=False) / "targets.yaml"
 
 
 def named_targets() -> dict[str, Node]:
-    """Return the targets that the user gave names to, in the order of the file; none where there is no file.
-
-    Returns:
-        Name to a mapping of a target's keys, as in a recipe.
-
-    Raises:
-        RecipeError: The file is not a mapping of names to targets, or a name is that of a kind.
-    """
+    """Return the user's named targets as mappings of a target's keys, in the order of the file; empty without a file.
+    Raise RecipeError if the file has another form, or a name is that of a kind."""
     file = targets_file()
     try:
         with file.open("rb") as stream:
@@ -124,15 +101,9 @@ def named_targets() -> dict[str, Node]:
     return tree.content
 
 
-def lay_over_named(tree: Node) -> Node:
-    """Return a recipe's tree with the target that it names laid under what it says itself.
-
-    Args:
-        tree: The top mapping, short forms written out.
-
-    Returns:
-        A new tree; the same where the target is not one of ``targets.yaml``.
-    """
+def merge_named_target(tree: Node) -> Node:
+    """Return a recipe's tree in which the keys of the named target supply those that the recipe does not give itself.
+    Without a named target, return the same tree."""
     if not isinstance(tree.content, dict):
         return tree
     target = tree.content.get("target")
@@ -148,55 +119,42 @@ def lay_over_named(tree: Node) -> Node:
     return replace(tree, content={**tree.content, "target": replace(target, content=merged)})
 
 
-def check_target(section: Mapping[str, Any]) -> tuple[TargetSection | None, list[Finding]]:
-    """Check the options of a recipe's target.
-
-    Args:
-        section: The recipe's ``target``, by keys.
-
-    Returns:
-        The target with every option's default filled in, and what is wrong, placed from the section on.
-    """
+def check_target(section: Mapping[str, Any]) -> tuple[TargetSection | None, list[FieldError]]:
+    """Validate the keys of a recipe's target. Return the target with all defaults filled in, and the errors, located
+    within the section."""
     kind = section.get("kind", "local")
     if not isinstance(kind, str):
-        return None, []  # the schema has refused it
+        return None, []  # the schema has reported it
     try:
         found = find_target(kind)
     except RecipeError:
         raise
     except UsageError as error:
-        return None, [Finding(("kind",), str(error))]
+        return None, [FieldError(("kind",), str(error))]
     given = {key: value for key, value in section.items() if key not in COMMON}
     try:
         options = found.options_class.model_validate(given)
     except ValidationError as error:
-        return None, word_errors(error, found.options_class, given)
+        return None, describe_errors(error, found.options_class, given)
     common = {key: value for key, value in section.items() if key in COMMON}
     return TargetSection.model_validate({**common, **options.model_dump(mode="json")}), []
 
 
-def make_named(name: str) -> TargetSection:
-    """Return the target of a name, as a recipe with ``target: NAME`` would have it.
-
-    Args:
-        name: A kind, or a name of ``targets.yaml``.
-
-    Returns:
-        Its section, every default filled in.
-
-    Raises:
-        UsageError: There is none, or it is wrong.
-    """
+def named_target_section(name: str) -> TargetSection:
+    """Return the section of a kind or a named target, as a recipe with ``target: NAME`` would have it. Raise UsageError
+    if it is unknown or wrong."""
     place = Place("")
-    tree = lay_over_named(Node({"target": Node({"kind": Node(name, place)}, place)}, place))
+    tree = merge_named_target(Node({"target": Node({"kind": Node(name, place)}, place)}, place))
     section = tree.plain["target"]
     try:
         TargetSection.model_validate(section)
-        made, findings = check_target(section)
+        made, field_errors = check_target(section)
     except ValidationError as error:
-        made, findings = None, word_errors(error, TargetSection, section)
-    if made is None or findings:
-        raise UsageError(f"target {name}: {findings[0].key}: {findings[0].text}" if findings else f"no target {name!r}")
+        made, field_errors = None, describe_errors(error, TargetSection, section)
+    if made is None or field_errors:
+        raise UsageError(
+            f"target {name}: {field_errors[0].key}: {field_errors[0].text}" if field_errors else f"no target {name!r}"
+        )
     return made
 
 

@@ -1,18 +1,18 @@
-"""Where runs live, how they are locked, what state they are in, and by which words a person names them.
+"""Run folders: location, locks, state, and lookup by id or name.
 
 $SPARSEBP_HOME/runs/RUN_ID/
-    plan.json        all that the worker needs
-    journal.jsonl    the truth (see journal.py)
-    outline.json     the journal in a few numbers, for lists of runs (see outline.py)
-    worker.log       what the worker printed
+    plan.json        the worker's only input
+    journal.jsonl    all results, from which everything else is derived (see journal.py)
+    outline.json     summary of the journal, for lists of runs (see outline.py)
+    worker.log       output of the worker
     worker.lock      held by the worker while it lives, whatever its pid
-    rank.lock        held by the one that writes, where the worker started several processes
-    target.lock      held by the process that watches over the worker
-    target.json      which processes these are, and how many attempts there were before them
-    watcher.log      what the watching process printed
-    cancelled        exists once somebody asked for the run to be cancelled
-    request          what the process that watches over a run elsewhere is asked to do: stop, kill
-    tracking.json    how far the journal was sent, and to which MLflow run
+    rank.lock        held by the rank that writes, if the worker started several processes
+    target.lock      held by the process that watches the worker
+    target.json      which processes these are, and the number of attempts before them
+    watcher.log      output of the watching process
+    cancelled        exists once a user has asked to cancel the run
+    request          request to the process that watches a run elsewhere: stop, kill
+    tracking.json    how much of the journal was sent, and to which MLflow run
     checkpoints/     step-00000050/, ...
     model/           the trained model, as transformers saves it
 """
@@ -32,7 +32,7 @@ from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.record import State
 
 SHORTEST_PREFIX = 3
-LOCK_PATIENCE_SECONDS = 0.5  # somebody who asks for the state holds a shared lock for a moment
+LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared lock for a moment
 
 
 _SIGHTS = {"waiting": State.QUEUED, "working": State.RUNNING}
@@ -40,11 +40,7 @@ _SIGHTS = {"waiting": State.QUEUED, "working": State.RUNNING}
 
 @dataclass(frozen=True)
 class RunFolder:
-    """One run on this machine's disk.
-
-    Args:
-        path: Its folder; the folder's name is the run id.
-    """
+    """One run on this machine's disk; the name of its folder is the run id."""
 
     path: Path
 
@@ -60,31 +56,31 @@ class RunFolder:
 
     @property
     def trial_file(self) -> Path:
-        """What the trial of ``run --until-ci`` asked that it was part of, and the looks that were taken."""
+        """The trial of ``run --until-ci`` that the run is part of, and its interim analyses."""
         return self.path / "trial.json"
 
     @property
     def log_file(self) -> Path:
-        """What the worker printed."""
+        """Output of the worker."""
         return self.path / "worker.log"
 
     @property
     def cancel_file(self) -> Path:
-        """Exists once the run was asked to be cancelled."""
+        """Exists once a user has asked to cancel the run."""
         return self.path / "cancelled"
 
     @property
     def request_file(self) -> Path:
-        """What is asked of the process that watches over a run elsewhere."""
+        """Request to the process that watches a run elsewhere."""
         return self.path / "request"
 
     @property
     def target_file(self) -> Path:
-        """Which processes work on the run."""
+        """The processes that work on the run."""
         return self.path / "target.json"
 
     def brief(self) -> tuple[str, float]:
-        """Return name and creation time (seconds since 1970) without checking the whole plan."""
+        """Return name and creation time (seconds since 1970) without validating the whole plan."""
         try:
             plan = json.loads(self.plan_file.read_bytes())
             return str(plan["recipe"]["name"]), float(plan["created"])
@@ -92,7 +88,8 @@ class RunFolder:
             return "?", 0.0
 
     def state(self) -> State:
-        """Return what the run is doing, from its locks and its journal: right even when no process was able to say."""
+        """Return the state of the run, derived from its locks and journal, so it is right even if processes died
+        without writing it."""
         state = self._recorded_state()
         if state in {State.QUEUED, State.INTERRUPTED} and self.cancel_file.exists():
             return State.CANCELLED
@@ -103,7 +100,7 @@ class RunFolder:
             return State.RUNNING
         watched = self.is_locked("target")
         before, sight = self._read_launch()
-        if sight not in {"", "over"}:  # it runs elsewhere: only the target knows, and only the process that asks it
+        if sight not in {"", "over"}:  # it runs elsewhere, and only the watching process asks the target for its state
             return _SIGHTS.get(sight, State.UNREACHABLE) if watched else State.UNREACHABLE
         found = find_outline(self.path)
         attempts, end = found.attempts, found.end
@@ -111,17 +108,18 @@ class RunFolder:
             return State.QUEUED
         if end is not None:
             return end
-        # Between the two looks a worker may have started, or have died with its watcher about to say how.
+        # Since the first check a worker may have started, or have died before its watcher recorded how.
         if watched or self.is_locked("worker"):
             return State.RUNNING
         return State.INTERRUPTED if attempts or before is not None else State.QUEUED
 
     def ended(self) -> State | None:
-        """Return how the last attempt ended, by the journal alone; None when it did not say."""
+        """Return how the last attempt ended, by the journal alone; None if the journal does not say."""
         return find_outline(self.path).end
 
     def _read_launch(self) -> tuple[int | None, str]:
-        """Return the attempts before the newest start (None: there was none), and how it was last seen elsewhere."""
+        """Return the number of attempts before the newest start (None: there was none), and its last state
+        elsewhere."""
         try:
             launch = json.loads(self.target_file.read_bytes())
             return int(launch["after_attempt"]), str(launch.get("sight", ""))
@@ -129,17 +127,8 @@ class RunFolder:
             return None, ""
 
     def lock(self, role: str) -> FileLock:
-        """Take the lock of a role (``worker`` or ``target``) for as long as the returned lock lives.
-
-        Args:
-            role: Which lock.
-
-        Returns:
-            The lock, held; the system releases it when the process dies.
-
-        Raises:
-            RunBusyError: Another process holds it.
-        """
+        """Take the lock of a role (``worker``, ``rank`` or ``target``). The system releases it when the process dies.
+        Raise RunBusyError if another process holds it."""
         lock = FileLock(self.path / f"{role}.lock", thread_local=False)
         try:
             lock.acquire(timeout=LOCK_PATIENCE_SECONDS, poll_interval=0.01)
@@ -148,12 +137,12 @@ class RunFolder:
         return lock
 
     def is_locked(self, role: str) -> bool:
-        """Whether a living process holds the lock of a role."""
+        """Return whether a living process holds the lock of a role."""
         try:
             descriptor = os.open(self.path / f"{role}.lock", os.O_RDONLY)
         except FileNotFoundError:
             return False
-        try:  # shared: those who ask never get into each other's way
+        try:  # a shared lock, so that several readers do not block each other
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -163,7 +152,7 @@ class RunFolder:
 
 
 def home() -> Path:
-    """Return the folder for everything that SparseBP keeps: ``$SPARSEBP_HOME``, else the user's data folder."""
+    """Return the folder of all files of SparseBP: ``$SPARSEBP_HOME``, else the user's data folder."""
     chosen = os.environ.get("SPARSEBP_HOME")
     if chosen:
         return Path(chosen).expanduser().absolute()
@@ -173,25 +162,18 @@ def home() -> Path:
 
 
 def is_shared() -> bool:
-    """Whether others may read what runs write, as far as the umask lets them: ``SPARSEBP_SHARED=1``."""
+    """Return whether other users may read what runs write, as far as the umask allows: ``SPARSEBP_SHARED=1``."""
     return os.environ.get("SPARSEBP_SHARED", "") not in {"", "0"}
 
 
 def keep_private() -> None:
-    """Make files private that this process and those that it starts write from now on, unless they are shared."""
+    """Make files private that this process and its children write from now on, unless runs are shared."""
     if not is_shared():
         os.umask(0o077)
 
 
 def create_run(run_id: str) -> RunFolder:
-    """Make the folder of a new run. Only its owner can enter it, unless runs are shared.
-
-    Args:
-        run_id: The plan's.
-
-    Returns:
-        The run.
-    """
+    """Create the folder of a new run. Only its owner can enter it, unless runs are shared."""
     path = home() / "runs" / run_id
     path.mkdir(mode=0o777 if is_shared() else 0o700, parents=True)
     return RunFolder(path)
@@ -203,25 +185,16 @@ def list_runs() -> list[RunFolder]:
 
 
 def _name_runs() -> dict[RunFolder, str]:
-    """Every run, newest first, with its name: each plan is read once."""
+    """Return the name of every run, newest first; each plan is read once."""
     folders = (RunFolder(path.parent) for path in (home() / "runs").glob("*/plan.json"))
     found = {run: run.brief() for run in folders}
     return {run: found[run][0] for run in sorted(found, key=lambda run: (found[run][1], run.run_id), reverse=True)}
 
 
 def find_run(word: str) -> list[RunFolder]:
-    """Return the runs that a word names.
-
-    Args:
-        word: An id, a unique prefix of one (3 digits or more), a recipe's name (all its runs), ``@last`` or ``@N``
-            (the newest N), or a run's folder.
-
-    Returns:
-        One run; more for a name or ``@N``, oldest first.
-
-    Raises:
-        RunNotFoundError: Nothing answers, or a prefix is not unique.
-    """
+    """Return the runs that a word refers to: an id, a unique prefix of one (3 digits or more), a run's folder, a
+    recipe's name (all its runs, oldest first), ``@last`` or ``@N`` (the newest N, oldest first). Raise RunNotFoundError
+    if there is none, or a prefix is not unique."""
     if word == Path(word).name and (home() / "runs" / word / "plan.json").is_file():
         return [RunFolder(home() / "runs" / word)]
     named = _name_runs()
@@ -241,4 +214,4 @@ def find_run(word: str) -> list[RunFolder]:
     if prefixed:
         raise RunNotFoundError(f"{word} is not unique: {', '.join(run.run_id for run in prefixed[:5])}")
     near = did_you_mean(word, [run.run_id for run in runs] + list(named.values()))
-    raise RunNotFoundError(f"no run answers to {word!r} under {home()}{near}; `sparsebp runs` lists them")
+    raise RunNotFoundError(f"no run matches {word!r} under {home()}{near}; `sparsebp runs` lists them")

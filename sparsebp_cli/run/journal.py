@@ -1,24 +1,24 @@
-"""The journal: one append-only file of JSON lines, the truth of a run. Everything else is derived from it.
+"""The journal: one append-only file of JSON lines with all results of a run. Everything else is derived from it.
 
 Records, each with ``kind``, ``attempt`` (from 1) and ``time`` (seconds since 1970):
 
     attempt   a worker started: ``from_step``, ``environment``
     metrics   ``step`` (1 after the first optimizer step, 0 before), ``values``
-    facts     ``values``: what is known once per run, such as the dataset's digest
-    layers    ``step``, ``values``: layer or site to its figures (``kept_share``, ``cosine``, ...; null where not known)
-    proof     ``step``, ``values``: ``columns``, and ``modules``: module to its row, in a step's backward; not written
-              again as long as nothing changes
-    memory    ``step``, ``values``: ``columns`` and ``points`` of live bytes over a watched step, the ``highest`` of
+    facts     ``values``: facts that are constant in a run, such as the dataset's digest
+    layers    ``step``, ``values``: layer or site to its metrics (``kept_share``, ``cosine``, ...; null if unknown)
+    proof     ``step``, ``values``: ``columns``, and ``modules``: module to its row, in a step's backward; not repeated
+              as long as nothing changes
+    memory    ``step``, ``values``: ``columns`` and ``points`` of live bytes over a traced step, the ``highest`` of
               each part, and CUDA's ``allocator_peak_bytes``; see :mod:`sparsebp_cli.run.memory`
-    examples  ``step``, ``split`` (validation or test; absent: validation), ``values``: ``loss`` of every example, how
-              many ``targets`` it has, and of which of the ``documents`` (rows of the split) it is, in their order
-    seal      ``values``: recipe, versions and digest of the data that an attempt runs under
+    examples  ``step``, ``split`` (validation or test; absent: validation), ``values``: for each example in order its
+              ``loss``, its number of ``targets``, and its row of the split in ``documents``
+    seal      ``values``: recipe, versions and digest of the data of an attempt
     allow     ``fields`` of the seal that a user allowed to change before the next attempt
     note      ``level`` (info, warning, error), ``text``
-    end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``; ``changes`` where a resume was
-              refused for them: field, its value then, its value now
+    end       ``status`` (finished, failed, interrupted, cancelled), ``step``, ``text``; ``changes`` if a resume was
+              refused because of them: field, its value then, its value now
 
-A resumed run repeats the steps since its checkpoint. The first value of a (metric, step) counts; readers and the
+A resumed run repeats the steps since its checkpoint. The first value of a (metric, step) counts. Readers and the
 tracking store use the same rule, so sending late, twice or in pieces gives one table.
 """
 
@@ -41,15 +41,11 @@ FILE = JOURNAL
 
 
 class JournalWriter:
-    """Appends records. Opening repairs a last line that a killed process left half written."""
+    """Appends records. Opening a journal truncates a last line that a killed process left half written."""
 
     def __init__(self, run_folder: Path, *, durable: bool = True) -> None:
-        """Open the journal of a run for a new attempt.
-
-        Args:
-            run_folder: The run's folder; it must exist. The caller holds the run's lock.
-            durable: Whether :meth:`flush` reaches the disk.
-        """
+        """Open the journal in an existing run folder for a new attempt; the caller holds the run's lock. If not
+        ``durable``, :meth:`flush` does not wait for the disk."""
         self.path = run_folder / FILE
         self.durable = durable
         attempt = good = 0
@@ -61,7 +57,7 @@ class JournalWriter:
             self._file.truncate(good)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one record; values that are not finite are kept as text, for JSON has none."""
+        """Append one record; numbers that are not finite become text, because JSON cannot represent them."""
         record: dict[str, Any] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
         if "values" in record:
             record["values"] = to_json(record["values"])
@@ -70,12 +66,12 @@ class JournalWriter:
         try:
             while line:
                 line = line[self._file.write(line) :]
-        except OSError:  # such as a full disk: the next record must not continue half a line
+        except OSError:  # for example a full disk: remove the partial line, or the next record would continue it
             self._file.truncate(begin)
             raise
 
     def flush(self) -> None:
-        """Make sure that all records are on the disk: called before a checkpoint becomes visible."""
+        """Wait until all records are on the disk; called before a checkpoint becomes visible."""
         if self.durable:
             os.fsync(self._file.fileno())
 
@@ -94,32 +90,15 @@ class JournalWriter:
 
 
 def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield every whole record and the byte offset after it. A line without its end is left for later.
-
-    A line that holds no record loses itself only: it is left out.
-
-    Args:
-        run_folder: The run's folder.
-        offset: Where to begin: 0, or an offset yielded before.
-
-    Yields:
-        Record and offset.
-    """
+    """Yield every complete record after an offset, with the byte offset of its end. A line that holds no record is
+    skipped, and a last line without its end is left for later."""
     for record, end in scan(run_folder, offset):
         if record is not None:
             yield record, end
 
 
 def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any] | None, int]]:
-    """Yield every whole line and the byte offset after it, as :func:`read` does, with None for one without a record.
-
-    Args:
-        run_folder: The run's folder.
-        offset: Where to begin: 0, or an offset yielded before.
-
-    Yields:
-        Record or None, and offset.
-    """
+    """Yield every complete line as :func:`read` does, with None for one that holds no record."""
     try:
         file = (run_folder / FILE).open("rb")
     except FileNotFoundError:
@@ -134,56 +113,39 @@ def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any] | N
 
 
 def find_outline(run_folder: Path) -> Outline:
-    """Return a journal in a few numbers: as they are kept beside it, else by reading it.
-
-    Args:
-        run_folder: The run's folder.
-
-    Returns:
-        The outline; that of a journal that ended is kept for the next reader.
-    """
+    """Return the outline of a journal, from its cache or by reading it; the outline of a journal that ended is
+    cached."""
     stamp = read_stamp(run_folder)
     if kept := read_outline(run_folder, stamp):
         return kept
     found = Outline()
     for number, (record, _) in enumerate(scan(run_folder), 1):
         found.add(record, number)
-    if found.end is not None and stamp == read_stamp(run_folder):  # nothing was appended meanwhile
+    if found.end is not None and stamp == read_stamp(run_folder):  # unless something was appended meanwhile
         found.save(run_folder, stamp)
     return found
 
 
 @dataclass
 class History:
-    """What a journal says, with repeated steps folded.
+    """The content of a journal, with repeated steps merged."""
 
-    Args:
-        metrics: Metric name to step to (time in seconds since 1970, value).
-        facts: What is known once per run; later attempts overwrite earlier ones.
-        environments: One per attempt.
-        notes: (attempt, level, text), in order.
-        ends: The ``end`` records, in order.
-        warm: (attempt, from_step) pairs, to leave warm-up steps out of statistics.
-        layers: Step to layer to its figures.
-        examples: Step to ``loss``, ``targets`` and ``documents`` of every held-out example, of the validation split.
-        test_examples: The same of the test split.
-        memory: Step to the curve of its memory, as the journal has it.
-        proofs: Step to the ``columns`` and the row of each of the ``modules``.
-        unreadable: Its parts that hold no record, such as ``line 7``.
-    """
-
+    # metric name to step to (time in seconds since 1970, value)
     metrics: MutableMapping[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    environments: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[tuple[int, str, str]] = field(default_factory=list)
-    ends: list[dict[str, Any]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)  # later attempts overwrite earlier ones
+    environments: list[dict[str, Any]] = field(default_factory=list)  # one per attempt
+    notes: list[tuple[int, str, str]] = field(default_factory=list)  # (attempt, level, text), in order
+    ends: list[dict[str, Any]] = field(default_factory=list)  # the end records, in order
+    # (attempt, from_step) pairs, to leave warm-up steps out of statistics
     warm: list[tuple[int, int]] = field(default_factory=list)
-    layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)
+    layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)  # step to layer to its metrics
+    # validation: step to loss, targets and documents of every example
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    memory: dict[int, dict[str, Any]] = field(default_factory=dict)
+    test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # the same of the test split
+    memory: dict[int, dict[str, Any]] = field(default_factory=dict)  # step to its memory curve, as in the journal
+    # step to the columns and the row of each of the modules
     proofs: dict[int, dict[str, Any]] = field(default_factory=dict)
-    unreadable: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # parts that hold no record, such as "line 7"
 
     @classmethod
     def load(cls, run_folder: Path) -> History:
@@ -196,12 +158,12 @@ class History:
                 history.add(record)
         return history
 
-    def tell_unreadable(self) -> str:
-        """Return in a few words which parts hold no record; empty when every part does."""
-        return tell_unreadable(self.unreadable)
+    def describe_unreadable(self) -> str:
+        """Return which parts hold no record, as text; empty if all of them do."""
+        return describe_unreadable(self.unreadable)
 
     def dump(self) -> dict[str, Any]:
-        """Return all that the journal says beside metrics, as plain data that :meth:`take` reads."""
+        """Return everything but metrics as plain data that :meth:`take` reads."""
         return {
             "facts": self.facts,
             "environments": self.environments,
@@ -214,11 +176,8 @@ class History:
         }
 
     def take(self, dumped: Mapping[str, Any]) -> None:
-        """Take in what :meth:`dump` returned, after it went through JSON; what is no record is left out.
-
-        Args:
-            dumped: From a store, so anything may be in it.
-        """
+        """Add what :meth:`dump` returned, after it went through JSON and a store, where anything may have changed it;
+        invalid records are left out."""
         for part in ("facts", "environments", "notes", "ends", "layers", "examples", "test_examples"):
             try:
                 records = [HEAD | record for record in _undump(part, dumped)]
@@ -231,14 +190,8 @@ class History:
                     self.unreadable.append(part)
 
     def add(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Take in one record.
-
-        Args:
-            record: As :func:`read` yields it.
-
-        Returns:
-            The metric values that were new: those of a repeated step are not.
-        """
+        """Add one record of :func:`read`, and return the metric values that are new: those of a repeated step are
+        not."""
         new: dict[str, float] = {}
         match record["kind"]:
             case "metrics":
@@ -268,7 +221,7 @@ class History:
         return new
 
     def series(self, name: str) -> dict[int, float]:
-        """Return a metric's values by step, in the order of steps; empty when it was never logged."""
+        """Return a metric's values in the order of steps; empty if it was never logged."""
         return {step: value for step, (_, value) in sorted(self.metrics.get(name, {}).items())}
 
     def median(self, name: str) -> float | None:
@@ -277,19 +230,19 @@ class History:
         return statistics.median(values) if values else None
 
     def last(self, name: str) -> float | None:
-        """Return a metric's value at its highest step; None when it was never logged."""
+        """Return a metric's value at its highest step; None if it was never logged."""
         return next(reversed(self.series(name).values()), None)
 
 
-def tell_unreadable(places: Sequence[str]) -> str:
-    """Return in a few words which parts of a journal hold no record; empty when every part does."""
+def describe_unreadable(places: Sequence[str]) -> str:
+    """Return which parts of a journal hold no record, as text; empty if all of them do."""
     if not places:
         return ""
     parts = ", ".join(places[:3]) + ", ..." * (len(places) > 3)
     return f"{parts} of its journal cannot be read and {'are' if len(places) > 1 else 'is'} left out"
 
 
-HEAD = {"attempt": 1, "time": 0.0}  # of records that come from elsewhere
+HEAD = {"attempt": 1, "time": 0.0}  # common fields of records from a store, which does not keep these
 
 
 def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Live bytes over one training step, in five parts: what the journal keeps of it, and what pictures are drawn from."""
+"""Live bytes over one training step in five parts, as the journal stores them and pictures show them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ Part = Literal["weights", "gradients", "optimizer", "activations", "workspace"]
 Phase = Literal["forward", "backward", "update"]
 PARTS: tuple[Part, ...] = get_args(Part)
 PHASES: tuple[Phase, ...] = get_args(Phase)
-MOST_POINTS = 300  # of a curve in the journal: more than a picture has room for
+MOST_POINTS = 300  # of a curve in the journal; a picture cannot resolve more
 
 
 @dataclass(frozen=True)
 class MemorySplit:
-    """Bytes that are live at one moment; every storage is in one part and counts once.
+    """Live bytes at one moment; every storage belongs to one part and counts once.
 
     Args:
         weights: Parameters, trained or not, and buffers.
-        gradients: What is or becomes the ``.grad`` of a parameter.
+        gradients: Tensors that are or become the ``.grad`` of a parameter.
         optimizer: Tensors of the optimizer's state.
-        activations: What a forward has saved for the backward, for as long as it lives; also in a forward that runs
-            again inside the backward.
-        workspace: All else that was allocated in the step: results that nothing saved, gradients on their way,
-            temporaries of operators and of the optimizer.
+        activations: Tensors that a forward has saved for the backward, while they live; also in a forward that is
+            recomputed inside the backward.
+        workspace: All other allocations of the step: results that nothing saved, intermediate gradients, temporaries
+            of operators and of the optimizer.
     """
 
     weights: int = 0
@@ -41,10 +41,10 @@ class MemorySplit:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """What is live from one allocation or release to the next.
+    """Live bytes from one allocation or release to the next.
 
     Args:
-        seconds: Since the step began, by the clock of a step that was watched, which is slower than others.
+        seconds: Since the step began, measured in a traced step, which is slower than others.
         phase: Of the step.
         split: The bytes.
     """
@@ -66,22 +66,22 @@ class MemoryCurve:
 
     @property
     def peak(self) -> MemoryPoint:
-        """The first moment at which most is live."""
+        """The first moment with the most live bytes."""
         return max(self.points, key=lambda point: point.split.total)
 
     @property
     def highest(self) -> MemorySplit:
-        """The most that each part takes in the step, each at a moment of its own."""
+        """The largest bytes of each part in the step, each at its own moment."""
         return MemorySplit(*(max(getattr(point.split, part) for point in self.points) for part in PARTS))
 
     def within(self, phase: Phase) -> MemoryPoint | None:
-        """Return the moment of a phase at which most is live.
+        """Return the first moment of a phase with the most live bytes.
 
         Args:
             phase: Which.
 
         Returns:
-            The first such moment; None when the step has no such phase.
+            The moment; None if the step has no such phase.
         """
         points = [point for point in self.points if point.phase == phase]
         return MemoryCurve(tuple(points)).peak if points else None
@@ -90,10 +90,11 @@ class MemoryCurve:
         """Return a curve of fewer points with the same peak, first and last point.
 
         Args:
-            most: Points at most, at least 4. Of each stretch of neighbours the highest and the lowest point stay.
+            most: Largest number of points, at least 4. Of each stretch of neighbours the highest and the lowest point
+                stay.
 
         Returns:
-            The curve; itself when it is small.
+            The curve; itself if it is small enough.
         """
         if len(self.points) <= most:
             return self
@@ -105,7 +106,7 @@ class MemoryCurve:
         return MemoryCurve(tuple(self.points[index] for index in sorted(kept)))
 
     def to_values(self) -> dict[str, Any]:
-        """Return the thinned curve as the journal keeps it: phases by number, times in whole microseconds."""
+        """Return the thinned curve as the journal stores it: phases by number, times in whole microseconds."""
         points = [
             [round(point.seconds * 1e6), PHASES.index(point.phase), *astuple(point.split)]
             for point in self.thin().points
@@ -114,7 +115,7 @@ class MemoryCurve:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> MemoryCurve:
-        """Return what :meth:`to_values` has written.
+        """Return the curve that :meth:`to_values` has converted.
 
         Args:
             values: From the journal.

@@ -1,4 +1,4 @@
-"""The memory of a step as a picture: its parts on top of each other over time, its phases side by side."""
+"""Picture of a step's memory: its parts stacked over time, with its phases marked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import FigureBase
 
-# Okabe and Ito's, which colour-blind readers tell apart: those of the same parts in a comparison.
+# Okabe and Ito's palette, which colour-blind readers can distinguish; comparisons use the same colours for these parts.
 COLOURS: dict[Part, str] = {
     "weights": "#0072B2",
     "gradients": "#D55E00",
@@ -29,23 +29,23 @@ WORDS: dict[Part, str] = {
     "activations": "saved activations",
     "workspace": "workspace",
 }
-WIDTH, PANEL, BELOW = 8.5, 3.1, 0.7  # inches: a picture, one panel in it, and the legend
+WIDTH, PANEL, BELOW = 8.5, 3.1, 0.7  # inches: width of a picture, height of a panel and of the legend
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
-_NARROW = 0.06  # of the width: a phase that has less gets no room for its name
+_NARROW = 0.06  # share of the width below which a phase gets no label
 
 
 def save_curves(curves: Sequence[tuple[str, MemoryCurve]], path: Path) -> Path:
     """Draw curves below each other, on one scale of bytes.
 
     Args:
-        curves: Each with its title; empty for none.
-        path: Where to; ``.png``, ``.svg`` or ``.pdf``. It is replaced.
+        curves: Each with its title; an empty title is not drawn.
+        path: A ``.png``, ``.svg`` or ``.pdf`` file, which is replaced.
 
     Returns:
         The path.
 
     Raises:
-        UsageError: The ending is another one, or the folder does not exist.
+        UsageError: The suffix is another one, or the folder does not exist.
     """
     check_path(path)
     import matplotlib as mpl
@@ -58,12 +58,8 @@ def save_curves(curves: Sequence[tuple[str, MemoryCurve]], path: Path) -> Path:
 
 
 def draw_curves(figure: FigureBase, curves: Sequence[tuple[str, MemoryCurve]]) -> None:
-    """Draw curves below each other, on one scale of bytes, each over its own time.
-
-    Args:
-        figure: Empty; of :data:`WIDTH`, and :data:`PANEL` high a curve and :data:`BELOW`.
-        curves: Each with its title.
-    """
+    """Draw curves below each other on one scale of bytes, each over its own time, into an empty figure of width
+    :data:`WIDTH` and height :data:`PANEL` a curve plus :data:`BELOW`."""
     highest = max(curve.peak.split.total for _, curve in curves)
     scale, unit = next((pair for pair in _UNITS if highest >= pair[0]), _UNITS[-1])
     panels = figure.subplots(len(curves), squeeze=False)[:, 0]
@@ -73,7 +69,7 @@ def draw_curves(figure: FigureBase, curves: Sequence[tuple[str, MemoryCurve]]) -
         axes.set(ylabel=f"live ({unit})")
         if title:
             axes.set_title(title, loc="left", fontsize=9, fontweight="bold", pad=14)
-    panels[-1].set_xlabel("milliseconds into the step (of a step that was watched: slower than others)")
+    panels[-1].set_xlabel("milliseconds into the step (a traced step is slower than others)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(PARTS), frameon=False)
 
@@ -110,7 +106,7 @@ def _draw_phases(axes: Axes, curve: MemoryCurve, times: list[float]) -> None:
 
 
 def _phases(curve: MemoryCurve, times: list[float]) -> Iterator[tuple[Phase, float, float]]:
-    """Each phase with its first and last moment; one that comes again comes again."""
+    """Yield each phase with its first and last moment; a phase that occurs twice is yielded twice."""
     turns = [0] + [n for n, (a, b) in enumerate(pairwise(curve.points), 1) if a.phase != b.phase]
     for first, last in zip(turns, [*turns[1:], len(times) - 1], strict=True):
         yield curve.points[first].phase, times[first], times[last]

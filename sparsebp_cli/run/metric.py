@@ -1,4 +1,4 @@
-"""The names of all metrics, each with its unit and which way is better. The only place where they are spelled."""
+"""Names, units and directions of all metrics. No other module spells a metric's name."""
 
 from __future__ import annotations
 
@@ -8,19 +8,12 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Metric:
-    """One number that is logged over steps.
+    """A number that is logged over steps."""
 
-    Args:
-        name: In MLflow and in the journal.
-        unit: Of the value; empty for pure numbers.
-        better: Which way is better; empty when neither.
-        timing: Whether it depends on the machine's speed, so that repeating the run gives another value.
-    """
-
-    name: str
-    unit: str = ""
-    better: Literal["lower", "higher", ""] = ""
-    timing: bool = False
+    name: str  # in MLflow and in the journal
+    unit: str = ""  # empty for pure numbers
+    better: Literal["lower", "higher", ""] = ""  # which direction is better; empty if neither
+    timing: bool = False  # depends on the speed of the machine, so repeated runs differ
 
 
 TRAIN_LOSS = Metric("train/loss", "nats/token", "lower")

@@ -1,8 +1,8 @@
-"""What a list of runs needs of a journal, kept beside it: a list of 2,000 runs cannot read 2,000 journals.
+"""Outlines: cached summaries of journals, because a list of 2,000 runs cannot read 2,000 journals.
 
-``outline.json`` is derived from the journal and belongs to one size and time of change of it; where these differ, or
-the file is missing or odd, the journal is read. Whoever closes a journal behind an end writes it, and so does the first
-reader of an older run. Nothing is lost with it.
+``outline.json`` is valid for one size and modification time of its journal. If these differ, or the file is missing or
+malformed, the journal is read. The process that closes a finished journal writes its outline, and so does the first
+reader of an older run. Losing it loses nothing.
 """
 
 from __future__ import annotations
@@ -20,36 +20,22 @@ from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure,
 FILE = "outline.json"
 JOURNAL = "journal.jsonl"
 VERSION = 1
-MOST_UNREADABLE = 4  # places that are named; a list says no more
+MOST_UNREADABLE = 4  # places that are named; a list of runs shows no more
 
 
 @dataclass
 class Outline:
-    """A journal in a few numbers.
+    """Summary of a journal."""
 
-    Args:
-        attempts: Workers that were started.
-        end: How the last attempt ended; None: it did not say.
-        step: The highest step of any metric.
-        eval_step: The highest step with a loss on held-out examples.
-        eval_loss: That loss.
-        unreadable: The first places that hold no record, such as ``line 7``.
-    """
-
-    attempts: int = 0
-    end: State | None = None
-    step: int = 0
-    eval_step: int = -1
-    eval_loss: float | None = None
-    unreadable: list[str] = field(default_factory=list)
+    attempts: int = 0  # workers that were started
+    end: State | None = None  # how the last attempt ended; None: unknown
+    step: int = 0  # the highest step of any metric
+    eval_step: int = -1  # the highest step with a validation loss
+    eval_loss: float | None = None  # the loss at that step
+    unreadable: list[str] = field(default_factory=list)  # the first places that hold no record, such as "line 7"
 
     def add(self, record: dict[str, Any] | None, number: int) -> None:
-        """Take in one line of the journal.
-
-        Args:
-            record: The line's; None: it holds none.
-            number: Of the line, from 1.
-        """
+        """Add line ``number`` (from 1) of the journal; None for a line without a record."""
         if record is None:
             if len(self.unreadable) < MOST_UNREADABLE:
                 self.unreadable.append(f"line {number}")
@@ -66,12 +52,8 @@ class Outline:
                     self.eval_step, self.eval_loss = record["step"], record["values"][EVAL_LOSS.name]
 
     def save(self, run_folder: Path, stamp: list[int]) -> None:
-        """Write it beside the journal, whole or not at all; where that cannot be done, nothing is lost.
-
-        Args:
-            run_folder: The run's.
-            stamp: Of the journal that it was made of.
-        """
+        """Write the outline next to its journal, atomically; a failure is ignored, because the journal has
+        everything."""
         part = run_folder / f"{FILE}.{os.getpid()}.part"
         content = {"version": VERSION, "journal": stamp} | {k: to_json(v) for k, v in asdict(self).items()}
         with suppress(OSError):
@@ -83,7 +65,7 @@ class Outline:
 
 
 def read_stamp(run_folder: Path) -> list[int]:
-    """Return size and time of change of a journal; empty when there is none."""
+    """Return size and modification time of a journal; empty if there is none."""
     try:
         found = (run_folder / JOURNAL).stat()
     except OSError:
@@ -92,15 +74,7 @@ def read_stamp(run_folder: Path) -> list[int]:
 
 
 def read_outline(run_folder: Path, stamp: list[int]) -> Outline | None:
-    """Return the outline that is kept, if it belongs to the journal as it is.
-
-    Args:
-        run_folder: The run's.
-        stamp: Of the journal.
-
-    Returns:
-        The outline; None where the journal has to be read.
-    """
+    """Return the cached outline if it is valid for the journal's stamp; None if the journal has to be read."""
     try:
         kept = json.loads((run_folder / FILE).read_bytes())
         if not isinstance(kept, dict) or (kept.pop("version"), kept.pop("journal")) != (VERSION, stamp):

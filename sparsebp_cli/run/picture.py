@@ -1,4 +1,4 @@
-"""How a picture becomes a file; the same picture gives the same file."""
+"""Writing of pictures to files; equal pictures give equal files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ OPTIONS = {"svg.hashsalt": "sparsebp", "font.size": 9, "axes.spines.top": False,
 
 
 def check_path(path: Path) -> None:
-    """Refuse a file that no picture can become, before anything is drawn.
-
-    Args:
-        path: Where to.
-
-    Raises:
-        UsageError: The ending is not one of a picture, or the folder does not exist.
-    """
+    """Raise UsageError for a path that is no picture's or whose folder does not exist, before anything is drawn."""
     if path.suffix.lower() not in ENDINGS:
         raise UsageError(f"a picture's name must end in {', '.join(ENDINGS)}, got {path.name!r}")
     if not path.parent.is_dir():
@@ -30,15 +23,8 @@ def check_path(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a picture; the same content gives the same file.
-
-    Args:
-        figure: Of matplotlib.
-        path: Where to; it is replaced.
-
-    Returns:
-        The path.
-    """
+    """Write a figure of matplotlib to a path, which is replaced, and return the path; equal content gives equal
+    files."""
     metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
     figure.savefig(path, dpi=150, metadata=metadata)
     return path

@@ -1,7 +1,7 @@
-"""What a record of the journal has to be: a line that is anything else is skipped by every reader and counted.
+"""Validation of journal records: every reader skips and counts a line that is not a valid record.
 
-A journal may hold what no worker of this version wrote: half a line before a power cut, another program's output,
-the record of a newer version. Readers index, compare and print the fields, so each is checked once, where a line is
+A journal may hold lines that no worker of this version wrote: half a line before a power cut, another program's output,
+the record of a newer version. Readers index, compare and print the fields, so they are validated once, where a line is
 read.
 """
 
@@ -15,15 +15,13 @@ from typing import Any
 
 from sparsebp_cli.run.memory import PARTS, PHASES
 
-LARGEST_INTEGER = 2**63  # of a number: larger ones overflow where they meet a float
+LARGEST_INTEGER = 2**63  # exclusive; arithmetic of much larger integers with floats raises OverflowError
 MOST_WARMUP_STEPS = 10**6
 
 
 class State(StrEnum):
-    """What a run is doing. Only the last four are final until somebody resumes it.
-
-    Unreachable: the run was started on a target that does not answer, or that nobody asks; it may well be alive.
-    """
+    """The state of a run. Only the last four are final until the run is resumed. Unreachable: the run was started on a
+    target that does not answer or that nobody asks; it may still be alive."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -35,7 +33,7 @@ class State(StrEnum):
 
     @property
     def over(self) -> bool:
-        """Whether nothing works on the run any more."""
+        """Whether no process works on the run any more."""
         return self not in {State.QUEUED, State.RUNNING, State.UNREACHABLE}
 
 
@@ -45,17 +43,11 @@ Check = Callable[[Any], bool]
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Return the record that a line of the journal holds.
-
-    Args:
-        line: With or without its end.
-
-    Returns:
-        The record, with numbers that are not finite in the place of their words; None when the line is none.
-    """
+    """Return the record in a line of the journal, with or without its end, and with numbers in place of the words for
+    those that are not finite; None if the line holds none."""
     try:
         record = json.loads(line.decode())
-        if b"\\u" in line:  # half a surrogate pair can be read, and breaks whatever prints it
+        if b"\\u" in line:  # json reads a lone surrogate, which cannot be printed: encoding it raises ValueError
             json.dumps(record, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
@@ -67,7 +59,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def is_record(record: Mapping[str, Any]) -> bool:
-    """Whether a record has the fields of its kind; a kind that is not known needs only the common ones."""
+    """Return whether a record has the fields of its kind; an unknown kind needs only the common ones."""
     kind = record.get("kind")
     fields = FIELDS.get(kind, {}) if isinstance(kind, str) else {}
     return all(name in record and check(record[name]) for some in (COMMON, fields) for name, check in some.items())
@@ -77,7 +69,7 @@ NOT_FINITE = {"nan", "inf", "-inf"}
 
 
 def to_json(value: Any) -> Any:
-    """JSON has no numbers that are not finite: alone or by name they become text, inside a list null."""
+    """Replace numbers that are not finite, which JSON lacks: by text, or inside a list by null."""
     match value:
         case float():
             return value if math.isfinite(value) else str(value)
@@ -89,7 +81,7 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """Words in a list stay words: a class may be called nan."""
+    """Undo :func:`to_json`, except in lists: there a text stays text, because a class may be called nan."""
     match value:
         case str():
             return float(value) if value in NOT_FINITE else value
@@ -107,7 +99,7 @@ def _is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is a whole number from 0 on that every reader can use."""
+    """Return whether a value is a whole number from 0 that every reader can use."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_INTEGER
 
 
@@ -116,7 +108,7 @@ def _is_time(value: Any) -> bool:
 
 
 def is_figure(value: Any) -> bool:
-    """Whether a value is a number, or None where nothing was measured."""
+    """Return whether a value is a number, or None for a missing measurement."""
     return value is None or _is_number(value)
 
 
@@ -129,14 +121,14 @@ def _is_dict_of(check: Check) -> Check:
 
 
 def _is_dict_with(**fields: Check) -> Check:
-    """Each of these fields is there and is right; others may be there."""
+    """Check that all of these fields exist and are valid; others may exist."""
     return lambda value: (
         isinstance(value, dict) and all(name in value and check(value[name]) for name, check in fields.items())
     )
 
 
 def _is_dict_without_other(**fields: Check) -> Check:
-    """Each of these fields is right if it is there; others may be there."""
+    """Check that those of these fields that exist are valid; others may exist."""
     return lambda value: (
         isinstance(value, dict) and all(check(value[name]) for name, check in fields.items() if name in value)
     )

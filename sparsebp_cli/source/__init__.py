@@ -1,22 +1,22 @@
-"""The models and data that a recipe names: where a name leads, and what a first look tells without torch or network."""
+"""Models and data that a recipe names: resolving names, and checks without torch or network."""
 
 from sparsebp_cli.source.data import LOADERS, TEXT_FEATURES, check_text, missing_column, missing_split, refuse_deep
 from sparsebp_cli.source.folder import check_folder
-from sparsebp_cli.source.look import Look, look
+from sparsebp_cli.source.inspection import Problem, inspect_sources
 from sparsebp_cli.source.model import read_config, refuse_mismatch, refuse_too_long
-from sparsebp_cli.source.name import DATASETS, MODELS, find_here, find_source
+from sparsebp_cli.source.name import DATASETS, MODELS, find_path, find_source
 
 __all__ = [
     "DATASETS",
     "LOADERS",
     "MODELS",
     "TEXT_FEATURES",
-    "Look",
+    "Problem",
     "check_folder",
     "check_text",
-    "find_here",
+    "find_path",
     "find_source",
-    "look",
+    "inspect_sources",
     "missing_column",
     "missing_split",
     "read_config",

@@ -1,4 +1,4 @@
-"""What the first rows of a data file tell: whether it can be read, which columns it has, what is in them."""
+"""Inspection of the first rows of a data file: readability, columns, and types of values."""
 
 from __future__ import annotations
 
@@ -11,30 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.errors import DataError, did_you_mean
-from sparsebp_cli.policy.phrase import shorten, show_with_type
+from sparsebp_cli.policy.error_text import shorten, show_with_type
 
 LOADERS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 LOADERS |= {".tsv": "csv", ".parquet": "parquet"}
 NUM_ROWS = 100
-MOST_BYTES = 1024 * 1024  # that are read
-DEEPEST = 500  # lists and mappings within each other; at 200,000 the reader of datasets 5.2 ends its process
+MOST_BYTES = 1024 * 1024  # read of a file
+DEEPEST = 500  # nesting of lists and mappings; at 200,000 the reader of datasets 5.2 crashes the process
 BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
-TEXT_FEATURES = {"Value", "ClassLabel", "Json"}  # of datasets; others open the files that a row names
+TEXT_FEATURES = {"Value", "ClassLabel", "Json"}  # of datasets; reading another feature may open files that a row names
 Rows = Sequence[Mapping[str, Any]]
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Read the first rows of a data file.
-
-    Args:
-        file: Of one of the suffixes in :data:`LOADERS`.
-
-    Returns:
-        At most :data:`NUM_ROWS`; none where the file is too large for its kind to be looked into.
-
-    Raises:
-        DataError: It cannot be read, is empty, or holds something else.
-    """
+    """Return at most :data:`NUM_ROWS` first rows of a data file; none if a file of its format is too large to be
+    inspected. Raise DataError if it cannot be read, is empty, or does not match its suffix."""
     if file.suffix not in LOADERS:
         raise DataError(f"{file}: cannot read {file.suffix or 'no suffix'}; allowed: {', '.join(LOADERS)}")
     if not file.is_file():
@@ -59,17 +50,8 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def check_rows(rows: Rows, needed: Iterable[str], label: str | None, spans: Collection[str] = ()) -> None:
-    """Look whether rows have what a recipe reads.
-
-    Args:
-        rows: The first ones, at least one.
-        needed: Columns of text.
-        label: Column of labels; None: there is none.
-        spans: Columns that mark characters.
-
-    Raises:
-        DataError: A column is missing, or holds something else.
-    """
+    """Raise DataError unless rows (at least one) have the text columns, the label column, and the columns of character
+    spans that a recipe reads."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     for name in (*needed, *([label] if label else []), *spans):
         if name not in columns:
@@ -85,30 +67,14 @@ def check_rows(rows: Rows, needed: Iterable[str], label: str | None, spans: Coll
 
 
 def check_text(value: object, column: str, row: int) -> None:
-    """Refuse what is no text, nor a number that can be written as one.
-
-    Args:
-        value: Of one row; None is an empty text.
-        column: Its column.
-        row: Its number, from 0.
-
-    Raises:
-        DataError: It is a list, a mapping or bytes.
-    """
+    """Raise DataError for a list, a mapping or bytes; None is an empty text, and numbers are written as text."""
     if isinstance(value, Mapping | list | tuple | bytes):
         got = "bytes" if isinstance(value, bytes) else show_with_type(value)
         raise DataError(f"column {column!r}, row {row}: must be text, got {got}")
 
 
 def refuse_deep(file: Path) -> None:
-    """Refuse JSON that is nested more deeply than data is.
-
-    Args:
-        file: Of JSON, or of lines of it.
-
-    Raises:
-        DataError: It is.
-    """
+    """Raise DataError for JSON, or lines of it, that is nested more deeply than data is."""
     with file.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.count(b"[") + line.count(b"{") <= DEEPEST:
@@ -117,16 +83,16 @@ def refuse_deep(file: Path) -> None:
             for found in BRACKETS.finditer(line):
                 depth += (found[0] in b"[{") - (found[0] in b"]}")
                 if depth > DEEPEST:
-                    raise DataError(f"{file}, line {number}: no JSON: nested too deeply; allowed: {DEEPEST} levels")
+                    raise DataError(f"{file}, line {number}: not JSON: nested too deeply; allowed: {DEEPEST} levels")
 
 
 def missing_column(name: str, columns: Collection[str]) -> DataError:
-    """Return the error for a column that is not there."""
+    """Return the error for a missing column."""
     return DataError(f"the dataset has no column {name!r}; it has {_list(columns)}{did_you_mean(name, columns)}")
 
 
 def missing_split(name: str, splits: Collection[str]) -> DataError:
-    """Return the error for a split that is not there."""
+    """Return the error for a missing split."""
     return DataError(f"the dataset has no split {name!r}; it has {_list(splits)}{did_you_mean(name, splits)}")
 
 
@@ -138,7 +104,7 @@ def _decode(file: Path, content: bytes, *, is_whole: bool) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if not is_whole and error.start > len(content) - 4:  # cut within a character
+        if not is_whole and error.start > len(content) - 4:  # the limit cut a character
             return content[: error.start].decode("utf-8-sig")
         line = content[: error.start].count(b"\n") + 1
         raise DataError(f"{file}, line {line}: not UTF-8 text: got byte 0x{content[error.start]:02x}") from None
@@ -157,11 +123,11 @@ def _read_json(file: Path, text: str, *, is_whole: bool) -> list[dict[str, Any]]
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if file.suffix == ".json":  # one object over many lines, which is too large to be read here
+            if file.suffix == ".json":  # one object over many lines, which is too large to be inspected
                 return []
             deep = "nested too deeply" if isinstance(error, RecursionError) else "a number is too long"
             reason = getattr(error, "msg", deep)
-            raise DataError(f"{file}, line {number}: no JSON: {reason}; got {shorten(line)!r}") from None
+            raise DataError(f"{file}, line {number}: not JSON: {reason}; got {shorten(line)!r}") from None
         if not isinstance(row, dict):
             if file.suffix == ".json":
                 return []
@@ -187,7 +153,7 @@ def _read_csv(file: Path, text: str) -> list[dict[str, Any]]:
         header = next(reader, [])
         rows = [dict(zip(header, row, strict=False)) for row, _ in zip(reader, range(NUM_ROWS), strict=False)]
     except csv.Error as error:
-        raise DataError(f"{file}: no table: {error}") from None
+        raise DataError(f"{file}: not a table: {error}") from None
     if not rows:
         raise DataError(f"{file}: has a header and no rows")
     return [dict.fromkeys(header) | row for row in rows]
@@ -199,12 +165,12 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
     try:
         schema = pyarrow.parquet.read_schema(file)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{file}: no Parquet file: {str(error).splitlines()[0]}") from None
-    return [{field.name: _show_kind(field, schema.metadata or {}) for field in schema}]
+        raise DataError(f"{file}: not a Parquet file: {str(error).splitlines()[0]}") from None
+    return [{field.name: _sample_value(field, schema.metadata or {}) for field in schema}]
 
 
-def _show_kind(field: Any, metadata: Mapping[bytes, bytes]) -> Any:
-    """Return a value that stands for those of a column: None for texts and numbers."""
+def _sample_value(field: Any, metadata: Mapping[bytes, bytes]) -> Any:
+    """Return a value of the type that a column has: None for texts and numbers."""
     import pyarrow
 
     try:

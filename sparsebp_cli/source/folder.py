@@ -1,7 +1,7 @@
-"""A folder of data: which files may lie in it, and where its own settings may lead.
+"""Checks of a folder of data: which files it may contain, and where its own settings may point.
 
-The library that reads data decides by suffix what to do with a file: it unpacks archives, decodes pictures, follows
-addresses in a README. Only what is read from single files as well is let through to it.
+The library that reads data decides by suffix what to do with a file: it unpacks archives, decodes images, and follows
+addresses in a README. Only formats that are also allowed as single files may reach it.
 """
 
 from __future__ import annotations
@@ -12,29 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.policy.phrase import shorten
+from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.source.data import LOADERS
 
-READ = tuple(suffix for suffix in LOADERS if suffix not in {".md", ".text"})  # of a folder, these are not data
+READ = tuple(suffix for suffix in LOADERS if suffix not in {".md", ".text"})  # in a folder, these two are not data
 BESIDE = ("README", "LICENSE", "NOTICE", "CITATION", "CHANGELOG")
 SETTINGS = ("README.md", ".huggingface.yaml")
 LARGEST_SETTINGS = 1024 * 1024
-MOST_BRACKETS = 1000  # in settings: the time to parse them grows with the square of their depth
+MOST_BRACKETS = 1000  # in settings: parsing time is quadratic in their depth
 LEADING = ("data_files", "data_dir")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds more than data files, or whose settings lead out of it.
-
-    Args:
-        folder: Of data.
-
-    Raises:
-        DataError: It does.
-    """
+    """Raise DataError for a folder that contains other files than data, or whose settings point out of it."""
     names = 0
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]  # which the library leaves out, too
+        folders[:] = [name for name in folders if not name.startswith(".")]  # the library skips these too
         for file in (Path(place) / name for name in sorted(files)):
             if file.name.startswith(".") or file.name.startswith(BESIDE):
                 continue
@@ -77,7 +70,7 @@ def _check_settings(file: Path) -> None:
 
 
 def _find_paths(value: Any, seen: set[int]) -> Iterator[str]:
-    """Every text within; a part to which aliases lead from many places is looked at once."""
+    """Yield every text within a value. A part that several YAML aliases refer to is visited once."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list) and id(value) not in seen:

@@ -1,7 +1,7 @@
-"""What lies beside a model's config.json and decides what is read: adapters, the index of weights, their headers.
+"""Checks of the files next to a model's config.json that decide what is read: adapters, the index of weights, headers.
 
-All of it is looked at before a library opens any of it. An index can name files of other formats and other folders, an
-adapter names another model, and a config can ask for a model that no memory holds.
+They run before a library opens any of these files. An index can name files of other formats and in other folders, an
+adapter names another model, and a config can describe a model that fits into no memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.policy.phrase import shorten
+from sparsebp_cli.policy.error_text import shorten
 
 LARGEST_JSON = 256 * 1024 * 1024
-LARGEST_HEADER = 100_000_000  # of safetensors; the library refuses larger ones itself
+LARGEST_HEADER = 100_000_000  # bytes, of safetensors; the library refuses larger ones itself
 INDEX = "model.safetensors.index.json"
-# Words of configs for what is at most the longest side of a tensor, and for how many modules there are.
+# Keys of configs for sizes that are at most the longest side of a tensor, and for numbers of modules.
 SIZES: tuple[str, ...] = (
     "hidden_size",
     "intermediate_size",
@@ -34,15 +34,8 @@ ALWAYS_ALLOWED = 256  # layers may share their tensors
 
 
 def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a model's folder that leads to other files, or whose config asks for more than its weights hold.
-
-    Args:
-        folder: The model's.
-        config: What its config.json says.
-
-    Raises:
-        DataError: It does.
-    """
+    """Raise DataError for a model folder that points to other files, or whose config asks for a larger model than its
+    weights hold."""
     if (folder / "adapter_config.json").exists():
         raise DataError(f"{folder}: has adapter_config.json, which leads to another model; name that model itself")
     check_sidecars(folder)
@@ -54,14 +47,7 @@ def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_sidecars(folder: Path) -> None:
-    """Refuse settings that name code or are too large to be read.
-
-    Args:
-        folder: Of a model or a tokenizer.
-
-    Raises:
-        DataError: There are some.
-    """
+    """Raise DataError for settings in the folder of a model or tokenizer that name code or are too large."""
     for file in sorted(folder.glob("*.json")):
         if file.is_file() and file.stat().st_size > LARGEST_JSON:
             raise DataError(f"{file}: must have at most {LARGEST_JSON} bytes, got {file.stat().st_size}")
@@ -71,7 +57,7 @@ def check_sidecars(folder: Path) -> None:
 
 
 def _name_files(folder: Path) -> list[str]:
-    """Return the names of the files of weights; each has to be safetensors in the folder itself."""
+    """Return the names of the weight files; each must be safetensors in the folder itself."""
     index = folder / INDEX
     if not index.is_file():
         return [name for name in ("model.safetensors",) if (folder / name).is_file()]
@@ -95,7 +81,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _read_shapes(file: Path) -> Iterator[list[int]]:
-    """Return the shapes in a header; none where it is damaged, which safetensors then says itself."""
+    """Yield the shapes in a header; none if it is damaged, which safetensors reports itself."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

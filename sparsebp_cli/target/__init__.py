@@ -3,7 +3,7 @@
 from pydantic import ValidationError
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy.finding import word_errors
+from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.recipe.target import find_target
 from sparsebp_cli.target.contract import Finding, Job, Target
@@ -30,7 +30,7 @@ def make_target(section: TargetSection) -> Target:
     try:
         options = found.options_class.model_validate(section.options)
     except ValidationError as error:
-        finding = word_errors(error, found.options_class, section.options)[0]
+        finding = describe_errors(error, found.options_class, section.options)[0]
         raise UsageError(f"target.{finding.key}: {finding.text}") from None
     target: Target = found.target_class(options)
     return target

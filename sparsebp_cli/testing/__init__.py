@@ -1,4 +1,4 @@
-"""PUBLIC. Conformance suites for plugin authors: everything that a contract promises, in one line of a test.
+"""PUBLIC. Conformance suites for plugin authors: one line of a test checks everything that a contract promises.
 
 from sparsebp_cli.testing import check_policy, check_target
 
@@ -8,7 +8,7 @@ def test_stride_keeps_the_contract():
 def test_my_cluster_keeps_the_contract():
     check_target("my-cluster", queue="short")
 
-``FakeTarget`` is a target inside the test's own process, whose line can be cut and whose workers can be lost.
+``FakeTarget`` is a target inside the test's own process. Tests can cut its connection and lose its workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.testing.policy import check_policy
     from sparsebp_cli.testing.target import check_target
 else:
-    _FILES = {"FakeTarget": "fake", "check_policy": "policy", "check_target": "target"}  # only one of them needs torch
+    # Imported on first use, because only check_policy needs torch.
+    _FILES = {"FakeTarget": "fake", "check_policy": "policy", "check_target": "target"}
 
     def __getattr__(name):
         if name in _FILES:

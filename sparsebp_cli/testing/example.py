@@ -1,4 +1,4 @@
-"""The conformance suite of example selectors. Each broken promise is an ``AssertionError`` of one sentence.
+"""Conformance suite of example selectors. Each broken promise is an ``AssertionError`` of one sentence.
 
 Shape letters: B examples, K kept.
 """
@@ -19,11 +19,7 @@ _NUM_STEPS = 24
 
 
 def check_example_selector(policy: ExampleSelector) -> None:
-    """Hold an example selector against every promise of the contract.
-
-    Args:
-        policy: With the options to be checked.
-    """
+    """Check an example selector against every promise of the contract."""
     for check in _CHECKS:
         check(policy)
 
@@ -31,7 +27,7 @@ def check_example_selector(policy: ExampleSelector) -> None:
 def _check_choice(policy: ExampleSelector) -> None:
     name = name_of(policy)
     require(0.0 < policy.scored_share <= 1.0, f"{name}: scored_share must be in (0, 1], got {policy.scored_share}")
-    for examples, step in _asked(policy):
+    for examples, step in _cases(policy):
         index_K = policy.choose(examples, step)
         if index_K is None:
             continue
@@ -45,7 +41,7 @@ def _check_choice(policy: ExampleSelector) -> None:
 def _check_budget(policy: ExampleSelector) -> None:
     name, budget = name_of(policy), policy.budget
     require(0.0 < budget <= 1.0, f"{name}: budget must be in (0, 1], got {budget}")
-    for examples, step in _asked(policy):
+    for examples, step in _cases(policy):
         index_K = policy.choose(examples, step)
         most = max(1, math.ceil(budget * examples.number - 1e-9))
         kept = examples.number if index_K is None else index_K.numel()
@@ -54,20 +50,20 @@ def _check_budget(policy: ExampleSelector) -> None:
 
 
 def _check_repeatable(policy: ExampleSelector) -> None:
-    for examples, step in _asked(policy):
+    for examples, step in _cases(policy):
         before, states = None if examples.loss_B is None else examples.loss_B.clone(), random_states()
         first = policy.choose(examples, step)
         require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        require(_same(before, examples.loss_B), f"{name_of(policy)}: changes the losses that it is shown")
+        require(_same(before, examples.loss_B), f"{name_of(policy)}: changes the losses that it receives")
         again = policy.choose(examples, step)
-        require(_same(first, again), f"{name_of(policy)}: decides otherwise when asked again at the same step")
+        require(_same(first, again), f"{name_of(policy)}: decides differently when called again at the same step")
 
 
 def _check_draws(policy: ExampleSelector) -> None:
     def differs(what: str, numbers: range) -> bool:
         return any(
             not _same(policy.choose(examples, step), policy.choose(examples, replace(step, **{what: number})))
-            for examples, step in _asked(policy)
+            for examples, step in _cases(policy)
             for number in numbers
         )
 
@@ -76,8 +72,8 @@ def _check_draws(policy: ExampleSelector) -> None:
     for what in ("micro_batch", "seed", "rank"):
         text = f"{name_of(policy)}: is random but draws the same for every {what} of the step"
         require(differs(what, range(1, 5)), text)
-    for number in {examples.number for examples, _ in _asked(policy) if examples.number > 2}:
-        same_batch = [(e, s) for e, s in _asked(policy) if e.number == number]
+    for number in {examples.number for examples, _ in _cases(policy) if examples.number > 2}:
+        same_batch = [(e, s) for e, s in _cases(policy) if e.number == number]
         chosen = [policy.choose(replace(e, loss_B=_loss(policy, number, s)), s) for e, s in same_batch]
         different = {tuple(index_K.tolist()) for index_K in chosen if index_K is not None}
         text = f"{name_of(policy)}: is random but draws the same for every index of the step"
@@ -86,16 +82,16 @@ def _check_draws(policy: ExampleSelector) -> None:
 
 def _check_exact(policy: ExampleSelector) -> None:
     require(policy.exact or not policy.unbiased, f"{name_of(policy)}: a mean over targets of chosen examples is biased")
-    for examples, step in _asked(policy):
+    for examples, step in _cases(policy):
         dense = not policy.exact or policy.choose(examples, step) is None
         require(dense, f"{name_of(policy)}: says it is exact, but chooses at step {step.index}")
 
 
 def _check_resume(policy: ExampleSelector) -> None:
     used = through_json(policy)
-    for examples, step in _asked(policy):
+    for examples, step in _cases(policy):
         mine, copied = used.choose(examples, step), through_json(policy).choose(examples, step)
-        require(_same(mine, copied), f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own")
+        require(_same(mine, copied), f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
 
 
 _CHECKS: tuple[Callable[[ExampleSelector], None], ...] = (
@@ -108,8 +104,8 @@ _CHECKS: tuple[Callable[[ExampleSelector], None], ...] = (
 )
 
 
-def _asked(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
-    """Batches of several sizes at steps of a training; what the policy does not ask for is not there."""
+def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
+    """Yield batches of several sizes at several steps, with losses only if the policy needs them."""
     for index in range(_NUM_STEPS):
         step = Step(index, seed=1, num_steps=_NUM_STEPS if policy.needs_num_steps else None)
         for number in (1, 2, 7, 16):
@@ -117,7 +113,7 @@ def _asked(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
 
 
 def _loss(policy: ExampleSelector, number: int, step: Step) -> Tensor | None:
-    """Losses of which some are equal."""
+    """Return losses of which some are equal."""
     if not policy.needs_loss(step):
         return None
     return torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()

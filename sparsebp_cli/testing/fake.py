@@ -1,4 +1,4 @@
-"""PUBLIC. A target inside this process: its line can be cut, its workers can be lost, and nothing has to be installed.
+"""PUBLIC. A target inside this process. Tests can cut its connection and lose its workers; it needs no installation.
 
 target = FakeTarget(tmp_path / "there")
 job = target.submit(run)
@@ -29,7 +29,7 @@ from sparsebp_cli.testing.worker import work
 
 
 class _Killed(BaseException):
-    """Ends a worker without a word."""
+    """Ends a worker without any output."""
 
 
 @dataclass
@@ -61,13 +61,13 @@ class _Worker:
 
 @final
 class FakeEngine(Engine):
-    """A folder of this machine that plays another one; workers are threads."""
+    """A folder of this machine that represents another machine; workers are threads."""
 
     fastest_seconds: ClassVar[float] = 0.02
     slowest_seconds: ClassVar[float] = 0.05
 
     def __init__(self, there: Path) -> None:
-        """Choose the place.
+        """Choose the folder.
 
         Args:
             there: An empty or missing folder.
@@ -78,7 +78,7 @@ class FakeEngine(Engine):
         self._workers: dict[str, _Worker] = {}
 
     def cut(self) -> None:
-        """Stop answering. Workers go on."""
+        """Stop answering. Workers continue."""
         self.reachable = False
 
     def mend(self) -> None:
@@ -86,13 +86,13 @@ class FakeEngine(Engine):
         self.reachable = True
 
     def lose(self, run: RunFolder) -> None:
-        """Lose a worker and all that it wrote, as when a machine is replaced."""
+        """Lose a worker and everything that it wrote, as when a machine is replaced."""
         worker = self._workers.pop(run.run_id)
         worker.asked.append(signal.SIGKILL)
         shutil.rmtree(worker.run.path, ignore_errors=True)
 
     def kill(self, run: RunFolder) -> None:
-        """End a worker as the system does that is out of memory."""
+        """Kill a worker, as the system does when it is out of memory."""
         self._workers[run.run_id].asked.append(signal.SIGKILL)
 
     def command(self, run: RunFolder) -> list[str]:
@@ -164,13 +164,13 @@ class FakeEngine(Engine):
 
 @final
 class FakeTarget(Target):
-    """A target inside this process. It dispatches in threads, by the same code as targets elsewhere."""
+    """A target inside this process. It dispatches in threads, with the same code as remote targets."""
 
     def __init__(self, there: Path) -> None:
-        """Choose the place.
+        """Choose the folder.
 
         Args:
-            there: An empty or missing folder, where workers work.
+            there: An empty or missing folder, in which workers write.
         """
         self.engine: FakeEngine = FakeEngine(there)
         self._threads: list[threading.Thread] = []

@@ -1,4 +1,4 @@
-"""A small network, trained with a policy or by plain PyTorch, to the last bit repeatable."""
+"""A small network, trained reproducibly with a policy or by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsebp_cli.policy import Policy
 
 
 class Network(nn.Module):
-    """Three layers with a tanh between them."""
+    """Three linear layers with tanh between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,20 +35,9 @@ def train_network(
     execution: Literal["fast", "reference"] = "fast",
     sites: Literal["linears", "branches", "nodes"] = "linears",
 ) -> list[Tensor]:
-    """Train a small network, two backward passes a step.
-
-    Args:
-        policy: Asked at its sites; None: plain PyTorch.
-        num_steps: Optimizer steps.
-        stop: The step before which the engine is detached and a new one goes on from its state.
-        resume_with: The policy of the new engine; None: the same.
-        dtype: Of weights and data.
-        execution: As for ``attach``.
-        sites: As for ``attach``.
-
-    Returns:
-        The weights.
-    """
+    """Train a small network with two backward passes a step, and return its weights. Without a policy this is plain
+    PyTorch. Before step ``stop`` the engine is detached, and a new one with the policy ``resume_with`` (None: the same)
+    continues from its state."""
     generator = torch.Generator().manual_seed(0)
     model = Network().to(dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The conformance suite of parameter selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Conformance suite of parameter selectors. Each broken promise is an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_STEPS = 12
 
 
 class _Decoder(nn.Module):
-    """An embedding, four layers, a norm and a head, named as decoders name theirs."""
+    """An embedding, four layers, a norm and a head, with the names that decoders use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,25 +35,20 @@ class _Decoder(nn.Module):
 
 
 def check_parameter_selector(policy: ParameterSelector) -> None:
-    """Hold a parameter selector against every promise of the contract.
-
-    It is shown a decoder of four layers, ``layers.0`` to ``layers.3``, with ``embed_tokens``, ``norm`` and ``lm_head``;
-    patterns among its options must fit that.
-
-    Args:
-        policy: With the options to be checked.
-    """
+    """Check a parameter selector against every promise of the contract. It selects from a decoder of four layers,
+    ``layers.0`` to ``layers.3``, with ``embed_tokens``, ``norm`` and ``lm_head``; patterns among its options must match
+    that."""
     for check in _CHECKS:
         check(policy)
 
 
 def _check_choice(policy: ParameterSelector) -> None:
-    parameters = _shown()
+    parameters = _parameters()
     names = {parameter.name for parameter in parameters}
     for index in range(NUM_STEPS):
         chosen = policy.select(parameters, Step(index, num_steps=NUM_STEPS))
         good = isinstance(chosen, Collection) and not isinstance(chosen, str) and set(chosen) <= names
-        require(good, f"{name_of(policy)}: select must return names that it was shown, got {chosen!r}")
+        require(good, f"{name_of(policy)}: select must return names that it received, got {chosen!r}")
         require(len(chosen) > 0, f"{name_of(policy)}: trains nothing at step {index}")
         require(len(set(chosen)) == len(chosen), f"{name_of(policy)}: names a parameter twice at step {index}")
 
@@ -63,9 +58,10 @@ def _check_repeatable(policy: ParameterSelector) -> None:
         states = random_states()
         first = _choose(policy, index)
         require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        require(first == _choose(policy, index), f"{name_of(policy)}: decides otherwise when asked again at one step")
+        again = _choose(policy, index)
+        require(first == again, f"{name_of(policy)}: decides differently when called again at the same step")
         for other in (through_json(policy), through_json(policy)):
-            text = f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own"
+            text = f"{name_of(policy)}: a resumed run decides differently: it keeps its own state"
             require(_choose(other, index) == first, text)
 
 
@@ -76,14 +72,14 @@ def _check_changes(policy: ParameterSelector) -> None:
 
 
 def _check_exact(policy: ParameterSelector) -> None:
-    names = frozenset(parameter.name for parameter in _shown())
+    names = frozenset(parameter.name for parameter in _parameters())
     whole = all(_choose(policy, index) == names for index in range(NUM_STEPS))
     require(not policy.exact or whole, f"{name_of(policy)}: says it is exact, but leaves parameters out")
     require(policy.exact or not policy.unbiased, f"{name_of(policy)}: says it is unbiased, but not exact")
 
 
 def _check_gradients(policy: ParameterSelector) -> None:
-    """What is trained has the dense gradient, to the last bit; the rest has none."""
+    """Check that trained parameters have the dense gradient, to the last bit, and the others have none."""
     dense = _gradients(None, 1)[0]
     for index, gradients in enumerate(_gradients(policy, 3)):
         chosen = _choose(policy, index)
@@ -103,13 +99,13 @@ _CHECKS: tuple[Callable[[ParameterSelector], None], ...] = (
 
 
 @cache
-def _shown() -> tuple[Parameter, ...]:
-    with torch.device("meta"):  # draws no weights
+def _parameters() -> tuple[Parameter, ...]:
+    with torch.device("meta"):  # draws no weights, so the global generator stays unchanged
         return find_parameters(_Decoder())[0]
 
 
 def _choose(policy: ParameterSelector, index: int) -> frozenset[str]:
-    return frozenset(policy.select(_shown(), Step(index, num_steps=NUM_STEPS)))
+    return frozenset(policy.select(_parameters(), Step(index, num_steps=NUM_STEPS)))
 
 
 def _gradients(policy: ParameterSelector | None, num_steps: int) -> list[dict[str, Tensor | None]]:

@@ -1,6 +1,6 @@
-"""The conformance suite for policies. Each broken promise is an ``AssertionError`` of one sentence.
+"""Conformance suite for policies. Each broken promise is an ``AssertionError`` of one sentence.
 
-Everything runs on the CPU, with fixed seeds, in about a second.
+Everything runs on the CPU with fixed seeds, in about a second.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from sparsebp_cli.testing.token import check_token_selector
 
 
 def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None:
-    """Hold a policy against every promise of the contract; a broken one is an ``AssertionError``.
+    """Check a policy against every promise of the contract; a broken one is an ``AssertionError``.
 
     Args:
-        policy: The name under which it is installed, its class, or an instance, which has its options.
-        **options: Options of a name or a class, as a recipe would give them.
+        policy: The name of an installed policy, a class, or an instance, which already has its options.
+        **options: Options for a name or a class, as a recipe would give them.
 
     Raises:
-        UsageError: ``policy`` is none of these, or an instance with options beside it.
+        UsageError: ``policy`` is none of these, or an instance with further options.
     """
     policy_class, options = _find_class(policy, options)
     made = _check_options(policy_class, options)
@@ -54,7 +54,7 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
         check_example_selector(made)
         return
     if not isinstance(made, GradientSelector):
-        raise AssertionError(f"{policy_class.__name__} answers no question that there is a suite for")
+        raise AssertionError(f"{policy_class.__name__} is of no kind that has a suite")
     check_selector(made)
     if "keep" in policy_class.model_fields:
         check_keep_all(_make(policy_class, options | {"keep": 1.0}))
@@ -68,7 +68,7 @@ def _find_class(policy: object, options: dict[str, object]) -> tuple[type[Policy
     if not isinstance(policy, Policy):
         raise UsageError(f"check_policy takes the name, the class or an instance of a policy, got {policy!r}")
     if options:
-        raise UsageError(f"check_policy: an instance has its options, got {', '.join(options)} beside it")
+        raise UsageError(f"check_policy: an instance already has its options, got {', '.join(options)} as well")
     _check_json(policy)
     return type(policy), policy.model_dump(mode="json")
 
@@ -92,8 +92,8 @@ def _check_control(policy: Policy) -> None:
     except PolicyError as error:
         raise AssertionError(f"{name}: its control cannot be made: {error}") from None
     same = next(kind for kind in type(policy).__mro__ if kind.__module__.startswith("sparsebp_cli.policy."))
-    require(isinstance(control, same), f"{name}: its control answers another question: it is no {same.__name__}")
-    require(control.control is None, f"{name}: its control has a control: it must draw itself")
+    require(isinstance(control, same), f"{name}: its control makes another decision: it is not a {same.__name__}")
+    require(control.control is None, f"{name}: its control has a control: it must itself draw at random")
     budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))
     require(budgets[0] == budgets[1], f"{name}: its budget is {budgets[0]}, its control's {budgets[1]}")
 
@@ -117,7 +117,7 @@ def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Po
 
 def _check_json(policy: Policy) -> None:
     name, again = type(policy).__name__, through_json(policy)
-    require(again == policy, f"{name}: options differ after a way through JSON: {policy!r}, then {again!r}")
+    require(again == policy, f"{name}: options differ after conversion to JSON and back: {policy!r}, then {again!r}")
 
 
 def _make(policy_class: type[Policy], options: dict[str, object]) -> Policy:

@@ -1,4 +1,4 @@
-"""What the suites of all kinds of policies share."""
+"""Helpers of the conformance suites of all kinds of policies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def require(condition: bool, text: str) -> None:
 
 
 def name_of(policy: Policy) -> str:
-    """Return a policy's class and options, as one would write them."""
+    """Return a policy's class and options as a constructor call."""
     return f"{type(policy).__name__}({', '.join(f'{k}={v!r}' for k, v in policy)})"
 
 
 def through_json(policy: Kind) -> Kind:
-    """Return a policy as a plan brings it to a machine."""
+    """Return a policy after conversion to JSON and back, as a plan transfers it."""
     return type(policy).model_validate_json(policy.model_dump_json())
 
 
@@ -37,5 +37,5 @@ def random_states() -> tuple[object, ...]:
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    """Return whether two lists of tensors are the same to the last bit."""
+    """Return whether two lists of tensors are equal to the last bit."""
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""The conformance suite of routers. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Conformance suite of routers. Each broken promise is an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from sparsebp_cli.testing.promise import equal, name_of, random_states, require,
 
 
 def check_router(policy: EdgeRouter) -> None:
-    """Hold a router against every promise of the contract.
-
-    Args:
-        policy: With the options to be checked.
-    """
+    """Check a router against every promise of the contract."""
     for check in _CHECKS:
         check(policy)
 
@@ -37,9 +33,9 @@ def _check_repeatable(policy: EdgeRouter) -> None:
         first = sorted(policy.route(edges, Step(3, seed=1)))
         require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
         same = equal(before, [edge.gradient for edge in edges])
-        require(same, f"{name_of(policy)}: changes a gradient that it is shown")
+        require(same, f"{name_of(policy)}: changes a gradient that it receives")
         again = sorted(policy.route(edges, Step(3, seed=1)))
-        require(first == again, f"{name_of(policy)}: decides otherwise when asked again at the same step")
+        require(first == again, f"{name_of(policy)}: decides differently when called again at the same step")
 
 
 def _check_draws(policy: EdgeRouter) -> None:
@@ -59,24 +55,27 @@ def _check_draws(policy: EdgeRouter) -> None:
 
 def _check_exact(policy: EdgeRouter) -> None:
     dense = not policy.exact or equal(_train(policy), train_network(None))
-    require(dense, f"{name_of(policy)}: says it is exact, but trains otherwise than dense")
+    require(dense, f"{name_of(policy)}: says it is exact, but trains differently from dense")
     honest = policy.exact or not policy.unbiased
-    require(honest, f"{name_of(policy)}: says it is unbiased, but what goes on cannot be weighted for what does not")
+    require(
+        honest, f"{name_of(policy)}: says it is unbiased, but a router cannot weight what it keeps for what it cuts"
+    )
 
 
 def _check_engines(policy: EdgeRouter) -> None:
     same = equal(_train(policy), _train(policy, execution="reference"))
-    require(same, f"{name_of(policy)}: the fast engine trains otherwise than the reference")
+    require(same, f"{name_of(policy)}: fast execution trains differently from the reference")
 
 
 def _check_resume(policy: EdgeRouter) -> None:
     one, two, three = (through_json(policy) for _ in range(3))
     straight, resumed = _train(one, num_steps=6), _train(two, num_steps=6, stop=4, resume_with=three)
-    text = f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own"
+    text = f"{name_of(policy)}: a resumed run decides differently: it keeps its own state"
     require(equal(straight, resumed), text)
     for edges in _nodes():
         mine, copied = (each.route(edges, Step(3, seed=1)) for each in (policy, through_json(policy)))
-        require(sorted(mine) == sorted(copied), f"{name_of(policy)}: decides otherwise after a way through JSON")
+        same = sorted(mine) == sorted(copied)
+        require(same, f"{name_of(policy)}: decides differently after conversion to JSON and back")
 
 
 _CHECKS: tuple[Callable[[EdgeRouter], None], ...] = (
@@ -103,7 +102,7 @@ def _train(
 
 
 def _nodes() -> Iterator[list[Edge]]:
-    """What a node of each common kind shows: a linear, a residual sum, a norm, one child alone, nothing but zeros."""
+    """Yield edges as nodes of common kinds have them: a linear, a residual sum, a norm, a single child, only zeros."""
     generator = torch.Generator().manual_seed(0)
 
     def edge(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Edge:

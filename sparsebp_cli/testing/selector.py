@@ -1,4 +1,4 @@
-"""The conformance suite of gradient selectors. Each broken promise is an ``AssertionError`` of one sentence."""
+"""Conformance suite of gradient selectors. Each broken promise is an ``AssertionError`` of one sentence."""
 
 from __future__ import annotations
 
@@ -25,15 +25,11 @@ from sparsebp_cli.testing.network import train_network
 from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
 
 _NUM_DRAWS = 2000
-_NUM_SIGMAS = 6.0  # a true promise fails once in 500 million entries, and the seeds are fixed
+_NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
 
 
 def check_selector(policy: GradientSelector) -> None:
-    """Hold a selector against every promise of the contract.
-
-    Args:
-        policy: With the options to be checked.
-    """
+    """Check a gradient selector against every promise of the contract."""
     for check in _CHECKS:
         check(policy)
 
@@ -43,9 +39,10 @@ def _check_repeatable(policy: GradientSelector) -> None:
         before, states = grad_NO.clone(), random_states()
         first = _apply(policy, grad_NO, Step(3, seed=1))
         require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        require(torch.equal(before, grad_NO), f"{name_of(policy)}: changes the gradient that it is shown")
+        require(torch.equal(before, grad_NO), f"{name_of(policy)}: changes the gradient that it receives")
         second = _apply(policy, grad_NO, Step(3, seed=1))
-        require(torch.equal(first, second), f"{name_of(policy)}: decides otherwise when asked again at the same step")
+        same = torch.equal(first, second)
+        require(same, f"{name_of(policy)}: decides differently when called again at the same step")
 
 
 def _check_draws(policy: GradientSelector) -> None:
@@ -80,7 +77,7 @@ def _check_selection(policy: GradientSelector) -> None:
             good = weight_K is None or (weight_K.shape == selection.index_K.shape and bool(weight_K.isfinite().all()))
             require(good, f"{name}: weight_K must be finite, one for each index")
         else:
-            require(selection is None, f"{name}: selects by {type(selection).__name__}, which no kernel carries out")
+            require(selection is None, f"{name}: selects by {type(selection).__name__}, which no kernel supports")
 
 
 def _check_two_to_four(name: str, selection: TwoToFour, grad_NO: Tensor) -> None:
@@ -122,7 +119,8 @@ def _check_budget(policy: GradientSelector) -> None:
 
 
 def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int]:
-    """Entries that are kept or cut only together, and how many such units there are; a share of them is rounded up."""
+    """Return the number of entries that are kept or cut only together, and the number of such units; a share of the
+    units is rounded up."""
     num_rows, num_columns = grad_NO.shape
     if isinstance(selection, Rows):
         return num_columns * selection.num_examples, num_rows // selection.num_examples
@@ -131,13 +129,13 @@ def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int
     if isinstance(selection, TwoToFour):
         return num_rows * 4, -(-num_columns // 4)
     if isinstance(selection, Elements | Columns):
-        return num_rows, num_columns  # entries may be chosen in each row
+        return num_rows, num_columns  # a policy may round the number of entries up in each row
     return 1, grad_NO.numel()
 
 
 def _check_exact(policy: GradientSelector) -> None:
     dense = not policy.exact or _trains_densely(policy)
-    require(dense, f"{name_of(policy)}: says it is exact, but trains otherwise than dense")
+    require(dense, f"{name_of(policy)}: says it is exact, but trains differently from dense")
 
 
 def _check_unbiased(policy: GradientSelector) -> None:
@@ -159,7 +157,7 @@ def _check_kernels(policy: GradientSelector) -> None:
         train_network(policy, dtype=torch.float64, execution="reference"),
     )
     close = all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(fast, reference, strict=True))
-    require(close, f"{name_of(policy)}: the fast engine trains otherwise than the reference")
+    require(close, f"{name_of(policy)}: the fast engine trains differently from the reference")
 
 
 def _check_claim(policy: GradientSelector) -> None:
@@ -182,25 +180,20 @@ def _check_claim(policy: GradientSelector) -> None:
 def _check_resume(policy: GradientSelector) -> None:
     one, two, three = (through_json(policy) for _ in range(3))
     straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
-    require(
-        equal(straight, resumed), f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own"
-    )
+    same = equal(straight, resumed)
+    require(same, f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
     for grad_NO in _gradients():
         same = _same(policy, through_json(policy), grad_NO, Step(3, seed=1))
-        require(same, f"{name_of(policy)}: decides otherwise after a way through JSON")
+        require(same, f"{name_of(policy)}: decides differently after conversion to JSON and back")
 
 
 def check_keep_all(policy: Policy) -> None:
-    """Hold a policy that keeps everything against dense.
-
-    Args:
-        policy: With ``keep`` 1.0.
-    """
+    """Check that a policy with ``keep`` 1.0 is dense."""
     assert isinstance(policy, GradientSelector)
     require(policy.exact, f"{name_of(policy)}: keep=1.0 must be exact")
     require(policy.budget == 1.0, f"{name_of(policy)}: keep=1.0 must have the budget 1.0, got {policy.budget}")
     require(
-        equal(train_network(policy), train_network(None)), f"{name_of(policy)}: keep=1.0 trains otherwise than dense"
+        equal(train_network(policy), train_network(None)), f"{name_of(policy)}: keep=1.0 trains differently from dense"
     )
 
 

@@ -1,4 +1,4 @@
-"""PUBLIC. What every target promises, tried on a real one with a worker that trains nothing."""
+"""PUBLIC. Conformance suite of targets: every promise is tried on a real one, with a worker that trains nothing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NUM_STEPS = 12
 
 
 def check_target(target: str | Target, **options: Any) -> None:
-    """Try everything that a target promises. Runs are made under ``$SPARSEBP_HOME``: set it to a temporary folder.
+    """Try everything that a target promises. Runs are created under ``$SPARSEBP_HOME``: set it to a temporary folder.
 
     Args:
         target: The name of an installed kind, or a target.
-        **options: Of the kind; its workers must be able to import ``sparsebp_cli``.
+        **options: Options of the kind; its workers must be able to import ``sparsebp_cli``.
 
     Raises:
-        AssertionError: A promise is not kept; the text says which.
+        AssertionError: The target breaks a promise; the text says which.
     """
     section = {"kind": target, "worker": WORKER, **options} if isinstance(target, str) else {}
     suite = _Suite(section, None if isinstance(target, str) else target)
@@ -49,7 +49,7 @@ class _Suite:
             "model": {"name": "none"},
             "dataset": {"name": "none"},
             "training": {"max_steps": NUM_STEPS},
-            # the address is refused before mlflow is imported, which takes seconds
+            # tracking refuses this address before it imports mlflow, which takes seconds
             "tracking": {"uri": "file:///nowhere", "tags": {"fake": fake}},
             "target": self.section,
         }
@@ -160,13 +160,13 @@ def _check_dispatcher_lost(suite: _Suite) -> None:
     _wait_for_step(run, 1)
     launch = Launch.load(run)
     process = launch.watcher(run) if launch else None
-    if process is not None:  # a target inside this process has none
+    if process is not None:  # a target inside this process has no dispatcher process
         process.kill()
         _until(lambda: not run.is_locked("target"), "the lock of a dead dispatcher is free")
         _require(not run.state().over, "a run whose dispatcher was killed is not over")
     job = suite.target.reattach(run)
     reached = max(History.load(run.path).series("train/loss"))
-    if isinstance(suite.target, RemoteTarget):  # on this machine nobody has to follow
+    if isinstance(suite.target, RemoteTarget):  # a local run needs no dispatcher to copy its journal
         _wait_for_step(run, reached + 2)
     _require(job.status() is State.RUNNING, "reattach() finds the live worker")
     _check_fence(suite, run)

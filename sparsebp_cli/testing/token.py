@@ -1,4 +1,4 @@
-"""The conformance suite of token selectors. Each broken promise is an ``AssertionError`` of one sentence.
+"""Conformance suite of token selectors. Each broken promise is an ``AssertionError`` of one sentence.
 
 Shape letters: B examples, T positions.
 """
@@ -15,17 +15,13 @@ from torch import Tensor
 from sparsebp_cli.policy import Step, TokenChoice, Tokens, TokenSelector
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
 
-_LATE = Step(100_000, seed=1, num_steps=200_000)  # after every schedule's beginning
+_LATE = Step(100_000, seed=1, num_steps=200_000)  # after warm-up schedules
 _NUM_DRAWS = 400
-_NUM_SIGMAS = 6.0  # a true promise fails once in 500 million entries, and the seeds are fixed
+_NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
 
 
 def check_token_selector(policy: TokenSelector) -> None:
-    """Hold a token selector against every promise of the contract.
-
-    Args:
-        policy: With the options to be checked.
-    """
+    """Check a token selector against every promise of the contract."""
     for check in _CHECKS:
         check(policy)
 
@@ -53,9 +49,9 @@ def _check_repeatable(policy: TokenSelector) -> None:
         first = policy.choose(tokens, _LATE)
         require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
         same = all(torch.equal(a, b) for a, b in zip(before, shown, strict=True))
-        require(same, f"{name_of(policy)}: changes a tensor that it is shown")
+        require(same, f"{name_of(policy)}: changes a tensor that it receives")
         again = policy.choose(tokens, _LATE)
-        require(_same(first, again), f"{name_of(policy)}: decides otherwise when asked again at the same step")
+        require(_same(first, again), f"{name_of(policy)}: decides differently when called again at the same step")
 
 
 def _check_budget(policy: TokenSelector) -> None:
@@ -96,7 +92,7 @@ def _check_exact(policy: TokenSelector) -> None:
             choice = policy.choose(tokens, step)
             flows = policy.mode == "exact" or torch.equal(choice.carries_BT, tokens.real_BT)
             dense = flows and torch.equal(choice.trained_BT, tokens.target_BT)
-            require(dense, f"{name_of(policy)}: says it is exact, but trains otherwise than dense")
+            require(dense, f"{name_of(policy)}: says it is exact, but trains differently from dense")
 
 
 def _check_unbiased(policy: TokenSelector) -> None:
@@ -119,7 +115,7 @@ def _check_unbiased(policy: TokenSelector) -> None:
 def _check_resume(policy: TokenSelector) -> None:
     for tokens in _batches(policy):
         mine, copied = policy.choose(tokens, _LATE), through_json(policy).choose(tokens, _LATE)
-        require(_same(mine, copied), f"{name_of(policy)}: decides otherwise after a way through JSON")
+        require(_same(mine, copied), f"{name_of(policy)}: decides differently after conversion to JSON and back")
     fresh = [through_json(policy).choose(tokens, _LATE) for tokens in _batches(policy)]
     used = through_json(policy)
     for index in range(3):
@@ -127,7 +123,7 @@ def _check_resume(policy: TokenSelector) -> None:
             used.choose(tokens, Step(index))
     later = [used.choose(tokens, _LATE) for tokens in _batches(policy)]
     same = all(_same(a, b) for a, b in zip(fresh, later, strict=True))
-    require(same, f"{name_of(policy)}: a resumed run decides otherwise: it keeps a state of its own")
+    require(same, f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
 
 
 _CHECKS: tuple[Callable[[TokenSelector], None], ...] = (
@@ -142,8 +138,8 @@ _CHECKS: tuple[Callable[[TokenSelector], None], ...] = (
 
 
 def _batches(policy: TokenSelector) -> Iterator[Tokens]:
-    """Examples of one length; of several, padded left and right, prompts masked; one target alone; none at all. Only
-    what the policy says that it reads is there."""
+    """Yield examples of one length; of several, padded left and right, with masked prompts; a single target; no target.
+    Scores and columns are only those that the policy declares."""
     generator = torch.Generator().manual_seed(0)
     for number, (num_examples, length) in enumerate(((2, 9), (3, 16), (1, 8), (2, 8))):
         ids_BT = torch.randint(0, 50, (num_examples, length), generator=generator)

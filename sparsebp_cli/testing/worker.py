@@ -1,11 +1,11 @@
-"""PUBLIC. A worker that keeps the promises of the real one (lock, journal, signals, exit codes) and trains nothing.
+"""PUBLIC. A worker that trains nothing but keeps the promises of the real one (lock, journal, signals, exit codes).
 
     python -m sparsebp_cli.testing.worker RUN/plan.json
 
-A target's option ``worker`` puts it in the place of the real one. ``tracking.tags.fake`` of the recipe says what it
-does: ``ok``; ``slow`` (goes on until it is stopped); ``stubborn`` (the same, and does not listen); ``fail`` (an
-exception without a last word); ``data-error`` (the recipe cannot be carried out there); ``silent`` (dies before its
-journal).
+A target's option ``worker`` selects it instead of the real one. ``tracking.tags.fake`` of the recipe says what it
+does: ``ok``; ``slow`` (continues until it is stopped); ``stubborn`` (the same, and ignores signals); ``fail`` (an
+exception without a final record); ``data-error`` (the recipe cannot be executed there); ``silent`` (dies before it
+opens its journal).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ STEP_SECONDS = 0.05  # of the slow ones
 
 
 def work(run: RunFolder, asked: Callable[[], int | None]) -> int:
-    """Carry out a plan.
+    """Execute a plan.
 
     Args:
         run: Its folder.
-        asked: Returns the signal that asked for the end, None before; raises to end without a word.
+        asked: Returns the signal that asked the worker to stop, None before; raises to end without a final record.
 
     Returns:
         The exit code.
@@ -82,7 +82,7 @@ def _save(run: RunFolder, parent: str, name: str, step: int) -> None:
 
 
 def main() -> int:
-    """Carry out the plan that the command line names; SIGTERM and SIGINT ask for the end."""
+    """Execute the plan that the command line names; SIGTERM and SIGINT stop it."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _frame: received.append(got))

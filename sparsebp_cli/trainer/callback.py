@@ -1,7 +1,7 @@
 """Policies in a ``transformers.Trainer`` of any class: the engine is attached while it trains.
 
-A callback of transformers hears when training begins, and neither of the loss nor of an error. So it joins the trainer:
-it stands around some of its methods, and around the accelerator's ``backward`` while a model is attached.
+A callback of transformers is called when training begins, but it sees neither the loss nor an error. Therefore ``join``
+wraps some of the trainer's methods and, while a model is attached, the accelerator's ``backward``.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from transformers.trainer_utils import get_last_checkpoint
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.trainer.choice import Choice, Chosen
-from sparsebp_cli.trainer.column import give_columns, only_candidates
-from sparsebp_cli.trainer.figure import all_values, take_values
+from sparsebp_cli.trainer.attach_options import AttachOptions, PolicyLike
+from sparsebp_cli.trainer.batch_column import mask_noncandidates, pass_columns
+from sparsebp_cli.trainer.flop_sample import count_step
+from sparsebp_cli.trainer.log_value import interval_values, total_values
 from sparsebp_cli.trainer.precision import attach_inside
-from sparsebp_cli.trainer.refusal import refuse_unbuilt
-from sparsebp_cli.trainer.sample import count_step
+from sparsebp_cli.trainer.refusal import refuse_unsupported
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
 
 
 class PolicyCallback(TrainerCallback):
-    """Policies for a trainer whose class is not yours to change: ``PolicyCallback(policies).join(trainer)``.
+    """Policies for a trainer whose class you cannot change: ``PolicyCallback(policies).join(trainer)``.
 
     Args:
         policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
@@ -38,11 +38,11 @@ class PolicyCallback(TrainerCallback):
             layers is an option of ``TrainingArguments``.
         reference: As for :func:`sparsebp_cli.attach`.
         seed: Of random decisions; None: ``args.seed``.
-        log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch, dense
-            and with the policies, are counted and logged, at least 1; None: never.
+        log_flops_every: Optimizer steps, at least 1, between counts of the FLOPs of one micro-batch, dense and with the
+            policies; the first step is always counted, and the counts are logged. None: never.
 
     Attributes:
-        engine: Of the ``train()`` under way, or of the last one; None before the first.
+        engine: Of the current ``train()``, or of the last one; None before the first.
 
     Raises:
         UsageError: A policy or an option is wrong.
@@ -50,7 +50,7 @@ class PolicyCallback(TrainerCallback):
 
     def __init__(
         self,
-        policies: Sequence[Chosen],
+        policies: Sequence[PolicyLike],
         *,
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
@@ -60,23 +60,23 @@ class PolicyCallback(TrainerCallback):
         if log_flops_every is not None and log_flops_every < 1:
             raise UsageError(f"log_flops_every must be at least 1, or None, got {log_flops_every}")
         self.engine: Engine | None = None
-        self._choice = Choice.of(policies, backward, seed, reference)
+        self._attach_options = AttachOptions.of(policies, backward, seed, reference)
         self.log_flops_every = log_flops_every
         self._trainer: Any = None
-        self._undo: list[Callable[[], object]] = []  # what is in force while a model is attached
+        self._undo: list[Callable[[], object]] = []  # called in reverse order to detach; empty while not attached
         self._resumed: dict[str, Any] | None = None
         self._counts_next, self._counted = False, dict[str, float]()
-        self._num_candidates: Any = None  # of the optimizer step under way, where a column of the data says who is one
-        self._began = self._logged = 0  # optimizer steps done before this training, and before the next line of the log
+        self._num_candidates: Any = None  # in the current optimizer step, if a data column marks candidates
+        self._began = self._logged = 0  # optimizer steps done when this training began, and at the last line of the log
 
     def join(self, trainer: Trainer) -> Self:
-        """Take part in every training of a trainer from now on.
+        """Attach the policies in every training of a trainer from now on.
 
         Args:
             trainer: Any; its class, model and arguments stay as they are.
 
         Returns:
-            This callback, which is among the trainer's now.
+            This callback, which is now one of the trainer's.
 
         Raises:
             UsageError: A pattern matches nothing, or the callback belongs to a trainer already.
@@ -84,13 +84,13 @@ class PolicyCallback(TrainerCallback):
         """
         if self._trainer is not None:
             raise UsageError("this PolicyCallback has joined a trainer already: make another one")
-        refuse_unbuilt(trainer, self._choice.policies)
-        _, detach = self._attach(trainer, num_steps=1, optimizer=None)  # so that what is wrong is told now
+        refuse_unsupported(trainer, self._attach_options.policies)
+        _, detach = self._attach(trainer, num_steps=1, optimizer=None)  # raises errors now rather than in train()
         detach()
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        for name, around in (
+        for name, wrapper in (
             ("train", self._train),
             ("training_step", self._step),
             ("compute_loss", self._compute_loss),
@@ -100,7 +100,7 @@ class PolicyCallback(TrainerCallback):
             ("log", self._log),
             ("_save_rng_state", self._save),
         ):
-            _put_around(trainer, name, around)
+            _wrap_method(trainer, name, wrapper)
         return self
 
     def on_train_begin(
@@ -110,24 +110,24 @@ class PolicyCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002 - the same
         **kwargs: Any,  # noqa: ARG002 - the same
     ) -> None:
-        """Attach: optimizer and wrapped model are there, and a checkpoint has been loaded."""
+        """Attach the engine: optimizer and wrapped model exist, and a checkpoint has been loaded."""
         if self._trainer is None:
             raise UsageError("PolicyCallback does not know its trainer: call callback.join(trainer) before train()")
-        self._leave()  # a try with a larger batch may have run out of memory
+        self._detach()  # auto_find_batch_size trains again after an attempt that ran out of memory
         self._began = self._logged = state.global_step
         engine, detach = self._attach(self._trainer, num_steps=state.max_steps, optimizer=self._trainer.optimizer)
         self.engine = engine
         self._undo.append(detach)
         if self._resumed is not None:
             engine.load_state_dict(self._resumed)
-        accelerator, before = self._trainer.accelerator, self._trainer.accelerator.backward
+        accelerator, original = self._trainer.accelerator, self._trainer.accelerator.backward
 
         def backward(loss: Tensor, **kwargs: Any) -> None:
-            engine.backward(loss, lambda instead: before(instead, **kwargs))
+            engine.backward(loss, lambda scaled: original(scaled, **kwargs))
 
         own = accelerator.__dict__.get("backward")
         accelerator.backward = backward
-        self._undo.append(lambda: _put_back(accelerator, own))
+        self._undo.append(lambda: _restore_backward(accelerator, own))
 
     def on_step_begin(
         self,
@@ -136,7 +136,7 @@ class PolicyCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002 - the same
         **kwargs: Any,  # noqa: ARG002 - the same
     ) -> None:
-        """See whether this step is one that is counted."""
+        """Decide whether to count the FLOPs of this step."""
         every = self.log_flops_every
         self._counts_next = every is not None and state.global_step % every == 0
 
@@ -146,12 +146,12 @@ class PolicyCallback(TrainerCallback):
 
     def _attach(self, trainer: Any, *, num_steps: int, optimizer: Any) -> tuple[Engine, Callable[[], None]]:
         options: dict[str, Any] = {"seed": trainer.args.seed, "optimizer": optimizer, "num_steps": num_steps}
-        options |= self._choice.options
-        model, policies = trainer.model_wrapped, self._choice.policies
+        options |= self._attach_options.options
+        model, policies = trainer.model_wrapped, self._attach_options.policies
         return attach_inside(trainer.model, trainer.accelerator, lambda: attach(model, policies, **options))
 
-    def _leave(self) -> None:
-        """Give model and accelerator back."""
+    def _detach(self) -> None:
+        """Restore model and accelerator."""
         while self._undo:
             self._undo.pop()()
         self._counts_next, self._counted = False, {}
@@ -163,12 +163,12 @@ class PolicyCallback(TrainerCallback):
         self._resumed = None
         if folder:
             stored = load_state(Path(folder) / self._file_name, self._trainer.args.device)
-            check_same(stored["choice"], self._choice.describe(), str(folder))
+            check_same(stored["choice"], self._attach_options.describe(), str(folder))
             self._resumed = stored["engine"]
         try:
             return train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            self._leave()
+            self._detach()
 
     def _step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._counts_next and self.engine is not None:
@@ -181,12 +181,12 @@ class PolicyCallback(TrainerCallback):
     ) -> Any:
         if self._is_attached and self.engine is not None and self.engine.enabled:
             removes = self._trainer.args.remove_unused_columns
-            give_columns(self.engine, self._choice.policies, inputs, self._num_candidates, removes=removes)
+            pass_columns(self.engine, self._attach_options.policies, inputs, self._num_candidates, removes=removes)
         return compute_loss(model, inputs, *args, **kwargs)
 
     def _count_items(self, count: Callable[..., Any], batches: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_attached and self.engine is not None and self.engine.enabled:
-            found = only_candidates(self._choice.policies, batches)
+            found = mask_noncandidates(self._attach_options.policies, batches)
             self._num_candidates = None if found is None else count(found, *args, **kwargs)
         return count(batches, *args, **kwargs)
 
@@ -201,16 +201,17 @@ class PolicyCallback(TrainerCallback):
         if self._is_attached and self.engine is not None:
             step = self._trainer.state.global_step
             if "loss" in logs:
-                logs |= self._counted | take_values(self.engine, max(1, step - self._logged))
+                logs |= self._counted | interval_values(self.engine, max(1, step - self._logged))
                 self._logged, self._counted = step, {}
-            elif "train_loss" in logs:  # at the end
-                logs |= all_values(self.engine, max(1, step - self._began))
+            elif "train_loss" in logs:  # the summary at the end of training
+                logs |= total_values(self.engine, max(1, step - self._began))
         return log(logs, *args, **kwargs)
 
     def _save(self, save: Callable[..., Any], output_dir: str) -> None:
-        save(output_dir)  # which makes the folder, and comes before what tells the trainer that it can be resumed from
+        # _save_rng_state makes the folder, and runs before trainer_state.json marks the checkpoint as complete.
+        save(output_dir)
         if self._is_attached and self.engine is not None:
-            state = {"engine": self.engine.state_dict(), "choice": self._choice.describe()}
+            state = {"engine": self.engine.state_dict(), "choice": self._attach_options.describe()}
             save_state(Path(output_dir) / self._file_name, state)
 
     @property
@@ -218,17 +219,17 @@ class PolicyCallback(TrainerCallback):
         return f"sparsebp-{self._trainer.args.process_index}.safetensors"
 
 
-def _put_around(trainer: Trainer, name: str, around: Callable[..., Any]) -> None:
+def _wrap_method(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> None:
     inner = getattr(trainer, name)
 
     @functools.wraps(inner)
     def outer(*args: Any, **kwargs: Any) -> Any:
-        return around(inner, *args, **kwargs)
+        return wrapper(inner, *args, **kwargs)
 
     setattr(trainer, name, outer)
 
 
-def _put_back(accelerator: Any, own: Any) -> None:
+def _restore_backward(accelerator: Any, own: Any) -> None:
     if own is None:
         del accelerator.backward
     else:

@@ -1,7 +1,7 @@
 """Mixed precision around the engine.
 
-accelerate puts autocast around the forward of the model that it prepares, in the model's instance dictionary, and
-leaves it there after the training. What the engine puts there belongs inside of it.
+accelerate wraps the forward of the model that it prepares with autocast, as an attribute of the instance, and leaves it
+there after training. The engine's own wrapper must be inside that one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,8 @@ from sparsebp_cli.backward import Engine
 def attach_inside(
     model: nn.Module, accelerator: Accelerator, attach: Callable[[], Engine]
 ) -> tuple[Engine, Callable[[], None]]:
-    """Attach an engine inside of what accelerate has put around a model's forward, if it has.
-
-    Args:
-        model: As accelerate prepared it, without wrappers.
-        accelerator: That prepared it.
-        attach: Attaches.
-
-    Returns:
-        The engine, and what detaches it and gives the model back as it was.
-    """
+    """Attach an engine inside accelerate's wrapper of the model's forward, if there is one. Return the engine and a
+    function that detaches it and restores the model."""
     place = model.__dict__
     prepared = place.pop("forward", None) if "_original_forward" in place else None
     try:
@@ -53,7 +45,7 @@ def attach_inside(
 
 
 def _in_precision(forward: Callable[..., Any], model: nn.Module, accelerator: Accelerator) -> Any:
-    """Return a forward as ``Accelerator.prepare_model`` would have made it."""
+    """Return a forward wrapped as ``Accelerator.prepare_model`` wraps it."""
 
     def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with accelerator.autocast():

@@ -1,4 +1,4 @@
-"""What a ``transformers.Trainer`` is, in the words of the table of what goes with what."""
+"""Checks of a ``transformers.Trainer`` against the table of supported combinations."""
 
 from __future__ import annotations
 
@@ -8,30 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.policy import Policy, TokenSelector
-from sparsebp_cli.trainer.column import chooses_by_data
+from sparsebp_cli.trainer.batch_column import chooses_by_data
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 
-def refuse_unbuilt(trainer: Trainer, policies: Sequence[Policy] = ()) -> None:
-    """Refuse what the engine cannot be carried through, before anything starts.
-
-    Args:
-        trainer: Just made.
-        policies: That it is to have.
-
-    Raises:
-        UnsupportedError: The first thing found.
-    """
-    asked = [(PolicyFacts.of(policy), _sees_labels(policy)) for policy in policies]
-    told = [replace(found, facts={**found.facts, "sees_labels": sees}) for found, sees in asked]
+def refuse_unsupported(trainer: Trainer, policies: Sequence[Policy] = ()) -> None:
+    """Raise UnsupportedError for the first thing in a trainer that the engine does not support with these policies."""
+    pairs = [(PolicyFacts.of(policy), _sees_labels(policy)) for policy in policies]
+    facts = [replace(found, facts={**found.facts, "sees_labels": sees}) for found, sees in pairs]
     options = _describe(trainer)
-    refuse(Setup(told, options, words={"lomo": f"optim={options['lomo']!r}"}))
+    refuse(Setup(facts, options, words={"lomo": f"optim={options['lomo']!r}"}))
 
 
 def _sees_labels(policy: Policy) -> bool:
-    """Return whether a policy is handed what it reads, so that another loss than the model's can be computed."""
+    """Return whether a policy receives all that it reads, so that another loss than the model's can be computed."""
     return isinstance(policy, TokenSelector) and chooses_by_data(policy) and not policy.reads
 
 

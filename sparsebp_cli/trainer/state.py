@@ -1,6 +1,6 @@
-"""The engine's state beside a checkpoint of ``transformers.Trainer``: one safetensors file, there whole or not at all.
+"""The engine's state in a checkpoint of ``transformers.Trainer``: one safetensors file, written atomically.
 
-No pickle: tensors are safetensors, the rest is JSON in the file's header, and a digest covers both.
+It uses no pickle: tensors are safetensors, the rest is JSON in the file's header, and a digest covers both.
 """
 
 from __future__ import annotations
@@ -24,15 +24,7 @@ _TENSOR = "__tensor__"
 
 
 def save_state(file: Path, state: Mapping[str, Any]) -> None:
-    """Write a state.
-
-    Args:
-        file: Its place; the folder is there.
-        state: Of mappings, sequences, plain values and tensors.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Write a state of mappings, sequences, plain values and tensors. Raise CheckpointError if it cannot be written."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_split(state, tensors))
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -40,7 +32,7 @@ def save_state(file: Path, state: Mapping[str, Any]) -> None:
     part = file.with_name(f".part-{file.name}")
     try:
         with part.open("wb") as opened:
-            # An empty file of safetensors could not be told from a damaged one.
+            # A safetensors file without tensors could not be distinguished from a damaged one.
             opened.write(save(tensors or {"": torch.zeros(1)}, header))
             opened.flush()
             os.fsync(opened.fileno())
@@ -51,18 +43,7 @@ def save_state(file: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Read a state.
-
-    Args:
-        file: As :func:`save_state` wrote it.
-        device: Where its tensors are needed.
-
-    Returns:
-        The state.
-
-    Raises:
-        CheckpointError: It is not there, or not as it was written.
-    """
+    """Read a state, with its tensors on a device. Raise CheckpointError if the file is missing or damaged."""
     if not file.exists():
         raise CheckpointError(
             f"{file.parent} cannot be resumed from: it has no {file.name}, the state of the policies; it was written "
@@ -75,7 +56,7 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
             tensors = {name: opened.get_tensor(name) for name in opened.keys() if name}  # noqa: SIM118 - no mapping
         text = header["state"]
         if header["format"] != str(_FORMAT) or header["sha256"] != _digest(text, tensors):
-            raise ValueError("it is not as it was written")
+            raise ValueError("it does not match its checksum")
         state: dict[str, Any] = _join(json.loads(text), {name: t.to(device) for name, t in tensors.items()})
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged ({error}); resume from another checkpoint") from None
@@ -83,16 +64,7 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
 
 
 def check_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> None:
-    """Refuse to go on with other policies than those that a checkpoint was trained with.
-
-    Args:
-        before: What was chosen then, by dotted name.
-        now: What is chosen.
-        checkpoint: Its name.
-
-    Raises:
-        UsageError: Something differs.
-    """
+    """Raise UsageError if the policies or options differ from those that a checkpoint was trained with."""
     changes = [
         f"{name} was {before.get(name)!r}, got {now.get(name)!r}"
         for name in dict.fromkeys([*before, *now])

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` with policies: all that it does is the callback's."""
+"""``transformers.Trainer`` with policies: a thin subclass around :class:`PolicyCallback`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import Trainer
 
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions
+from sparsebp_cli.trainer.attach_options import PolicyLike
 from sparsebp_cli.trainer.callback import PolicyCallback
-from sparsebp_cli.trainer.choice import Chosen
 
 
 class PolicyTrainer(Trainer):
-    """A ``transformers.Trainer`` whose backward is decided by policies: every argument of its, and those below.
+    """A ``transformers.Trainer`` whose backward follows policies. It takes the arguments of ``Trainer`` and these.
 
-    While ``train()`` runs the engine is attached; afterwards, however it ended, the model is as it was. Evaluation is
+    The engine is attached while ``train()`` runs; afterwards, however it ended, the model is as it was. Evaluation is
     dense. Without an approximating policy the trained weights are those of ``Trainer``, bit for bit.
 
     Args:
@@ -28,20 +28,20 @@ class PolicyTrainer(Trainer):
             layers is an option of ``TrainingArguments``.
         reference: As for :func:`sparsebp_cli.attach`.
         policy_seed: Of random decisions; None: ``args.seed``.
-        log_flops_every: At the first optimizer step and then at every so many, the FLOPs of one micro-batch, dense
-            and with the policies, are counted and logged, at least 1; the loss is computed twice more for that, on
-            copies of the batch, and nothing else changes. None: never.
+        log_flops_every: Optimizer steps, at least 1, between counts of the FLOPs of one micro-batch, dense and with the
+            policies; the first step is always counted, and the counts are logged. Each count computes the loss twice
+            more, on copies of the batch, and changes nothing else. None: never.
         **kwargs: As for ``Trainer``.
 
     Raises:
         UsageError: A policy, an option or a pattern is wrong.
-        UnsupportedError: Something in the training arguments that is not built: DeepSpeed, FSDP, Liger, and others.
+        UnsupportedError: A training argument is not supported: DeepSpeed, FSDP, Liger, and others.
     """
 
     def __init__(
         self,
         *args: Any,
-        policies: Sequence[Chosen] = (),
+        policies: Sequence[PolicyLike] = (),
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
         policy_seed: int | None = None,
@@ -60,5 +60,5 @@ class PolicyTrainer(Trainer):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of the ``train()`` under way, or of the last one; None before the first."""
+        """The engine of the current ``train()``, or of the last one; None before the first."""
         return self.policy_callback.engine

@@ -1,8 +1,8 @@
-"""The process on the machine: builds model and data from a plan, trains, measures, writes the journal."""
+"""The worker process: builds model and data from a plan, trains, measures and writes the journal."""
 
 import logging
 
-# transformers loads torchao where it is installed, which then tells what of a GPU it could not load, and of its own
-# registrations.
+# transformers imports torchao where it is installed. torchao then warns about GPU kernels that it could not load, and
+# about registering its own pytree nodes; neither concerns a run.
 for _name in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,5 +1,8 @@
-"""Which examples a micro-batch holds, and how they become tensors. A pure function of seed and position: nothing to
-save but a number, and a resumed run sees the same data."""
+"""Micro-batches as tensors, in a reproducible order.
+
+The order is a pure function of seed and position, so a checkpoint stores one number and a resumed run reads the same
+data.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from torch import Tensor
 
 from sparsebp_cli.worker.data import IGNORED, Example
 
-PAD_TO = 8  # lengths are padded to a multiple, so that kernels see few shapes
+PAD_TO = 8  # padded lengths are multiples of this, so that kernels are called with few distinct shapes
 
 
 class BatchOrder:
-    """An endless order of micro-batches: a new permutation every epoch, nothing dropped between epochs."""
+    """Endless sequence of micro-batches: a new permutation each epoch, and no example dropped between epochs."""
 
     def __init__(
         self,
@@ -29,18 +32,9 @@ class BatchOrder:
         columns: Collection[str] = (),
         candidates: str | None = None,
     ) -> None:
-        """Set the order.
-
-        Args:
-            examples: What is drawn from; at least one.
-            batch_size: Examples a micro-batch has on each rank.
-            seed: Of the permutations.
-            pad_token_id: Fills short examples.
-            rank: Which of the processes that train together this is.
-            num_ranks: How many there are; together they see what one would with so many times the batch.
-            columns: Names of the examples' columns that a batch brings.
-            candidates: The one of them that says which targets count.
-        """
+        """Make the order of the micro-batches that all ranks process together, each with ``batch_size`` of their
+        examples. ``columns`` names the data columns that a batch includes; ``candidates`` names the one of them that
+        marks trainable targets."""
         self.examples, self.seed, self.pad_token_id = examples, seed, pad_token_id
         self.batch_size, self.num_ranks, self.columns = batch_size * num_ranks, num_ranks, columns
         self.candidates = candidates
@@ -48,33 +42,20 @@ class BatchOrder:
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """Return micro-batch ``number`` of all ranks, counted from 0 over the whole run."""
+        """Return the micro-batch of all ranks by its number, counted from 0 over the whole run."""
         positions = range(number * self.batch_size, (number + 1) * self.batch_size)
         examples = [self.examples[self._example(position)] for position in positions]
         return collate(examples, self.pad_token_id, self.columns)
 
-    def share(self, number: int) -> tuple[dict[str, Tensor], int]:
-        """Return this rank's part of a micro-batch, as long as the whole one, and how many targets the whole one has.
-
-        Args:
-            number: Counted from 0 over the whole run.
-
-        Returns:
-            The part, and :func:`num_targets` of the micro-batch of all ranks, only candidates counted.
-        """
+    def rank_part(self, number: int) -> tuple[dict[str, Tensor], int]:
+        """Return this rank's examples of a micro-batch, padded as in the whole one, and the number of candidate targets
+        in the whole one."""
         batch = self[number]
         return {name: tensor[self._own] for name, tensor in batch.items()}, num_targets(batch, self.candidates)
 
-    def others(self, number: int, count: int) -> Iterator[dict[str, Tensor]]:
-        """Yield batches of examples that a micro-batch does not hold; the order of training stays as it is.
-
-        Args:
-            number: Of the micro-batch.
-            count: Examples that are wanted in all; of a small training set there may be fewer, or none.
-
-        Yields:
-            dict[str, Tensor]: Batches as large as the micro-batch; the last one may be short.
-        """
+    def other_batches(self, number: int, count: int) -> Iterator[dict[str, Tensor]]:
+        """Yield batches of ``count`` random examples that a micro-batch does not contain, fewer if the training set is
+        too small. The last batch may be short, and the order of training is unaffected."""
         held = {self._example(position) for position in range(number * self.batch_size, (number + 1) * self.batch_size)}
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         shuffled = torch.randperm(len(self.examples), generator=generator).tolist()
@@ -87,30 +68,22 @@ class BatchOrder:
         epoch, offset = divmod(position, len(self.examples))
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            # Not a tensor: drawn anew after a resume, it would count as memory of the step that drew it.
+            # A NumPy array, because the memory trace would count a tensor: the first step after a resume redraws the
+            # permutation, and would then show more memory than in an uninterrupted run.
             drawn = torch.randperm(len(self.examples), generator=generator).numpy().copy()
             self._epoch, self._permutation = epoch, drawn
         return int(self._permutation[offset])
 
 
-def in_order(examples: Sequence[Example], batch_size: int, pad_token_id: int) -> Iterator[dict[str, Tensor]]:
+def ordered_batches(examples: Sequence[Example], batch_size: int, pad_token_id: int) -> Iterator[dict[str, Tensor]]:
     """Yield all examples in their order, for evaluation; the last batch may be short."""
     for start in range(0, len(examples), batch_size):
         yield collate(examples[start : start + batch_size], pad_token_id)
 
 
 def collate(examples: Sequence[Example], pad_token_id: int, columns: Collection[str] = ()) -> dict[str, Tensor]:
-    """Put examples into one batch, padded on the right.
-
-    Args:
-        examples: At least one.
-        pad_token_id: Fills short examples.
-        columns: Names of the examples' columns that the batch brings.
-
-    Returns:
-        ``input_ids`` (B, T), ``labels`` (B, T) or (B,), ``attention_mask`` (B, T) where anything is padded, and the
-        columns, (B, T), 0 where padded.
-    """
+    """Return one batch padded on the right: ``input_ids`` (B, T), ``labels`` (B, T) or (B,), ``attention_mask`` (B, T)
+    if anything is padded, and the named columns (B, T), 0 where padded."""
     longest = max(len(example.input_ids) for example in examples)
     if all(len(example.input_ids) == longest for example in examples):
         ids_BT = torch.stack([torch.from_numpy(example.input_ids) for example in examples])
@@ -144,14 +117,7 @@ def _columns(examples: Sequence[Example], names: Collection[str], length: int) -
 
 def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
     """Return how many predictions of a batch the loss counts: trained next tokens, or examples of a classification.
-
-    Args:
-        batch: From :func:`collate`.
-        candidates: Name of a column that leaves out the tokens where it is 0; None: none.
-
-    Returns:
-        The number.
-    """
+    With ``candidates``, count only tokens where that column is not 0."""
     labels = batch["labels"]
     if labels.ndim == 1:
         return labels.numel()

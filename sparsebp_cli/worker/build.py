@@ -1,4 +1,4 @@
-"""From a plan to a training: model, data, optimizer, engine, and the last good checkpoint."""
+"""Build a training from a plan: model, data, optimizer and engine, and load the newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -16,63 +16,47 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import Policy, find_policies, make_policy
+from sparsebp_cli.policy import Policy, TokenSelector, find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
-from sparsebp_cli.worker.chosen import find_candidates, find_columns
 from sparsebp_cli.worker.data import Data, build_data
 from sparsebp_cli.worker.environment import describe_environment
-from sparsebp_cli.worker.gap import find_gaps
+from sparsebp_cli.worker.journal_gap import find_journal_gaps
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.reference import Reference, build_reference
+from sparsebp_cli.worker.resume_check import ResumeCheck
 from sparsebp_cli.worker.sharding import shard, sum_gradients
 from sparsebp_cli.worker.stop import StopRequest
-from sparsebp_cli.worker.trainable import NO_DENSE, freezes
-from sparsebp_cli.worker.unchanged import Guard
+from sparsebp_cli.worker.trainable import NO_DENSE, freezes_parameters
 
 NO_PROBE = (
-    "target.sharding: fsdp2 runs without probes (measure.probe_every): weights that are gathered for a layer cannot be "
-    "told there from what the backward saves"
+    "target.sharding: fsdp2 runs without probes (measure.probe_every): the probe cannot distinguish weights gathered "
+    "for a layer from tensors saved for the backward"
 )
-SEED_STEP = 1_000_003  # between the dropout of two ranks; seeds are small numbers, so no two runs share one
+SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than any usual difference of seeds
 
 
 def build_training(
     plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest, ranks: Ranks
 ) -> tuple[dict[str, Any], Snapshot | None]:
-    """Build the parts of a :class:`~sparsebp_cli.worker.training.Training`, and say in the journal what they are.
-
-    Args:
-        plan: What to build.
-        run: Where checkpoints are.
-        journal: Receives the attempt, the facts and any warning.
-        stop: Passed on.
-        ranks: This process among those that train together.
-
-    Returns:
-        The arguments of ``Training``, and the checkpoint to go on from, if there is one.
-
-    Raises:
-        DataError: Model, data or optimizer cannot be had as the recipe says.
-        CheckpointError: There are checkpoints and none is good.
-        ChangedError: The checkpoint was made under another recipe, other code or other data.
-    """
+    """Build the parts of a :class:`~sparsebp_cli.worker.training.Training` and record them in the journal. Return the
+    arguments of ``Training`` and the checkpoint to resume from, if there is one."""
     recipe = plan.recipe
     checkpoints = CheckpointFolder(run.path / "checkpoints", recipe.checkpoint.keep_last, writes=ranks.is_first)
     snapshot, damaged = _load_checkpoint(checkpoints, ranks)
-    guard = Guard(plan, run, journal, ranks, snapshot)
-    _tell_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
+    guard = ResumeCheck(plan, run, journal, ranks, snapshot)
+    _note_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is read by people and by programs
     accelerator = _build_accelerator(recipe, ranks)
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
-    guard.hold_data(data.digest())
+    guard.check_data(data.digest())
     is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
     num_labels = len(data.label_names) if is_classification else None
@@ -95,17 +79,17 @@ def build_training(
         **recipe.backward.choices(**({"checkpointing": "none"} if recipe.backward.checkpointing == "full" else {})),
     )
     schedule = build_schedule(recipe.training, optimizer)
-    with engine.disabled():  # what is trained over the whole run, not at its first step
-        facts = _facts(plan, model, data, accelerator)  # before the model is cut into parts
+    with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
+        facts = _facts(plan, model, data, accelerator)  # before sharding, which leaves only this rank's parameters
         if ranks.is_sharded:
             shard(model, optimizer, accelerator.device)
-    if ranks.count > 1 and freezes(engine):
+    if ranks.count > 1 and freezes_parameters(engine):
         journal.write("note", level="info", text=NO_DENSE)
-    prepared = accelerator.prepare_model(model, evaluation_mode=ranks.is_sharded)  # with which it is not put into DDP
+    prepared = accelerator.prepare_model(model, evaluation_mode=ranks.is_sharded)  # evaluation mode: no DDP wrapper
     prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     if ranks.count > 1:
         sum_gradients(prepared)
-        if ranks.rank:  # the same weights, but dropout of its own
+        if ranks.rank:  # weights are initialised alike on every rank; dropout must differ from here on
             set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
     size = recipe.training.per_device_train_batch_size
@@ -126,8 +110,8 @@ def build_training(
             tokenizer.pad_token_id,
             rank=ranks.rank,
             num_ranks=ranks.count,
-            columns=find_columns(policies) | reference.columns,
-            candidates=find_candidates(policies),
+            columns=_find_columns(policies) | reference.columns,
+            candidates=_find_candidate_column(policies),
         ),
         "held_out": data.held_out,
         "test": data.test,
@@ -140,14 +124,8 @@ def build_training(
 
 
 def save_model(model: nn.Module, tokenizer: Any, run: RunFolder, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the trained model into the run's folder as transformers does, whole or not at all.
-
-    Args:
-        model: Without the engine.
-        tokenizer: Its tokenizer.
-        run: The run.
-        weights: Its state_dict, where the model has parts of it alone.
-    """
+    """Write the trained model and tokenizer to the run's folder as transformers does, atomically. ``weights`` is the
+    complete state_dict of a sharded model."""
     place, part = run.path / "model", run.path / ".part-model"
     shutil.rmtree(part, ignore_errors=True)
     model.save_pretrained(part, state_dict=weights)  # type: ignore[operator]
@@ -157,20 +135,20 @@ def save_model(model: nn.Module, tokenizer: Any, run: RunFolder, weights: Mappin
 
 
 def _load_checkpoint(checkpoints: CheckpointFolder, ranks: Ranks) -> tuple[Snapshot | None, list[str]]:
-    """All ranks go on from the checkpoint that the first one found good."""
+    """Load on every rank the checkpoint that the first rank found valid."""
     snapshot, damaged = checkpoints.load_newest_good() if ranks.is_first else (None, [])
-    step = ranks.hear(None if snapshot is None else snapshot.step)
+    step = ranks.broadcast(None if snapshot is None else snapshot.step)
     return checkpoints.load(step) if snapshot is None and step is not None else snapshot, damaged
 
 
 def _find_lost(run: RunFolder, snapshot: Snapshot | None, recipe: Recipe) -> list[str]:
-    """Return what the journal has lost of the steps that this attempt does not make again."""
+    """Return a note for each record of completed steps that the journal has lost."""
     history = History.load(run.path)
-    gaps = find_gaps(history, snapshot.step, recipe) if snapshot else []
-    return [*filter(None, [history.tell_unreadable()]), *gaps]
+    gaps = find_journal_gaps(history, snapshot.step, recipe) if snapshot else []
+    return [*filter(None, [history.describe_unreadable()]), *gaps]
 
 
-def _tell_start(
+def _note_start(
     journal: JournalWriter, recipe: Recipe, snapshot: Snapshot | None, lost: list[str], ranks: Ranks
 ) -> None:
     step = snapshot.step if snapshot else 0
@@ -185,9 +163,9 @@ def _load_data(
     recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator, journal: JournalWriter
 ) -> tuple[Any, Reference]:
     set_seed(recipe.training.seed)
-    with accelerator.main_process_first():  # what is downloaded or read into a cache is there for the others then
+    with accelerator.main_process_first():  # the first rank downloads and fills the caches that the others then read
         tokenizer = build_tokenizer(recipe.model)
-        data = build_data(recipe.dataset, tokenizer, find_columns(policies))
+        data = build_data(recipe.dataset, tokenizer, _find_columns(policies))
 
         def tell(text: str) -> None:
             journal.write("note", level="info", text=text)
@@ -249,3 +227,13 @@ def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -
             for name, policy in policies
         ],
     }
+
+
+def _find_columns(policies: Sequence[Policy]) -> frozenset[str]:
+    """Return the names of the data columns that policies read."""
+    return frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
+
+
+def _find_candidate_column(policies: Sequence[Policy]) -> str | None:
+    """Return the name of the data column that marks the trainable targets; None: all targets are trainable."""
+    return next((policy.candidate_column for policy in policies if isinstance(policy, TokenSelector)), None)

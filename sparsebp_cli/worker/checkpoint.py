@@ -1,9 +1,10 @@
-"""Checkpoints: a folder that is there whole or not at all, in safetensors and JSON, and never trusted unseen.
+"""Checkpoints: atomic folders of safetensors and JSON, verified before they are read.
 
-Written beside its place, synced to the disk, listed with the sha256 of every file, then renamed. Reading goes from the
-newest step down to the first folder whose files are all as listed. The order is that of steps: clocks play no part.
+A checkpoint is written to a temporary folder, synced to the disk, listed with the sha256 of every file, then renamed.
+Loading tries the newest step first and takes the first folder whose files all match their checksums. The order is
+that of steps: modification times play no part.
 
-Whatever else lies in the folder is left alone. It counts neither as a checkpoint nor in the rotation.
+Anything else in the folder is left alone; it counts neither as a checkpoint nor in the rotation.
 """
 
 from __future__ import annotations
@@ -31,12 +32,7 @@ NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 
 @dataclass(frozen=True)
 class RankState:
-    """What each of several processes has of its own.
-
-    Args:
-        policy: Tensors of the policy's state by name.
-        rng: State of every global random generator.
-    """
+    """Policy state tensors and random generator states of one process."""
 
     policy: dict[str, Tensor]
     rng: dict[str, Any]
@@ -44,36 +40,22 @@ class RankState:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything that a run needs to go on as if nothing had happened.
+    """Everything that a run needs to continue as if it had not stopped."""
 
-    Args:
-        step: Optimizer steps done.
-        weights: Trained parameters and buffers by name.
-        optimizer: The optimizer's ``state_dict()``.
-        rest: JSON content: schedule, policy state, counters.
-        ranks: What each process has of its own, by rank; one process alone is rank 0.
-        seal: What it was made under, as JSON; None: an older version made it.
-    """
-
-    step: int
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    rest: dict[str, Any]
-    ranks: list[RankState]
-    seal: dict[str, Any] | None = None
+    step: int  # optimizer steps done
+    weights: dict[str, Tensor]  # trained parameters and buffers by name
+    optimizer: dict[str, Any]  # the optimizer's state_dict()
+    rest: dict[str, Any]  # JSON content: schedule, policy state, counters
+    ranks: list[RankState]  # one entry a process, by rank
+    seal: dict[str, Any] | None = None  # recipe, code and data as JSON; None: an older version wrote it
 
 
 class CheckpointFolder:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, keep_last: int, *, writes: bool = True) -> None:
-        """Open the folder, and clear away what a killed process left half written.
-
-        Args:
-            folder: ``checkpoints`` in the run's folder.
-            keep_last: Checkpoints that are kept, at least 1.
-            writes: Whether this process writes here; else the folder is left as it is.
-        """
+        """Open the folder and delete what a killed process left half written. ``keep_last``, at least 1, is how many
+        checkpoints the rotation keeps; a process that does not write leaves the folder as it is."""
         self.folder, self.keep_last = folder, keep_last
         self._passed_over: set[int] = set()
         if not writes:
@@ -83,17 +65,8 @@ class CheckpointFolder:
             _remove(part)
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Write a checkpoint; when this returns it is on the disk, and older ones are rotated away.
-
-        Args:
-            snapshot: What to keep.
-
-        Returns:
-            Its folder.
-
-        Raises:
-            CheckpointError: It cannot be written; the previous ones are untouched.
-        """
+        """Write a checkpoint to the disk, delete the oldest ones and return the new folder. If writing fails, raise
+        CheckpointError and leave the previous checkpoints unchanged."""
         place = self._place(snapshot.step)
         part = self.folder / f".part-{snapshot.step:08d}"
         try:
@@ -110,8 +83,8 @@ class CheckpointFolder:
                 "the ones before it are untouched: make room, then resume"
             ) from None
         self._passed_over.discard(snapshot.step)
-        # A resume could not fall back to one of a later step, one that was damaged when this process looked, or a
-        # folder without a manifest: none of them takes the place of a good one.
+        # Rotation counts only checkpoints that a resume could fall back to: not those of a later step, not those that
+        # this process found damaged, and no folder without a manifest.
         older = [step for step in self.steps() if step <= snapshot.step and step not in self._passed_over]
         whole = [step for step in older if (self._place(step) / MANIFEST).is_file()]
         for step in whole[self.keep_last :]:
@@ -119,14 +92,8 @@ class CheckpointFolder:
         return place
 
     def load_newest_good(self) -> tuple[Snapshot | None, list[str]]:
-        """Read the newest checkpoint whose files are all as they were written.
-
-        Returns:
-            The snapshot, None when there is no checkpoint at all; and one line for each damaged one passed over.
-
-        Raises:
-            CheckpointError: There are checkpoints and none is good. Nothing is deleted.
-        """
+        """Load the newest undamaged checkpoint, and return it with one line for each damaged one that was skipped; the
+        snapshot is None if there are no checkpoints. If all are damaged, raise CheckpointError and delete nothing."""
         damaged = []
         for step in self.steps():
             place = self._place(step)
@@ -146,14 +113,14 @@ class CheckpointFolder:
                 RecursionError,
             ) as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                damaged.append(f"checkpoint {place.name} is not one of this program ({type(error).__name__}: {reason})")
+                damaged.append(f"checkpoint {place.name} has an unknown format ({type(error).__name__}: {reason})")
                 self._passed_over.add(step)
         if damaged:
-            raise CheckpointError(f"no checkpoint is good: {'; '.join(damaged)}; nothing was deleted")
+            raise CheckpointError(f"no checkpoint can be loaded: {'; '.join(damaged)}; nothing was deleted")
         return None, []
 
     def load(self, step: int) -> Snapshot:
-        """Read the checkpoint of a step that another process found good."""
+        """Load the checkpoint of a step that another process has verified."""
         return _read(self._place(step))
 
     def steps(self) -> list[int]:
@@ -166,7 +133,7 @@ class CheckpointFolder:
         return self.folder / f"step-{step:08d}"
 
     def _make_way(self, place: Path) -> None:
-        """Remove a damaged checkpoint of the same step, and put aside what else has its name."""
+        """Delete a damaged checkpoint of the same step; rename anything else that has the same name."""
         if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place)
         elif place.exists() or place.is_symlink():
@@ -182,7 +149,8 @@ def _remove(path: Path) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that there is no room; safetensors hides the system's error in its own text."""
+    """Return whether an error means that the disk is full. safetensors reports the system's error number only in its
+    message."""
     return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
 
 
@@ -203,7 +171,7 @@ def _write(part: Path, snapshot: Snapshot) -> None:
         save_file(_contiguous(own.policy), part / f"{_of_rank('policy', rank)}.safetensors")
     state = {
         "step": snapshot.step,
-        "optimizer_plain": dict(sorted(plain.items())),  # parameters may have been updated in any order
+        "optimizer_plain": dict(sorted(plain.items())),  # sorted: eager updates fill the state in any order
         "optimizer_groups": snapshot.optimizer["param_groups"],
         "rest": snapshot.rest,
     }
@@ -245,7 +213,7 @@ def _read_rank(place: Path, rank: int, generators: dict[str, Any]) -> RankState:
 
 
 def _of_rank(what: str, rank: int) -> str:
-    """The first rank's files are called as those of one process alone."""
+    """Return the file stem for a rank; the first rank uses the names of a single-process run."""
     return f"{what}-{rank}" if rank else what
 
 
@@ -254,7 +222,7 @@ def _find_damage(place: Path) -> str:
         listed: dict[str, str] = json.loads((place / MANIFEST).read_bytes())["sha256"]
         for name, digest in listed.items():
             if _sha256(place / Path(name).name) != digest:
-                return f"{name} is not as it was written"
+                return f"{name} does not match its checksum"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return (str(error).splitlines() or [type(error).__name__])[0]
     return "" if listed else "the manifest is empty"

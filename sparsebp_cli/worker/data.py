@@ -1,4 +1,4 @@
-"""From a recipe's dataset to examples: token ids and labels of fixed or varying length."""
+"""Token ids and labels of training, validation and test examples, from a recipe's dataset."""
 
 from __future__ import annotations
 
@@ -26,10 +26,9 @@ from sparsebp_cli.source import (
     missing_split,
     refuse_deep,
 )
-from sparsebp_cli.worker.column import mark_tokens
+from sparsebp_cli.worker.token_mask import mask_tokens
 
-IGNORED = -100  # the label that transformers' losses leave out
-
+IGNORED = -100  # the label that transformers' losses ignore
 
 Rows = Sequence[dict[str, Any]]
 Item = TypeVar("Item")
@@ -37,35 +36,23 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Example:
-    """One example.
+    """One tokenised example."""
 
-    Args:
-        input_ids: int64, at most max_seq_length.
-        labels: int64 of the same length with -100 where nothing is trained; a single class for classification.
-        columns: What policies read beside these, by name, each of the same length.
-        document: Row of the dataset's split that it is from; of a packed block, the row that gave most of its tokens.
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
+    input_ids: np.ndarray  # int64, at most max_seq_length
+    labels: np.ndarray  # int64, as long as input_ids, -100 where nothing is trained; or one class (0-d)
+    # further columns that policies read, by name, as long as input_ids
     columns: dict[str, np.ndarray] = field(default_factory=dict)
-    document: int = 0
+    document: int = 0  # row of the dataset; of a packed block, the row that most of its tokens are from
 
 
 @dataclass(frozen=True)
 class Data:
-    """What is trained on, and what is held out.
+    """Training, validation and test examples."""
 
-    Args:
-        train: Training examples, in the order of the data.
-        held_out: Validation examples: what evaluations during training read.
-        label_names: Classes of a classification, in the order of their numbers; empty otherwise.
-        test: Read once, after the last step; empty where the recipe asks for no test.
-    """
-
-    train: list[Example]
-    held_out: list[Example]
-    label_names: list[str]
+    train: list[Example]  # in the order of the dataset
+    held_out: list[Example]  # validation: read by evaluations during training
+    label_names: list[str]  # classes by number; empty unless this is a classification
+    # read once, after the last step; empty if the recipe has no test split
     test: list[Example] = field(default_factory=list)
 
     def digest(self) -> str:
@@ -81,19 +68,8 @@ class Data:
 
 
 def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase, columns: Collection[str] = ()) -> Data:
-    """Load a recipe's dataset and turn it into examples.
-
-    Args:
-        section: The recipe's dataset.
-        tokenizer: Of the model.
-        columns: Names of those that mark characters of the text; the training examples bring them, by token.
-
-    Returns:
-        All splits.
-
-    Raises:
-        DataError: The data cannot be found or read, a column is missing, or a split is empty.
-    """
+    """Load a recipe's dataset and tokenise its splits. ``columns`` names columns of character spans; the training
+    examples hold them as token masks."""
     splits = _load_splits(section)
     rows = _pick(splits, section.split, section.max_examples)
     held_out_rows = _pick(splits, section.eval_split, section.max_examples) if section.eval_split else None
@@ -134,21 +110,9 @@ def build_data(section: DatasetSection, tokenizer: PreTrainedTokenizerBase, colu
 def draw_test(
     items: Sequence[Item], texts: Sequence[str | bytes], lengths: Sequence[int], section: DatasetSection
 ) -> tuple[list[Item], list[Item]]:
-    """Split what is held out into validation and test by whole documents: by a hash of the text, so that neither the
-    order of the data nor a seed decides, and items of one text stay together.
-
-    Args:
-        items: Rows or examples.
-        texts: Of each, what makes it one document: its text, or of a completion its prompt.
-        lengths: Of each, in any unit: the test gets ``test_fraction`` of their sum, as nearly as documents allow.
-        section: Says which share.
-
-    Returns:
-        Validation and test, each in the order of the items.
-
-    Raises:
-        DataError: There is only one document.
-    """
+    """Split held-out items into validation and test by whole documents, in the order of the items. Documents are
+    ordered by a hash of their text, so neither the order of the data nor a seed decides, and items with equal text stay
+    together; the test gets ``test_fraction`` of the total length, as nearly as whole documents allow."""
     assert section.test_fraction is not None
     documents: dict[str, int] = {}  # hash to length
     keys = [hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest() for text in texts]
@@ -168,7 +132,8 @@ def draw_test(
 
 
 def _cut_test(held_out: list[Example], section: DatasetSection) -> tuple[list[Example], list[Example]]:
-    """Packed text is cut once, so that at most one document is on both sides; other examples are drawn."""
+    """Split held-out examples into validation and test. Packed text is cut once, so that at most one document is on
+    both sides; other examples are drawn."""
     if section.format != "text":
         prompts = [_prompt(example) for example in held_out]
         return draw_test(held_out, [ids.tobytes() for ids in prompts], [1] * len(held_out), section)
@@ -183,7 +148,7 @@ def _cut_test(held_out: list[Example], section: DatasetSection) -> tuple[list[Ex
 
 
 def _prompt(example: Example) -> np.ndarray:
-    """What is not trained of a completion; of a classification all."""
+    """Return the untrained tokens of a completion, or all tokens of a classification example."""
     return example.input_ids[example.labels == IGNORED] if example.labels.ndim else example.input_ids
 
 
@@ -212,13 +177,13 @@ def _load_splits(section: DatasetSection) -> dict[str, Any]:
         return {name: _keep_readable(rows, section) for name, rows in load_dataset(**options).items()}
     except SparseBPError:
         raise
-    except Exception as error:  # datasets raises many kinds; each is the user's to mend
+    except Exception as error:  # datasets raises many types, each for a dataset that the user has to correct
         reason = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         raise DataError(f"dataset {section.name}: {reason}") from None
 
 
 def _keep_readable(rows: Any, section: DatasetSection) -> Any:
-    """Leave out columns of pictures, sounds and the like: to read a row is to open the files that it names."""
+    """Drop columns of images, audio and the like: reading a row would open and decode the files that it names."""
     wanted = {
         section.text_column,
         section.label_column,
@@ -232,7 +197,7 @@ def _keep_readable(rows: Any, section: DatasetSection) -> Any:
 
 
 def _is_plain(feature: Any) -> bool:
-    """Whether nothing is decoded in a feature of ``datasets``: its lists and mappings hold features."""
+    """Return whether reading a feature of ``datasets``, including nested ones, decodes no file."""
     if isinstance(feature, dict):
         return all(map(_is_plain, feature.values()))
     if isinstance(feature, list):
@@ -257,7 +222,7 @@ def _column(rows: Rows, name: str) -> list[Any]:
 
 
 def _texts(rows: Rows, name: str) -> list[Any]:
-    """Return a column of texts; a list or a mapping would be trained on as Python writes it."""
+    """Return a column of texts. A list or a mapping is refused, because ``str()`` would turn it into Python syntax."""
     texts = _column(rows, name)
     for number, text in enumerate(texts):
         check_text(text, name, number)
@@ -282,7 +247,7 @@ def _pack(
     rows_of_tokens = np.repeat(np.arange(len(documents)), [len(ids) for ids in documents])
     owners = rows_of_tokens[: blocks.size].reshape(blocks.shape)
     marked = {
-        name: _blocks(mark_tokens(tokenizer, [texts], _column(rows, name), name, end=len(end)), length)
+        name: _blocks(mask_tokens(tokenizer, [texts], _column(rows, name), name, end=len(end)), length)
         for name in columns
     }
     return [
@@ -309,7 +274,7 @@ def _complete(
     texts = [_texts(rows, section.prompt_column), _texts(rows, section.completion_column)]
     prompts, completions = (_ids(tokenizer, part) for part in texts)
     marked = {
-        name: mark_tokens(tokenizer, texts, _column(rows, name), name, start=len(start), end=len(end))
+        name: mask_tokens(tokenizer, texts, _column(rows, name), name, start=len(start), end=len(end))
         for name in columns
     }
     examples = []

@@ -1,4 +1,4 @@
-"""What the machine is: packages, plugins, hardware. Never a host name, a user or an environment variable."""
+"""Description of packages, plugins and hardware. It never contains a host name, a user or an environment variable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return what another person needs to know to judge this run's numbers."""
+    """Return the versions and hardware that another person needs in order to judge a run's numbers."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "python": platform.python_version(),
@@ -36,7 +36,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _driver() -> str:
-    """Of the GPU, as the kernel module tells; without one, empty."""
+    """Return the version of the NVIDIA kernel module; empty without one."""
     try:
         first = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").splitlines()[0]
     except (OSError, IndexError):

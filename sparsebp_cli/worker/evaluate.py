@@ -1,4 +1,4 @@
-"""Quality on held-out splits: validation during training, and the test split once, after the last step."""
+"""Loss and accuracy on held-out splits: validation during training, and the test split once after the last step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.metric import Metric
-from sparsebp_cli.worker.batch import in_order, num_targets
+from sparsebp_cli.worker.batch import num_targets, ordered_batches
 from sparsebp_cli.worker.data import IGNORED, Example
 from sparsebp_cli.worker.process import Ranks
 
@@ -20,13 +20,7 @@ MOST_EXAMPLES = 10_000  # about 200 kB of journal
 
 @dataclass(frozen=True)
 class Split:
-    """A held-out split.
-
-    Args:
-        name: In the journal's record of example losses.
-        loss: What its loss is logged as.
-        accuracy: What its accuracy is logged as.
-    """
+    """A held-out split: its name in the journal and the metrics of its loss and accuracy."""
 
     name: str
     loss: Metric
@@ -39,23 +33,14 @@ TEST = Split("test", metric.TEST_LOSS, metric.TEST_ACCURACY)
 
 @dataclass
 class ExampleLosses:
-    """The loss of each held-out example, so that two models can be compared example by example.
+    """The loss of each held-out example, so that two models can be compared example by example."""
 
-    Args:
-        loss: Mean over the example's targets, nats; rounded to six digits.
-        targets: Predictions that its loss counts.
-    """
-
-    loss: list[float] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)  # mean over the example's targets, nats, six significant digits
+    targets: list[int] = field(default_factory=list)  # predictions that the loss counts
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Take in a batch, up to 10,000 examples in all.
-
-        Args:
-            logits: (B, T, V) of next tokens, or (B, classes).
-            labels: (B, T) with -100 where nothing counts, or (B,).
-        """
+        """Add the losses of a batch, up to 10,000 examples in all. Logits are (B, T, V) with labels (B, T), -100 where
+        ignored; or (B, classes) with labels (B,)."""
         for logits_of_one, labels_of_one in zip(logits, labels, strict=True):
             if len(self.loss) == MOST_EXAMPLES:
                 return
@@ -68,27 +53,15 @@ class ExampleLosses:
             self.targets.append(count)
 
     def extend(self, other: ExampleLosses) -> None:
-        """Take in what another rank found, up to 10,000 examples in all.
-
-        Args:
-            other: Of the examples that follow.
-        """
+        """Append the losses of the examples that follow, computed by another rank, up to 10,000 in all."""
         room = MOST_EXAMPLES - len(self.loss)
         self.loss += other.loss[:room]
         self.targets += other.targets[:room]
 
 
 def select_examples(recipe: Recipe, examples: Sequence[Example], num_ranks: int = 1) -> Sequence[Example]:
-    """Return what an evaluation during training reads; only ``eval_batches`` makes that depend on the batch size.
-
-    Args:
-        recipe: Says how many, in its section ``measure``.
-        examples: Of the validation split.
-        num_ranks: Processes that share each batch.
-
-    Returns:
-        The first of them.
-    """
+    """Return the first validation examples that an evaluation during training reads. The number depends on the batch
+    size only if the recipe sets ``eval_batches``."""
     measure = recipe.measure
     if measure.eval_batches is None:
         return examples[: measure.eval_examples]
@@ -98,19 +71,9 @@ def select_examples(recipe: Recipe, examples: Sequence[Example], num_ranks: int 
 def evaluation_batches(
     recipe: Recipe, examples: Sequence[Example], pad_token_id: int, num_ranks: int = 1
 ) -> Iterator[dict[str, Tensor]]:
-    """Return the batches that one evaluation runs on, in the order of the examples; the last one may be short.
-
-    Args:
-        recipe: Says how large they are.
-        examples: All that are evaluated.
-        pad_token_id: Fills short examples.
-        num_ranks: Processes that share each batch.
-
-    Returns:
-        The batches.
-    """
+    """Yield the batches of one evaluation, in the order of the examples; the last one may be short."""
     size = recipe.measure.per_device_eval_batch_size or recipe.training.per_device_train_batch_size
-    return in_order(examples, size * num_ranks, pad_token_id)
+    return ordered_batches(examples, size * num_ranks, pad_token_id)
 
 
 @torch.no_grad()
@@ -122,19 +85,8 @@ def evaluate(
     ranks: Ranks | None = None,
     split: Split = VALIDATION,
 ) -> dict[str, float]:
-    """Measure a model without changing it.
-
-    Args:
-        model: In any mode; it is left in training mode.
-        batches: What is evaluated.
-        device: Where the model is.
-        examples: Takes in the loss of every example, on the first rank; None saves that work.
-        ranks: Who share each batch; None: this process is alone.
-        split: Which the batches are of.
-
-    Returns:
-        The split's loss in nats a counted token (or example), and its accuracy for a classification.
-    """
+    """Return a split's loss in nats a target, and its accuracy for a classification. ``examples`` collects the loss of
+    every example on the first rank; None saves that work. The model is left in training mode."""
     model.eval()
     ranks = ranks or Ranks()
     loss, correct, count, is_classification = 0.0, 0.0, 0.0, False
@@ -157,17 +109,17 @@ def evaluate(
             correct += int((outputs.logits.argmax(-1) == on_device["labels"]).sum())
     model.train()
     if examples is not None:
-        for together in zip(*ranks.collect(found), strict=True):
+        for together in zip(*ranks.gather(found), strict=True):
             for part in together:
                 examples.extend(part)
-    loss, correct, count = ranks.total([loss, correct, count])
+    loss, correct, count = ranks.all_sum([loss, correct, count])
     values = {split.loss.name: loss / max(count, 1)}
     return values | ({split.accuracy.name: correct / max(count, 1)} if is_classification else {})
 
 
 def _share(batch: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], bool]:
-    """Return this rank's part of a batch, and whether it counts: where there are too few examples, one stands in, so
-    that every rank runs the model as often."""
+    """Return this rank's part of a batch and whether it counts. If there are too few examples, a rank evaluates a
+    duplicate that does not count, because every rank must call a sharded model equally often."""
     examples = len(batch["labels"])
     size = -(-examples // ranks.count)
     own = slice(ranks.rank * size, (ranks.rank + 1) * size)

@@ -1,4 +1,4 @@
-"""One line for whatever stopped a run, and the exit code that goes with it."""
+"""One-line messages and exit codes for exceptions that end a run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,9 @@ from sparsebp_cli.errors import DivergedError, SparseBPError, UsageError
 from sparsebp_cli.worker.checkpoint import is_disk_full
 
 
-def explain(error: Exception) -> tuple[str, int]:
-    """Describe an error to somebody who did not write the code.
-
-    Args:
-        error: What stopped the run.
-
-    Returns:
-        One line, and the worker's exit code: 2 when the recipe must change, 3 when the run diverged, 1 otherwise.
-    """
+def describe_failure(error: Exception) -> tuple[str, int]:
+    """Return one line for a user who did not write the code, and the worker's exit code: 2 if the recipe must change, 3
+    if the run diverged, 1 otherwise."""
     if isinstance(error, DivergedError):
         return f"diverged: {error}", 3
     if isinstance(error, SparseBPError):

@@ -1,4 +1,4 @@
-"""Lets the linears of a model multiply in float8, by torchao."""
+"""Conversion of a model's linears to float8 multiplication by torchao."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ import torch
 
 from sparsebp_cli.errors import DataError
 
-MULTIPLE = 16  # what the float8 units of a GPU ask of both widths of a weight
+MULTIPLE = 16  # float8 matmuls of a GPU need both widths of a weight to be multiples of this
 LOWEST_CAPABILITY = (8, 9)  # of CUDA devices with such units
 
 
 def convert_to_float8(model: Any, how: Literal["emulated", "native"]) -> None:
-    """Put torchao's ``Float8Linear`` in the place of linears; parameters and their names stay as they are.
-
-    The head, and linears with a width that is no multiple of 16, stay in high precision.
-
-    Args:
-        model: Of transformers, on any device; changed in place.
-        how: ``native`` multiplies in the GPU's float8 units; ``emulated`` casts to the same numbers and multiplies them
-            in high precision, on any device.
-
-    Raises:
-        DataError: torchao is not installed, there is no such GPU, or nothing can be converted.
-    """
+    """Replace linears by torchao's ``Float8Linear`` in place; parameters keep their names. The output head and linears
+    with a width that is no multiple of 16 keep their precision. ``native`` uses the GPU's float8 units; ``emulated``
+    rounds to the same values and multiplies in high precision on any device."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:

@@ -1,7 +1,7 @@
-"""Starts the ranks of a run on this machine, through torchrun, and says how the run ended where they cannot.
+"""Launch of a run's ranks on this machine by torchrun, and the run's final status when the ranks cannot write it.
 
-torchrun hides exit codes, so the first rank writes how a run ended into the journal, and a rank that fails leaves its
-reason where torchrun tells it to, outside of the run's folder.
+torchrun hides exit codes. So the first rank writes the final status into the journal, and a failing rank writes its
+reason to the file that torchrun names for it, outside the run's folder.
 """
 
 from __future__ import annotations
@@ -22,24 +22,16 @@ from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import Reason
-from sparsebp_cli.worker.stop import StopRequest, find_signal, tell_stop
+from sparsebp_cli.worker.stop import StopRequest, signal_of_message, stop_message
 
-# Who asked a run to stop decides how long to wait for its checkpoint, not torchrun (30 seconds).
+# The caller decides how long to wait for the checkpoint of a stopped run; torchrun would kill the ranks after 30 s.
 STOP_SECONDS = 24 * 3600
 
 
 def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
-    """Carry a plan out in several processes.
-
-    Args:
-        plan: What.
-        run: Its folder; the caller holds its lock.
-        stop: What was asked so far.
-
-    Returns:
-        The worker's exit code.
-    """
-    with run.lock("rank"):  # ranks of a worker that was killed are gone a moment later
+    """Execute a plan in several processes and return the worker's exit code. The caller holds the lock of the run's
+    folder."""
+    with run.lock("rank"):  # wait until the ranks of a killed worker have ended
         pass
     with JournalWriter(run.path) as journal:
         attempt = journal.attempt
@@ -48,20 +40,20 @@ def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
     if end is not None and end["status"] == State.FINISHED:
         return 0
     if end is not None and end["status"] == State.INTERRUPTED:
-        return 128 + (find_signal(end["text"]) or signal.SIGTERM)
+        return 128 + (signal_of_message(end["text"]) or signal.SIGTERM)
     with JournalWriter(run.path) as journal:
         journal.attempt = attempt
         if reason is None and asked is not None:
-            journal.write("end", status=State.INTERRUPTED, step=step, text=tell_stop(asked, step))
+            journal.write("end", status=State.INTERRUPTED, step=step, text=stop_message(asked, step))
             return 128 + asked
-        reason = reason or Reason(0, "the processes of the run ended without a word", 1, 0.0, is_echo=False)
+        reason = reason or Reason(0, "the processes of the run ended without giving a reason", 1, 0.0, is_echo=False)
         print(f"error: {reason.text}", file=sys.stderr)
         journal.write("end", status=State.FAILED, step=step, text=reason.text)
         return reason.code
 
 
 def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | None]:
-    """Start the ranks and wait for them; return the signal that came, and why they failed."""
+    """Start the ranks and wait for them; return the signal that stopped them and the reason why they failed, if any."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -69,15 +61,15 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
     def interrupt(number: int, _: FrameType | None) -> None:
         raise SignalException("asked to stop", signal.Signals(number))
 
-    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun does the same, but only once the ranks were started
+    for number in (signal.SIGTERM, signal.SIGINT):  # torchrun installs its handlers only after starting the ranks
         signal.signal(number, interrupt)
     for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):  # each has a level of its own; what they tell is told below
+        if name.startswith("torch.distributed.elastic"):  # each sets its own level; run_ranks reports failures itself
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Else a second start in one store finds what the first left there: pytorch #135712.
+    # Without this, a second launch in one store reads values that the first one left there: pytorch #135712.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     count = process_options(plan.recipe).processes
-    # PyTorch 2.11 has no such word, and gives ranks half a minute.
+    # PyTorch 2.11 has no such argument and gives ranks 30 seconds.
     patience: Any = {"shutdown_timeout": STOP_SECONDS} if "shutdown_timeout" in LaunchConfig.__annotations__ else {}
     with TemporaryDirectory(prefix="sparsebp-") as folder:
         config = LaunchConfig(
@@ -104,17 +96,18 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
 
 
 def _find_reason(folder: Path, failures: Mapping[int, Any], count: int) -> Reason | None:
-    """Find what went wrong first: an error of a rank's own, else what killed one, else that one is gone."""
+    """Return the first cause: an error of a rank itself, else the signal or exit code that ended one, else the loss of
+    a peer."""
     told = []
     for file in folder.rglob("error.json"):
         try:
             told.append(Reason(**json.loads(file.read_bytes())["message"]["reason"]))
         except (ValueError, KeyError, TypeError):
-            continue  # half written: the rank was killed over it
+            continue  # half written: the rank was killed while it wrote
     told.sort(key=lambda reason: (reason.is_echo, reason.time))
     silent = {reason.rank for reason in told}
     died = [
-        Reason(rank, f"rank {rank} of {count} {_tell_code(failure.exitcode)}", 1, failure.timestamp, is_echo=False)
+        Reason(rank, f"rank {rank} of {count} {_describe_exit(failure.exitcode)}", 1, failure.timestamp, is_echo=False)
         for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp)
         if rank not in silent
     ]
@@ -122,15 +115,15 @@ def _find_reason(folder: Path, failures: Mapping[int, Any], count: int) -> Reaso
     return next(iter([*own, *died, *told]), None)
 
 
-def _tell_code(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code}, without a word"
+        return f"ended with exit code {code} without giving a reason"
     known = -code in {int(number) for number in signal.Signals}  # real-time signals have no names
     return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
 def _read_end(run: RunFolder, attempt: int) -> tuple[dict[str, Any] | None, int]:
-    """Return the end that the first rank wrote, if it did, and the last step that it measured."""
+    """Return the final status that the first rank wrote, if it did, and the last step with metrics."""
     end, step = None, 0
     for record, _ in read(run.path):
         if record["attempt"] == attempt:

@@ -1,4 +1,4 @@
-"""What is measured beside training at chosen steps: the probe, its proof, and fidelity. None of it changes the run."""
+"""Measurements between training steps that do not change the run: the probe, its proof, and fidelity."""
 
 from __future__ import annotations
 
@@ -12,34 +12,25 @@ from sparsebp_cli.backward import Engine, Fidelity, GradientComparison, Movement
 from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.proof.proof import COLUMNS, Overclaim, kept_share
-from sparsebp_cli.plan.worth import Worth
+from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
-from sparsebp_cli.worker.independent import IndependentBatches, IndependentComparison
-from sparsebp_cli.worker.peak import PeakMemory
+from sparsebp_cli.worker.independent_gradient import IndependentBatches, IndependentComparison
+from sparsebp_cli.worker.peak_memory import PeakMemory
 from sparsebp_cli.worker.probe import cost_ratio, count_cost, run_probe
-from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal
+from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
 from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trainable import trainable_parameters
-from sparsebp_cli.worker.worth import measure_worth, worth_values
+from sparsebp_cli.worker.trial_step import PassResult, TrialStep
 
 Values = dict[str, float | None]
 
 
 @dataclass
 class Measurement:
-    """Measures around the steps of a run.
-
-    Args:
-        recipe: Says how often.
-        journal: Receives the figures of layers, proofs and warnings.
-        model: With the engine attached.
-        engine: Carries the policies out.
-        backward: Differentiates a loss without the engine.
-        device: Of the model.
-        peak: Left alone by what is measured here.
-    """
+    """Takes the measurements of a run at the steps that its recipe names. ``backward`` differentiates a loss without
+    the engine. Memory used by measurements does not count towards ``peak``."""
 
     recipe: Recipe
     journal: JournalWriter
@@ -49,8 +40,8 @@ class Measurement:
     device: torch.device
     peak: PeakMemory
     _layers: LayerNumbers = field(init=False)
-    _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # that the journal has, by step
-    _proof: Proof | None = None  # of the step under way
+    _proofs: dict[int, dict[str, list[float | None]]] = field(init=False)  # tables in the journal, by step
+    _proof: Proof | None = None  # of the current step
     _movement: Movement | None = None
     _judged: bool = False
     _judged_idle: bool = False
@@ -61,92 +52,62 @@ class Measurement:
         proofs = History.load(self.journal.path.parent).proofs
         self._proofs = {step: proof["modules"] for step, proof in proofs.items()}
 
-    def find_worth(
+    def measure_gain(
         self, forward: Callable[[], Tensor], batch: Mapping[str, Tensor], run: Callable[..., object]
-    ) -> Worth:
-        """Measure, before anything is trained, what a step costs and whether choosing can pay.
-
-        Args:
-            forward: The loss of the first micro-batch.
-            batch: That micro-batch, on the device.
-            run: The model.
-
-        Returns:
-            What was found.
-        """
+    ) -> SelectionGain:
+        """Measure before training what a step costs and what selection can gain. ``forward`` returns the loss of the
+        first micro-batch; ``batch`` is that micro-batch on the device."""
         policies = [make_policy(entry.name, **entry.options) for entry in self.recipe.policy]
         self.peak.pause()
-        with Rehearsal(self.model, self.engine, forward, self.backward) as rehearsal:
-            found = measure_worth(rehearsal, run_probe(rehearsal, Stopwatch(self.device)), batch, run, policies)
+        with TrialStep(self.model, self.engine, forward, self.backward) as trial:
+            found = measure_selection_gain(trial, run_probe(trial, Stopwatch(self.device)), batch, run, policies)
         self.peak.resume()
         return found
 
     def at_start(
         self, forward: Callable[[], Tensor], batch: Mapping[str, Tensor], run: Callable[..., object]
     ) -> Values:
-        """Say in the journal what a step costs and whether choosing can pay, where the run has probes.
-
-        Args:
-            forward: See :meth:`find_worth`.
-            batch: The same.
-            run: The same.
-
-        Returns:
-            Metric values by name; empty where there are no probes.
-        """
+        """Measure the selection gain if the run has probes: note it in the journal and return its metrics."""
         if self.recipe.measure.probe_every is None:
             return {}
-        worth = self.find_worth(forward, batch, run)
-        for line in worth.lines():
+        gain = self.measure_gain(forward, batch, run)
+        for line in gain.lines():
             self.journal.write("note", level="info", text=line)
-        return worth_values(worth)
+        return gain_metrics(gain)
 
     def before(self, step: int, forward: Callable[[], Tensor], independent: IndependentBatches | None = None) -> Values:
-        """Measure what is due at a step, before it is made.
-
-        Args:
-            step: Its number, from 1.
-            forward: The loss of its first micro-batch.
-            independent: That micro-batch and other examples, where fidelity is to be held against these as well.
-
-        Returns:
-            Metric values by name; empty when nothing is due.
-        """
+        """Return the metrics of the probe and of fidelity, if they are due at a step (from 1), before the step is made.
+        With ``independent``, fidelity is also measured against other examples."""
         probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
         if not (probe_due or fidelity_due):
             return {}
         values: Values = {}
         self.peak.pause()
-        with Rehearsal(self.model, self.engine, forward, self.backward) as rehearsal:
+        with TrialStep(self.model, self.engine, forward, self.backward) as trial:
             dense = policy = fidelity = None
             if probe_due:
-                probe = run_probe(rehearsal, Stopwatch(self.device))
+                probe = run_probe(trial, Stopwatch(self.device))
                 dense, policy, self._proof, values = probe.dense, probe.policy, probe.proof, probe.values
                 self._judge(step, probe.proof)
             if fidelity_due:
-                dense, policy = dense or rehearsal.run("dense"), policy or rehearsal.run("policy")
-                others = None if independent is None else IndependentComparison(rehearsal, independent)
-                fidelity = self._compare(rehearsal, dense, policy, others)
+                dense, policy = dense or trial.run("dense"), policy or trial.run("policy")
+                others = None if independent is None else IndependentComparison(trial, independent)
+                fidelity = self._compare(trial, dense, policy, others)
                 values |= _fidelity_values(fidelity.overall())
                 if others is not None:
-                    values |= self._independent_values(rehearsal, others)
+                    values |= self._independent_values(trial, others)
             assert policy is not None
             self.journal.write("layers", step=step, values=self._layer_values(policy.report, fidelity))
         if self._proof is not None:
             self._movement = Movement(trainable_parameters(self.model, self.engine).items())
-        if self._movement is None or self.device.type != "cpu":  # else it is in the memory that the step is judged by
+        # On a CPU the copies of the parameters would count towards the step's peak, so the pause lasts until after().
+        if self._movement is None or self.device.type != "cpu":
             self.peak.resume()
         return values
 
     def after(self, step: int) -> Values:
-        """Say what the engine noted, and measure what a step has moved, if a probe was due at it.
-
-        Args:
-            step: As before it.
-
-        Returns:
-            Metric values by name; empty when none was due.
-        """
+        """Write the engine's new notes to the journal, and return how far a step with a probe has moved the
+        parameters."""
         for key, text in self.engine.notes.items():
             if key not in self._noted:
                 self.journal.write("note", level="info", text=text)
@@ -172,28 +133,28 @@ class Measurement:
         return self.recipe.measure.probe_every, self.recipe.measure.fidelity_every
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        """At every so many steps, and once after warm-up, for short runs."""
+        """Return whether a measurement is due: at its interval, and once after warm-up so that short runs have one."""
         return every is not None and (step % every == 0 or step == self.recipe.measure.warmup_steps + 1)
 
     def _compare(
-        self, rehearsal: Rehearsal, dense: Outcome, policy: Outcome, others: IndependentComparison | None
+        self, trial: TrialStep, dense: PassResult, policy: PassResult, others: IndependentComparison | None
     ) -> GradientComparison:
         draws = self.recipe.measure.fidelity_draws
         comparison = GradientComparison(dense.gradients, self._layers.part_of, num_draws=draws)
-        told = [comparison] if others is None else [comparison, others.policy]
-        for one in told:
+        comparisons = [comparison] if others is None else [comparison, others.policy]
+        for one in comparisons:
             one.add_draw(policy.gradients)
         for draw in range(2, draws + 1):
-            gradients = rehearsal.run("policy", draw).gradients
-            for one in told:
+            gradients = trial.run("policy", draw).gradients
+            for one in comparisons:
                 one.add_draw(gradients)
             if not comparison.is_random:
-                break  # all further draws are this one
+                break  # a deterministic policy: all further draws are equal
         return comparison
 
-    def _independent_values(self, rehearsal: Rehearsal, others: IndependentComparison) -> Values:
+    def _independent_values(self, trial: TrialStep, others: IndependentComparison) -> Values:
         proof = self._proof  # of this step, where a probe was due as well
-        ratio = count_cost(rehearsal) if proof is None else cost_ratio(proof.dense, proof.policy)
+        ratio = count_cost(trial) if proof is None else cost_ratio(proof.dense, proof.policy)
         examples = others.add_dense(ratio)
         return {
             metric.INDEPENDENT_COSINE.name: others.policy.overall().cosine,
@@ -216,7 +177,8 @@ class Measurement:
         }
 
     def _judge(self, step: int, proof: Proof) -> None:
-        """Say once in a run that a claim to skip was not kept, and once in an attempt that nothing was decided."""
+        """Warn once in a run if the policy claimed to skip more than it skipped, and once in an attempt if it decided
+        nothing."""
         sites = proof.report.sites
         if sites and not self._judged_idle and len(proof.report.never_called) == len(sites):
             text = f"no gradient reached any of the {len(sites)} sites: the policy decided nothing"
@@ -226,17 +188,17 @@ class Measurement:
         if overclaim is None:
             return
         self._judged = True
-        if "overclaim" in History.load(self.journal.path.parent).facts:  # an attempt before this one said so
+        if "overclaim" in History.load(self.journal.path.parent).facts:  # an earlier attempt reported it
             return
         by_choice = self.recipe.backward.execution == "reference"
         fact = vars(overclaim) | {"step": step, "num_sites": len(overclaim.sites), "sites": overclaim.sites[:3]}
         self.journal.write("facts", values={"overclaim": fact | {"by_choice": by_choice}})
-        text = _tell(overclaim, step, len(sites))
+        text = _overclaim_message(overclaim, step, len(sites))
         why = "; backward.execution is reference, which multiplies everything" if by_choice else ""
         self.journal.write("note", level="info" if by_choice else "warning", text=text + why)
 
 
-def _tell(overclaim: Overclaim, step: int, num_sites: int) -> str:
+def _overclaim_message(overclaim: Overclaim, step: int, num_sites: int) -> str:
     where = ""
     if overclaim.sites:
         where = f", at {len(overclaim.sites)} of {num_sites} sites, most at {overclaim.sites[0]}"
@@ -278,5 +240,5 @@ def _fidelity_values(fidelity: Fidelity) -> Values:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits: the journal of a model of many layers stays small."""
+    """Round to six significant digits, so that the journal of a model with many layers stays small."""
     return None if value is None else float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""Build the model and its tokenizer: safetensors only, no remote code, no second way when the first is refused."""
+"""Models and tokenizers of a recipe: safetensors only, no remote code, no fallback to another format."""
 
 from __future__ import annotations
 
@@ -27,22 +27,12 @@ from sparsebp_cli.worker.float8 import convert_to_float8
 
 
 def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a recipe's model.
-
-    Args:
-        section: The recipe's model.
-
-    Returns:
-        The tokenizer, with a padding token.
-
-    Raises:
-        DataError: It cannot be found or loaded.
-    """
+    """Load the tokenizer of a recipe's model, and set a padding token if it has none."""
     source = _folder_or_id(section.tokenizer or section.name or "")
     revision = None if section.tokenizer else section.revision
     if isinstance(source, Path):
         check_sidecars(source)
-        if os.path.lexists(source / "config.json"):  # which is read for the kind of tokenizer
+        if os.path.lexists(source / "config.json"):  # AutoTokenizer reads it to choose the class
             check_weights(source, read_config(source))
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
@@ -59,20 +49,8 @@ def build_model(
     num_labels: int | None,
     tell: Callable[[str], None] | None = None,
 ) -> PreTrainedModel:
-    """Build a recipe's model, with its weights or with random ones.
-
-    Args:
-        section: The recipe's model.
-        tokenizer: Its size is the vocabulary of a config that names none.
-        num_labels: Classes of a classification; None for language modelling.
-        tell: Receives a line on the head that a classification adds to a model without one.
-
-    Returns:
-        The model in training mode, adapters included.
-
-    Raises:
-        DataError: It cannot be found, is no safetensors, lacks tensors, or wants remote code.
-    """
+    """Build a recipe's model in training mode with pretrained or random weights, adapters included. ``num_labels`` is
+    None for language modelling; ``tell`` receives a line about a classification head that the files lack."""
     auto: Any = AutoModelForCausalLM if num_labels is None else AutoModelForSequenceClassification
     options: dict[str, Any] = {"dtype": getattr(torch, section.dtype), "attn_implementation": section.attention}
     labels = {} if num_labels is None else {"num_labels": num_labels}
@@ -90,13 +68,13 @@ def build_model(
                 trust_remote_code=False,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # _refuse_incomplete reports them by name
                 **options,
                 **labels,
             )
             new = _refuse_incomplete(source, model, found, is_classification=num_labels is not None)
             if new and tell is not None:
-                tell(f"new, with random weights, because {section.name} has no such head: {_list(new)}")
+                tell(f"initialised at random because {section.name} has no classification head: {_list(new)}")
     except Exception as error:
         raise _explain(f"model {section.name or section.config}", error) from None
     if model.config.pad_token_id is None:
@@ -127,10 +105,8 @@ def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, in
 
 
 def _refuse_incomplete(source: object, model: Any, found: dict[str, Any], *, is_classification: bool) -> list[str]:
-    """Return the head's tensors that a classification starts anew; any other tensor has to be in the files.
-
-    transformers gives random values to what is missing, and knows itself which tensors are tied to others.
-    """
+    """Return the tensors of a new classification head, and refuse any other tensor that the files lack or that has
+    another shape. transformers would fill them with random values; it leaves tied tensors out of both lists itself."""
     missing = sorted(found["missing_keys"])
     body = f"{model.base_model_prefix}."
     new = [name for name in missing if is_classification and (not name.startswith(body) or ".pooler." in name)]
@@ -161,7 +137,8 @@ def _with_adapters(model: PreTrainedModel, section: LoraSection, num_labels: int
 
 
 def _explain(what: str, error: Exception) -> Exception:
-    """Return the line for an odd model, which makes the libraries raise any kind of error; memory is no fault of it."""
+    """Turn an error about an unusual model into one line; libraries raise many types for it. Out-of-memory errors are
+    kept, because they are not the model's fault."""
     if isinstance(error, SparseBPError | MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
         return error
     plain = isinstance(error, OSError | ValueError | TypeError | ImportError | SafetensorError)
@@ -169,6 +146,6 @@ def _explain(what: str, error: Exception) -> Exception:
 
 
 def _first_line(error: Exception) -> str:
-    """A text of several lines is shown as far as a colon does not announce the next one."""
+    """Return the first line of a message, and the second if the first ends in a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]

@@ -1,7 +1,7 @@
-"""``python -m sparsebp_cli.worker.preview FOLDER/plan.json``: what choosing may gain, and nothing is trained.
+"""``python -m sparsebp_cli.worker.preview FOLDER/plan.json``: measure what selection may gain, without training.
 
-The last line on standard output is JSON: ``{"lines": [...], "values": {metric: number}}``, or ``{"error": text, "code":
-exit code}``. What libraries print goes to standard error.
+The last line of standard output is JSON: ``{"lines": [...], "values": {metric: number}}``, or ``{"error": text, "code":
+exit code}``. Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(plan_file: Path) -> int:
-    """Measure a plan's first micro-batch, and train nothing; return the exit code."""
+    """Measure the first micro-batch of a plan and return the exit code."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
-        os.dup2(2, 1)  # what libraries print
+        os.dup2(2, 1)  # libraries may print to standard output, which carries the result
         try:
+            from sparsebp_cli.worker.selection_gain import gain_metrics
             from sparsebp_cli.worker.training import Training
-            from sparsebp_cli.worker.worth import worth_values
 
             run = RunFolder(plan_file.absolute().parent)
             with JournalWriter(run.path, durable=False) as journal:
                 training = Training.build(Plan.load(plan_file), run, journal, StopRequest())
-                worth = training.find_worth()
-            told: dict[str, object] = {"lines": worth.lines(), "values": worth_values(worth)}
+                gain = training.measure_gain()
+            result: dict[str, object] = {"lines": gain.lines(), "values": gain_metrics(gain)}
             code = 0
         except Exception as error:
-            from sparsebp_cli.worker.failure import explain
+            from sparsebp_cli.worker.failure import describe_failure
 
             if not isinstance(error, SparseBPError):
                 traceback.print_exc()
-            text, code = explain(error)
-            told = {"error": text, "code": code}
-        print(json.dumps(told), file=channel, flush=True)
+            text, code = describe_failure(error)
+            result = {"error": text, "code": code}
+        print(json.dumps(result), file=channel, flush=True)
     return code
 
 

@@ -1,7 +1,7 @@
-"""The probe: dense and policy on one and the same batch, in turn, in the run itself.
+"""The probe: dense and policy passes over one batch, in turn, within the run itself.
 
-It answers what a policy is worth on this machine and model: the ceiling, the speed-up and the share of it that was
-realised, and proves what was executed and stored, module by module.
+It measures what a policy gains on this machine and model (the ceiling, the speed-up, and the realised share of the
+ceiling) and counts what was executed and stored, module by module.
 """
 
 from __future__ import annotations
@@ -14,105 +14,75 @@ from sparsebp_cli.backward.core.extension import EstimatesFlops
 from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
-from sparsebp_cli.worker.rehearsal import Outcome, Rehearsal, Way
 from sparsebp_cli.worker.stopwatch import Stopwatch
+from sparsebp_cli.worker.trial_step import Mode, PassResult, TrialStep
 
 ROUNDS = 3  # timed pairs; the order within a pair alternates
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe found.
-
-    Args:
-        values: Metric values by name; None where there is none.
-        proof: What was executed and stored.
-        dense: What the last timed dense pass left. Not the counted one: under counters PyTorch takes other ways
-            through some operators, whose last bits differ.
-        policy: What the last timed pass with the policy left.
-    """
+    """Metrics and proof of one probe. ``dense`` and ``policy`` are the results of the last timed passes, not of the
+    counted ones: under counters PyTorch computes some operators differently, so the last bits differ."""
 
     values: dict[str, float | None]
     proof: Proof
-    dense: Outcome
-    policy: Outcome
+    dense: PassResult
+    policy: PassResult
 
 
-def run_probe(rehearsal: Rehearsal, stopwatch: Stopwatch) -> Probe:
-    """Run dense and policy in turn: three times under the clock, once under counters.
-
-    Args:
-        rehearsal: Entered.
-        stopwatch: For the clock.
-
-    Returns:
-        What was found.
-    """
-    seconds: dict[Way, list[float]] = {"dense": [], "policy": []}
-    left: dict[Way, Outcome] = {}
-    order: tuple[Way, Way] = ("dense", "policy")
+def run_probe(trial: TrialStep, stopwatch: Stopwatch) -> Probe:
+    """Run dense and policy in turn: three times timed, once under counters. The trial step must be entered."""
+    seconds: dict[Mode, list[float]] = {"dense": [], "policy": []}
+    left: dict[Mode, PassResult] = {}
+    order: tuple[Mode, Mode] = ("dense", "policy")
     for number in range(ROUNDS):
         left.clear()
-        for way in order if number % 2 == 0 else reversed(order):
-            spent, left[way] = _time(rehearsal, stopwatch, way)
-            seconds[way].append(spent)
-    dense, _, claims = _count(rehearsal, "dense")
-    policy, report, _ = _count(rehearsal, "policy")
-    proof = Proof.of(rehearsal.model, dense, policy, report, claims)
+        for mode in order if number % 2 == 0 else reversed(order):
+            spent, left[mode] = _time(trial, stopwatch, mode)
+            seconds[mode].append(spent)
+    dense, _, claims = _count(trial, "dense")
+    policy, report, _ = _count(trial, "policy")
+    proof = Proof.of(trial.model, dense, policy, report, claims)
     chosen = report.chosen
-    values = _work(proof, left["policy"], rehearsal.engine)
+    values = _work(proof, left["policy"], trial.engine)
     values[metric.SCORING_FLOPS.name] = None if chosen is None else float(chosen.scoring_flops)
     values |= _speed(proof, median(seconds["dense"]), median(seconds["policy"]))
     return Probe(values, proof, left["dense"], left["policy"])
 
 
-def count_cost(rehearsal: Rehearsal) -> float:
-    """Return what a step of the policy costs over a dense one, in FLOPs of forward and backward as counted.
-
-    Args:
-        rehearsal: Entered.
-
-    Returns:
-        The ratio.
-    """
-    (dense, _, _), (policy, _, _) = _count(rehearsal, "dense"), _count(rehearsal, "policy")
+def count_cost(trial: TrialStep) -> float:
+    """Return the cost of a policy's step over that of a dense one, in counted FLOPs of forward and backward."""
+    (dense, _, _), (policy, _, _) = _count(trial, "dense"), _count(trial, "policy")
     return cost_ratio(dense, policy)
 
 
 def cost_ratio(dense: PassCount, policy: PassCount) -> float:
-    """Return what one pass costs over another, in FLOPs of forward and backward.
-
-    Args:
-        dense: The other.
-        policy: The one.
-
-    Returns:
-        The ratio.
-    """
+    """Return the FLOPs of a policy's forward and backward over those of dense."""
     one, other = (count.flops.forward.total() + count.backward_flops.total() for count in (policy, dense))
     return one / other
 
 
-def _time(rehearsal: Rehearsal, stopwatch: Stopwatch, way: Way) -> tuple[float, Outcome]:
-    with rehearsal.on(way) as backward:
+def _time(trial: TrialStep, stopwatch: Stopwatch, mode: Mode) -> tuple[float, PassResult]:
+    with trial.on(mode) as backward:
         start = stopwatch.now()
-        backward(rehearsal.forward())
-        return stopwatch.now() - start, rehearsal.outcome()
+        backward(trial.forward())
+        return stopwatch.now() - start, trial.result()
 
 
-def _count(rehearsal: Rehearsal, way: Way) -> tuple[PassCount, Report, list[PassEstimate]]:
-    model, engine = rehearsal.model, rehearsal.engine
-    # Under counters some operators make other nodes than in training: what was cut there has no place here.
-    with rehearsal.on(way, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
+def _count(trial: TrialStep, mode: Mode) -> tuple[PassCount, Report, list[PassEstimate]]:
+    model, engine = trial.model, trial.engine
+    # Under counters some operators make other graph nodes than in training, so their error feedback does not fit here.
+    with trial.on(mode, feedback=False) as backward, ModuleTrace(model) as trace, count_flops(trace) as flops:
         with saved_bytes(model.parameters(), trace) as saved:
-            loss = rehearsal.forward()
+            loss = trial.forward()
         backward(loss)
-        claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if way == "dense" else []
+        claiming = [part for part in engine.extensions if isinstance(part, EstimatesFlops)] if mode == "dense" else []
         claims = [part.claim(DensePass(loss, trace, flops)) for part in claiming]
         return PassCount(flops, saved), engine.report(), claims
 
 
-def _work(proof: Proof, policy: Outcome, engine: Engine) -> dict[str, float | None]:
+def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float | None]:
     return {
         metric.FORWARD_FLOPS.name: float(proof.policy.flops.forward.total()),
         metric.BACKWARD_EXECUTED.name: float(proof.policy.backward_flops.total()),
@@ -127,8 +97,9 @@ def _work(proof: Proof, policy: Outcome, engine: Engine) -> dict[str, float | No
     }
 
 
-def _gradient_bytes(policy: Outcome, engine: Engine) -> int:
-    """A probe keeps all gradients; under an eager update a step of training does not."""
+def _gradient_bytes(policy: PassResult, engine: Engine) -> int:
+    """Return the bytes of a step's gradients. A trial step keeps them all; a training step with eager updates does not,
+    so the eager update's own count is used."""
     report = None if engine.eager is None else engine.eager.report
     return tensor_bytes(policy.gradients.values()) if report is None else report.gradient_bytes
 
@@ -140,7 +111,7 @@ def _speed(proof: Proof, dense_seconds: float, policy_seconds: float) -> dict[st
         metric.PROBE_POLICY_SECONDS.name: policy_seconds,
         metric.SPEEDUP.name: dense_seconds / policy_seconds,
     }
-    if proof.claimed_flops is None:  # at graph nodes nothing is claimed beforehand
+    if proof.claimed_flops is None:  # routers at graph nodes claim nothing in advance
         return speed
     highest = ceiling(forward, dense, proof.claimed_flops, proof.claimed_forward_flops)
     share = realised_share(dense_seconds, policy_seconds, highest)

@@ -1,7 +1,6 @@
-"""The processes that train together on one machine: which of them this is, and what they tell each other.
+"""The processes (ranks) that train together on one machine, and the small values that they exchange.
 
-A process and its number are called a rank. What is said here is small and goes over gloo, on the host; gradients and
-weights go their own way (DDP, FSDP2).
+These values go over gloo, on the host. Gradients and weights are exchanged by DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -14,49 +13,28 @@ from typing import Any, Self
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
-LONGEST_WAIT = timedelta(minutes=30)  # for another rank, such as for the first while it writes a checkpoint
+LONGEST_WAIT = timedelta(minutes=30)  # for another rank, such as the first one while it writes a checkpoint
 
 
 def process_options(recipe: Recipe) -> TargetOptions:
-    """Return how many processes a recipe's target has, and what each of them holds.
-
-    Args:
-        recipe: With any kind of target.
-
-    Returns:
-        The target's options, those alone that every kind has.
-    """
+    """Return the target options that all kinds of target share: number of processes and sharding."""
     given = {name: value for name, value in recipe.target.options.items() if name in TargetOptions.model_fields}
     return TargetOptions.model_validate(given)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together.
+    """This process's place among those that train together, and collective operations between them. Every rank must
+    call a collective operation."""
 
-    Args:
-        rank: Its number, from 0. The first alone writes.
-        count: How many there are.
-        is_sharded: Whether each holds a part of the model's weights, gradients and optimizer state.
-    """
-
-    rank: int = 0
-    count: int = 1
-    is_sharded: bool = False
+    rank: int = 0  # from 0; only rank 0 writes files
+    count: int = 1  # number of processes
+    is_sharded: bool = False  # each rank holds a part of weights, gradients and optimizer state
 
     @classmethod
     def join(cls, recipe: Recipe) -> Self:
-        """Meet the other ranks; alone, that is nothing.
-
-        Args:
-            recipe: Of the plan that all of them carry out.
-
-        Returns:
-            Which one this is.
-
-        Raises:
-            DataError: There are not as many CUDA devices as processes.
-        """
+        """Initialise the process group of a recipe with several processes, or return a single rank. Raise DataError if
+        there are fewer CUDA devices than processes."""
         options = process_options(recipe)
         if options.processes == 1:
             return cls()
@@ -73,30 +51,23 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes."""
+        """Whether this rank writes files."""
         return self.rank == 0
 
-    def highest(self, values: Sequence[float]) -> list[float]:
+    def all_max(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over the ranks."""
         return self._reduce(values, "MAX")
 
-    def total(self, values: Sequence[float]) -> list[float]:
+    def all_sum(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over the ranks."""
         return self._reduce(values, "SUM")
 
-    def wait(self) -> None:
-        """Wait until every rank has come here."""
-        self.highest([0.0])
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self.all_max([0.0])
 
-    def collect(self, value: Any) -> list[Any]:
-        """Bring one value of each rank to the first.
-
-        Args:
-            value: Anything that can be pickled.
-
-        Returns:
-            All of them by rank; for any other rank none.
-        """
+    def gather(self, value: Any) -> list[Any]:
+        """Return one picklable value of each rank, by rank, on the first rank; an empty list on the others."""
         if self.count == 1:
             return [value]
         from torch import distributed
@@ -105,22 +76,15 @@ class Ranks:
         distributed.gather_object(value, found)
         return found or []
 
-    def hear(self, value: Any) -> Any:
-        """Return the first rank's value.
-
-        Args:
-            value: Anything that can be pickled; that of other ranks is not looked at.
-
-        Returns:
-            The value, on every rank.
-        """
+    def broadcast(self, value: Any) -> Any:
+        """Return the first rank's picklable value on every rank; the values of the others are ignored."""
         if self.count == 1:
             return value
         from torch import distributed
 
-        told = [value]
-        distributed.broadcast_object_list(told)
-        return told[0]
+        values = [value]
+        distributed.broadcast_object_list(values)
+        return values[0]
 
     def _reduce(self, values: Sequence[float], operation: str) -> list[float]:
         if self.count == 1:

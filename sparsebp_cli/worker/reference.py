@@ -1,7 +1,7 @@
-"""The reference model of a token selector: its loss of every training token, once and from the disk, or batch by batch.
+"""The reference model of a token selector: its loss of every training token, cached on disk or computed batch by batch.
 
-What is kept depends on the data, the reference's weights and how they are computed with, and on nothing of the run; the
-cost of having it is kept beside it, so that it is told also where it was not paid again.
+The cache key depends on the data, the reference's weights and the numerical precision, and on nothing else of the run.
+The cost of scoring is stored with the scores, so that runs that reuse them still report it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,20 @@ from sparsebp_cli.backward.selection.score.token_scores import REFERENCE_COLUMN
 from sparsebp_cli.policy import Policy, TokenSelector
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import home
-from sparsebp_cli.worker.batch import in_order
+from sparsebp_cli.worker.batch import ordered_batches
 from sparsebp_cli.worker.data import Data
 from sparsebp_cli.worker.model import build_model
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What training is given of a reference.
+    """The data with reference losses, or the model that computes them during training."""
 
-    Args:
-        data: With the column ``reference_loss`` in the training examples, where the scores are kept.
-        attached: For ``attach(reference=...)``: the model, ``batch``, or None without a reference.
-        facts: For the journal; empty without a reference.
-        columns: Names of the columns that a batch must bring for it.
-    """
-
-    data: Data
+    data: Data  # training examples have the column reference_loss if scores are cached
+    # argument reference of attach(): the model, "batch", or None without a reference
     attached: nn.Module | Literal["batch"] | None = None
-    facts: dict[str, Any] | None = None
-    columns: frozenset[str] = frozenset()
+    facts: dict[str, Any] | None = None  # for the journal
+    columns: frozenset[str] = frozenset()  # further columns that a batch must include
 
 
 def build_reference(
@@ -60,22 +54,8 @@ def build_reference(
     accelerator: Accelerator,
     tell: Callable[[str], None],
 ) -> Reference:
-    """Load the reference that a policy names, and its scores if they are to be kept.
-
-    Args:
-        policies: Of the recipe.
-        recipe: Says in what precision is computed.
-        data: Its training examples are scored.
-        tokenizer: Of the model, and so of the reference.
-        accelerator: Where and how is computed.
-        tell: Given a sentence before what may take long.
-
-    Returns:
-        The reference; without a policy that names one, the data alone.
-
-    Raises:
-        DataError: The reference cannot be found or loaded.
-    """
+    """Load the reference model that a policy names, and its cached scores. ``tell`` receives a line before scoring,
+    which may take long. Without such a policy, return the data alone."""
     policy = next((p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs), None)
     if policy is None:
         return Reference(data)
@@ -93,7 +73,7 @@ def build_reference(
     path = home() / "cache" / "reference" / f"{key}.safetensors"
     kept = _read(path, data)
     if kept is None:
-        tell(f"the reference {policy.reference} reads {len(data.train)} training examples once; its scores are kept")
+        tell(f"the reference {policy.reference} scores {len(data.train)} training examples once; scores are cached")
         kept = _score(model, data, tokenizer, accelerator, recipe.training.per_device_train_batch_size)
         _write(path, *kept)
         facts["from_cache"] = False
@@ -113,14 +93,15 @@ Kept = tuple[np.ndarray, dict[str, float]]
 def _score(
     model: nn.Module, data: Data, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, size: int
 ) -> Kept:
-    """Return the loss of every training token, one after the other, and what that cost; the time is with counting."""
+    """Return the loss of every training token in the order of the data, and the cost of scoring, measured under
+    counters."""
     scorer, cost = Scorer(model, "the reference"), {"seconds": 0.0, "flops": 0.0}
     assert isinstance(tokenizer.pad_token_id, int)
     lengths = [len(example.input_ids) for example in data.train]
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # little is padded
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)  # batches of similar lengths need little padding
     numbers, examples = iter(order), [data.train[number] for number in order]
     by_number: dict[int, np.ndarray] = {}
-    for batch in in_order(examples, size, tokenizer.pad_token_id):
+    for batch in ordered_batches(examples, size, tokenizer.pad_token_id):
         on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
         labels = on_device.pop("labels")
         with count_flops(), ScoringCost(accelerator.device) as spent, accelerator.autocast():
@@ -145,7 +126,7 @@ def _read(path: Path, data: Data) -> Kept | None:
         with safe_open(path, framework="numpy") as file:
             scores, cost = file.get_tensor(REFERENCE_COLUMN), json.loads(file.metadata()["cost"])
     except (OSError, SafetensorError, KeyError, TypeError, ValueError):
-        return None  # not there, or damaged: made again
+        return None  # missing or damaged: score again
     return (scores, cost) if len(scores) == sum(len(example.input_ids) for example in data.train) else None
 
 

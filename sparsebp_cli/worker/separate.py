@@ -60,4 +60,4 @@ class SeparateOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """Change a parameter by its gradient, with what its group says."""
+        """FieldChange a parameter by its gradient, with what its group says."""

@@ -1,4 +1,4 @@
-"""Weights of which each rank holds a part (FSDP2): how a model is cut, and how whole tensors come out and go in."""
+"""Parameters sharded over ranks (FSDP2): sharding a model, and gathering and loading whole tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,9 @@ from sparsebp_cli.worker.precision import keep_precision
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Leave each rank a part of every parameter; each decoder layer is put together while it is computed.
-
-    By PyTorch's own call: accelerate 1.15 does it on accelerators alone, and does DDP on a CPU without a word.
-
-    Args:
-        model: The same on every rank, with the engine attached; cut in place.
-        optimizer: Of the model's trained parameters, in their order, without a state yet.
-        device: Of the model.
-    """
+    """Shard every parameter over the ranks, in place; each decoder layer is gathered while it is computed. The
+    optimizer's parameters are replaced by the sharded ones, so it must not have a state yet. This calls PyTorch
+    directly, because accelerate 1.15 shards on accelerators only and silently uses DDP on a CPU."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for layer in LayerNumbers(model).layers:
         fully_shard(layer, mesh=mesh)
@@ -36,15 +30,8 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.devi
 
 
 @contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
-    """Add gradients up on each rank, and not over the ranks.
-
-    Args:
-        model: Sharded, or in DDP.
-
-    Yields:
-        None: As long as they are apart.
-    """
+def no_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients on each rank without reducing them over the ranks."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -58,22 +45,18 @@ def apart(model: nn.Module) -> Iterator[None]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model itself, whose names have no ``module.`` in front."""
+    """Return the model inside a DDP wrapper, whose parameter names have no prefix ``module.``."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Let gradients be summed over the ranks, instead of their mean taken: each is then as one process has it.
-
-    Args:
-        model: Sharded, or in DDP.
-    """
+    """Sum gradients over the ranks instead of averaging them, so that they equal those of a single process."""
     if isinstance(model, DistributedDataParallel):
         model.register_comm_hook(None, lambda _, bucket: _sum_up(bucket.buffer()))
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no product with a factor
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot reduce with a premultiplied factor
 
 
 def _sum_up(bucket: Tensor) -> torch.futures.Future[Tensor]:
@@ -83,26 +66,19 @@ def _sum_up(bucket: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor."""
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor; every rank must ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a whole tensor; a collective operation."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gather(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Put tensors together, one after the other; every rank must ask for the same.
-
-    Args:
-        tensors: By name; one of two names is put together once.
-        keep: Whether this rank wants them.
-
-    Returns:
-        Whole tensors by name, those that are in parts on the host; none for a rank that does not want them.
-    """
+    """Return whole tensors by name, sharded ones on the host, gathered one after the other; empty unless ``keep``. A
+    collective operation; a tensor with two names is gathered once."""
     found: dict[str, Tensor] = {}
     known: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
@@ -113,27 +89,15 @@ def gather(tensors: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
     return found
 
 
-def fill(mine: Tensor, given: Tensor) -> None:
-    """Copy a whole tensor into one of which this rank may hold a part.
-
-    Args:
-        mine: Is changed.
-        given: The same on every rank.
-    """
+def copy_full(mine: Tensor, given: Tensor) -> None:
+    """Copy a whole tensor, the same on every rank, into one of which this rank may hold a part."""
     with torch.no_grad():
-        mine.copy_(_cut_like(mine, given))
+        mine.copy_(_shard_like(mine, given))
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
-    """Return an optimizer's state_dict with whole tensors; every rank must ask.
-
-    Args:
-        optimizer: Of torch, or wrapped by accelerate.
-        keep: Whether this rank wants it.
-
-    Returns:
-        The state_dict; on a rank that does not want it, without the tensors that are in parts.
-    """
+    """Return an optimizer's state_dict with whole tensors; without ``keep``, sharded tensors are missing. A collective
+    operation."""
     state = optimizer.state_dict()
     by_number: dict[int, dict[str, Any]] = {}
     for number, values in state["state"].items():
@@ -143,15 +107,10 @@ def gather_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[st
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put a state_dict with whole tensors back.
-
-    Args:
-        optimizer: Of torch, or wrapped by accelerate.
-        state: From :func:`gather_optimizer`.
-    """
+    """Load a state_dict with whole tensors from :func:`gather_optimizer`."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     by_number = {
-        number: {name: _cut_state(parameters[number], value) for name, value in values.items()}
+        number: {name: _shard_state(parameters[number], value) for name, value in values.items()}
         for number, values in state["state"].items()
     }
     cut = {**state, "state": by_number}
@@ -159,12 +118,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     keep_precision(optimizer, cut)
 
 
-def _cut_state(parameter: Tensor, value: Any) -> Any:
-    """Moments lie as their parameter does; a step count is a number."""
-    return _cut_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+def _shard_state(parameter: Tensor, value: Any) -> Any:
+    """Shard a moment as its parameter is; step counts and other values are returned unchanged."""
+    return _shard_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
 
 
-def _cut_like(mine: Tensor, given: Tensor) -> Tensor:
+def _shard_like(mine: Tensor, given: Tensor) -> Tensor:
     if not isinstance(mine, DTensor):
         return given
     return distribute_tensor(given.to(mine.device), mine.device_mesh, mine.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""From a training to a snapshot of it, and back."""
+"""Conversion between a training under way and the snapshot that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
-from sparsebp_cli.worker.generators import capture_rng, restore_rng
 from sparsebp_cli.worker.process import Ranks
-from sparsebp_cli.worker.sharding import fill, gather, gather_optimizer, load_optimizer
+from sparsebp_cli.worker.rng_state import capture_rng, restore_rng
+from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
 from sparsebp_cli.worker.trainable import trainable_parameters
 
 
 class Restorable(Protocol):
-    """What of a training a snapshot is taken of, and put back into: the training itself has more."""
+    """The attributes of a training that a snapshot is taken from and restored into."""
 
     step: int
     tokens: int
@@ -45,18 +45,12 @@ class Restorable(Protocol):
 
 
 def take_snapshot(training: Restorable) -> Snapshot:
-    """Return everything that a run needs to go on from here.
-
-    Args:
-        training: Under way; every rank must ask.
-
-    Returns:
-        The snapshot. Whole on the first rank, of no use on another.
-    """
+    """Return everything that a run needs to resume from here. A collective operation; only the first rank's snapshot is
+    complete."""
     ranks = training.ranks
     engine = training.engine.state_dict()
     cut = engine.pop("cut")
-    own = ranks.collect(RankState({name: tensor.cpu() for name, tensor in cut.items()}, capture_rng()))
+    own = ranks.gather(RankState({name: tensor.cpu() for name, tensor in cut.items()}, capture_rng()))
     rest = {"schedule": training.schedule.state_dict(), "engine": engine, "tokens": training.tokens}
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
@@ -64,26 +58,19 @@ def take_snapshot(training: Restorable) -> Snapshot:
 
 
 def restore(training: Restorable, snapshot: Snapshot) -> None:
-    """Go back to a snapshot.
-
-    Args:
-        training: Just built.
-        snapshot: Of this very plan.
-
-    Raises:
-        UnsupportedError: As many processes did not write it, or it is of another model or optimizer.
-    """
+    """Restore a snapshot into a training that was just built. Raise UnsupportedError if another number of processes
+    wrote it, or if it is of another model or optimizer."""
     ranks = training.ranks
     if len(snapshot.ranks) != ranks.count:
         raise UnsupportedError(
             f"the checkpoint of step {snapshot.step} is of {len(snapshot.ranks)} processes, got target.processes: "
-            f"{ranks.count}; each has draws of its own to go on with"
+            f"{ranks.count}; each process resumes its own random draws"
         )
     _check_fit(training, snapshot)
     own = snapshot.ranks[ranks.rank]
     try:
         for name, tensor in _weights(training).items():
-            fill(tensor, snapshot.weights[name])
+            copy_full(tensor, snapshot.weights[name])
         load_optimizer(training.optimizer, snapshot.optimizer)
         training.schedule.load_state_dict(snapshot.rest["schedule"])
         cut = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
@@ -91,33 +78,33 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
         training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
         restore_rng(own.rng)
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
-        # whatever optimizers, policies and generators raise
+        # optimizers, policies and generators raise these for a state that does not fit
         raise UnsupportedError(
             f"the checkpoint of step {snapshot.step} does not fit the plan: {type(error).__name__}: {error}"
         ) from error
 
 
 def _check_fit(training: Restorable, snapshot: Snapshot) -> None:
-    """Refuse a checkpoint of another model, of other optimizer options or of a longer run."""
+    """Refuse a checkpoint of another model or optimizer, or of a step after the last one of the plan."""
     before = f"the checkpoint of step {snapshot.step} does not fit the plan"
     max_steps = training.plan.recipe.training.max_steps
     if snapshot.step > max_steps:
-        raise UnsupportedError(f"{before}: it is behind training.max_steps, {max_steps}")
+        raise UnsupportedError(f"{before}: it is beyond training.max_steps, {max_steps}")
     mine = {name: tuple(tensor.shape) for name, tensor in _weights(training).items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in snapshot.weights.items()}
     for name in [*mine, *theirs]:
         if mine.get(name) != theirs.get(name):
-            told = [
+            shapes = [
                 f"shape {list(shape)}" if shape is not None else "none" for shape in (theirs.get(name), mine.get(name))
             ]
-            raise UnsupportedError(f"{before}: {name} has {told[0]} there, {told[1]} in the plan's model")
+            raise UnsupportedError(f"{before}: {name} has {shapes[0]} there, {shapes[1]} in the plan's model")
     groups = [set(group) for group in training.optimizer.state_dict()["param_groups"]]
     if groups != [set(group) for group in snapshot.optimizer["param_groups"]]:
         raise UnsupportedError(f"{before}: it is of another optimizer than {training.plan.recipe.training.optim}")
 
 
 def _weights(training: Restorable) -> dict[str, Tensor]:
-    """Trained parameters, and the buffers that transformers would save."""
+    """Return trained parameters, and the buffers that transformers would save."""
     saved = training.bare.state_dict()
     buffers = {name: b for name, b in training.bare.named_buffers() if name in saved}
     return trainable_parameters(training.bare, training.engine) | buffers

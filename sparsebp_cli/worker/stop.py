@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask the worker to stop at the next step boundary; a second SIGINT stops it at once."""
+"""Stop requests: SIGTERM and SIGINT stop the worker at the next step boundary, a second SIGINT at once."""
 
 from __future__ import annotations
 
@@ -11,21 +11,13 @@ from typing import Self
 
 @dataclass
 class StopRequest:
-    """Whether somebody asked for the end.
-
-    Args:
-        signal: The first signal that came; None while nobody asked.
-    """
+    """The first stop signal that the process received, None if there was none."""
 
     signal: signal.Signals | None = None
 
     @classmethod
     def install(cls) -> Self:
-        """Catch SIGTERM and SIGINT from now on.
-
-        Returns:
-            The request, filled in by the handler.
-        """
+        """Handle SIGTERM and SIGINT from now on, and return the request that the handler fills in."""
         request = cls()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, request._receive)
@@ -37,20 +29,12 @@ class StopRequest:
         self.signal = self.signal or signal.Signals(number)
 
 
-def tell_stop(number: signal.Signals, step: int) -> str:
-    """Return the line with which a run that was asked to stop ends.
-
-    Args:
-        number: What asked.
-        step: The last one that was made.
-
-    Returns:
-        The line.
-    """
+def stop_message(number: signal.Signals, step: int) -> str:
+    """Return the final line of a run that a signal stopped after a step."""
     return f"{number.name}: stopped after step {step}"
 
 
-def find_signal(text: str) -> signal.Signals | None:
-    """Return the signal that a line of :func:`tell_stop` names; None where it is no such line."""
+def signal_of_message(text: str) -> signal.Signals | None:
+    """Return the signal that a line of :func:`stop_message` names; None for any other line."""
     name = text.partition(":")[0]
     return signal.Signals[name] if name in signal.Signals.__members__ else None

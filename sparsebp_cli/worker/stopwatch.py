@@ -1,4 +1,4 @@
-"""Time of the phases of a step, with the device synchronised at every border, and how busy the machine is."""
+"""Seconds of the phases of a step, with the device synchronised at each boundary, and the load of the machine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,22 @@ import torch
 
 
 class Stopwatch:
-    """Adds up seconds by phase."""
+    """Sums seconds by phase."""
 
     def __init__(self, device: torch.device, at_phase: Callable[[str], None] | None = None) -> None:
-        """Start with nothing measured.
-
-        Args:
-            device: Waited for before each reading of the clock.
-            at_phase: Told each phase when it begins; None: nobody.
-        """
+        """Start at zero. The device is synchronised before each reading of the clock; ``at_phase`` is called with each
+        phase when it begins."""
         self.device, self._at_phase = device, at_phase
         self.seconds: dict[str, float] = {}
 
     def now(self) -> float:
-        """Return the clock in seconds once the device has done its work."""
+        """Return the clock in seconds after synchronising the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def cpu_now(self) -> float:
-        """Return the CPU seconds that all threads of this process have used once the device has done its work."""
+        """Return the CPU seconds of all threads of this process after synchronising the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.process_time()

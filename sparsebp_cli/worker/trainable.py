@@ -1,4 +1,4 @@
-"""Which parameters a run trains over all its steps, whatever a policy has switched off for the step under way."""
+"""Parameters that a run trains over all its steps, including those that a policy freezes at the current step."""
 
 from __future__ import annotations
 
@@ -10,46 +10,28 @@ from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.process import Ranks
 
 NO_DENSE = (
-    "target.processes: parameters that a policy freezes have no sum of gradients over processes, so there is no dense "
-    "gradient to measure against: runs without probes and fidelity (measure.probe_every, measure.fidelity_every)"
+    "target.processes: gradients of parameters that a policy freezes are not summed over processes, so there is no "
+    "dense gradient to measure against: runs without probes and fidelity (measure.probe_every, measure.fidelity_every)"
 )
 
 
 def trainable_parameters(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:
-    """Return the parameters that the model would train without policies.
-
-    Optimizer, clipping, checkpoints and measurements are about all of them: what is not trained at one step may be at
-    another, and is then to be found as it was left.
-
-    Args:
-        model: With the engine attached.
-        engine: Carries the policies out.
-
-    Returns:
-        By name, in the model's order; a shared one once.
-    """
+    """Return by name, in the model's order, the parameters that the model would train without policies; a shared one
+    once. Optimizer, clipping, checkpoints and measurements include all of them, because a parameter that is frozen at
+    one step may be trained at another."""
     with engine.disabled():
         return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def freezes(engine: Engine) -> bool:
-    """Return whether a policy chooses which parameters are trained."""
+def freezes_parameters(engine: Engine) -> bool:
+    """Return whether a policy selects the parameters that are trained."""
     return any(isinstance(part, ParameterExtension) for part in engine.extensions)
 
 
-def measurable(recipe: Recipe, ranks: Ranks, engine: Engine) -> Recipe:
-    """Return the recipe with the measurements that these processes can make.
-
-    Args:
-        recipe: As it was written.
-        ranks: Those that train together.
-        engine: Carries the policies out.
-
-    Returns:
-        Without probes where weights are sharded; without probes and fidelity where parameters of several processes are
-        frozen by a policy.
-    """
+def limit_measurements(recipe: Recipe, ranks: Ranks, engine: Engine) -> Recipe:
+    """Return the recipe without the measurements that these processes cannot make: probes if parameters are sharded;
+    probes and fidelity if a policy freezes parameters of several processes."""
     update: dict[str, None] = {"probe_every": None} if ranks.is_sharded else {}
-    if ranks.count > 1 and freezes(engine):
+    if ranks.count > 1 and freezes_parameters(engine):
         update = {"probe_every": None, "fidelity_every": None}
     return recipe.model_copy(update={"measure": recipe.measure.model_copy(update=update)}) if update else recipe

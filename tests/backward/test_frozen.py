@@ -293,9 +293,9 @@ def test_what_cannot_be_combined_is_refused_by_name_and_changes_nothing() -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(UnsupportedError, match=r"needs attach\(optimizer=\.\.\.\)"):
         sbp.attach(model, [turns])
-    with pytest.raises(UnsupportedError, match="each set would be compiled anew"):
+    with pytest.raises(UnsupportedError, match="each set would be compiled again"):
         sbp.attach(torch.compile(model, backend="eager"), [turns], optimizer=optimizer)
-    with pytest.raises(UnsupportedError, match="answer the same question"):
+    with pytest.raises(UnsupportedError, match="make the same decision"):
         sbp.attach(model, [turns, top], optimizer=optimizer)
     with pytest.raises(PolicyError, match="did you mean lm_head"):
         sbp.attach(model, [sbp.make_policy("frozen", freeze=["lm_haed"])])

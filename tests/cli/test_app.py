@@ -94,11 +94,11 @@ def test_compare_imports_neither_torch_nor_mlflow(two_runs: None, tmp_path: Path
     [
         (["show", "topk-row"], 102, "did you mean topk-rows?"),
         (["show", "@9"], 102, "@9: there are 2 runs; use @last or @N with N from 1 to 2"),
-        (["logs", "zzz"], 102, "no run answers to 'zzz'"),
-        (["cancel", "zzz"], 102, "no run answers to 'zzz'"),
-        (["resume", "zzz"], 102, "no run answers to 'zzz'"),
-        (["compare", "zzz"], 102, "no run answers to 'zzz'"),
-        (["sync", "zzz"], 102, "no run answers to 'zzz'"),
+        (["logs", "zzz"], 102, "no run matches 'zzz'"),
+        (["cancel", "zzz"], 102, "no run matches 'zzz'"),
+        (["resume", "zzz"], 102, "no run matches 'zzz'"),
+        (["compare", "zzz"], 102, "no run matches 'zzz'"),
+        (["sync", "zzz"], 102, "no run matches 'zzz'"),
         (["compare", "@2", "--metric", "eval/los"], 2, "did you mean eval/loss?"),
         (["compare", "@2", "--baseline", "dens"], 2, "did you mean dense?"),
         (["compare", "@2", "--png", "picture.gif"], 2, "must end in .png"),
@@ -196,7 +196,7 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
     first, *unknown = done.stdout.splitlines()
     assert first == f"ok {good}: good: model none, data none, {policy}, 30 steps, 5 runs"
     assert [line.partition(";")[0] for line in unknown] == [
-        f"   not known from here: {key}: none is not on this machine, a hub may have it"
+        f"   not known from here: {key}: none is not on this machine; the hub may have it"
         for key in ("model.name", "dataset.name")
     ]
     assert done.stderr.startswith(f"error: {bad}:8:1: extra: ")

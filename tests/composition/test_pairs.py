@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from accelerate.state import AcceleratorState
 
-from sparsebp_cli.composition import ROWS
+from sparsebp_cli.composition import RULES
 from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.recipe import Recipe, load_stored, refuse_unbuilt
-from sparsebp_cli.recipe.composition import PLACES, find_unbuilt
+from sparsebp_cli.recipe import Recipe, load_stored, refuse_unsupported
+from sparsebp_cli.recipe.composition import PLACES, find_unsupported
 from sparsebp_cli.run import JournalWriter, create_run
 from sparsebp_cli.worker import build
 from sparsebp_cli.worker.process import Ranks
@@ -139,10 +139,10 @@ def test_what_validate_refuses_the_worker_refuses_in_the_same_words(base: dict[s
         with pytest.raises(RecipeError) as told:
             load_stored(combine(base, pair), "pair")
         recipe = Recipe.model_validate(combine(base, pair))
-        sentences = [f"{found.key}: {found.text}" for found in find_unbuilt(recipe)]
+        sentences = [f"{found.key}: {found.text}" for found in find_unsupported(recipe)]
         assert f"{told.value.key}: {told.value.text}" in sentences, pair  # the first by its line
         with pytest.raises(UnsupportedError, match=re.escape(sentences[0])):
-            refuse_unbuilt(recipe)
+            refuse_unsupported(recipe)
     assert len(refused) > 30
 
 
@@ -160,5 +160,5 @@ def test_attach_refuses_by_the_same_rows(base: dict[str, Any], kept: None) -> No
 def test_every_option_that_the_table_speaks_of_is_among_the_choices() -> None:
     """Else a row could be wrong without a pair that shows it."""
     said = {name for choice in CHOICES for part in choice.sections.values() for name in part}
-    spoken = {name for row in ROWS for name in row.options if name in PLACES}
+    spoken = {name for row in RULES for name in row.options if name in PLACES}
     assert spoken <= said

@@ -82,5 +82,5 @@ def find_pair_refusal(first: Way, second: Way) -> str:
     """
     questions = {first.question, second.question}
     if questions == {"TokenSelector", "segments"}:
-        return "SelectedTokens with segments=2 is not built: it runs layers for some positions in its own way"
+        return "SelectedTokens with segments=2 is not built: it runs layers for some positions only"
     return ""

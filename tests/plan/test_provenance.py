@@ -300,7 +300,7 @@ def test_the_text_is_kept_on_request_of_imported_files_without_credentials(folde
         for name in ("plugin_of_mine", "plugin_two"):
             sys.modules.pop(name)
     assert "+x = 2" in told
-    assert "# the changes of plugin_two.py are left out: a password may be in them" in told
+    assert "# the changes of plugin_two.py are left out: they may contain a password" in told
     assert "canary" not in told
     assert "settings" not in told
 

@@ -286,8 +286,8 @@ def test_half_keeps_the_contract() -> None:
         (_UsesGlobalGenerator, "global random generator"),
         (_UsesPythonRandom, "global random generator"),
         (_ChangesGradient, "changes the gradient"),
-        (_Forgets, "decides otherwise when asked again"),
-        (_Remembers, "a resumed run decides otherwise"),
+        (_Forgets, "decides differently when called again"),
+        (_Remembers, "a resumed run decides differently"),
         (_SameAtEveryStep, "draws the same for every index"),
         (_NoSuchControl, "its control cannot be made: unknown policy 'randm'"),
         (_ControlOfAnotherKind, "is no GradientSelector"),
@@ -315,7 +315,7 @@ def test_broken_promise_is_caught(policy: type[GradientSelector], text: str) -> 
 
 
 def test_option_that_json_loses_is_caught() -> None:
-    with pytest.raises(AssertionError, match="differ after a way through JSON"):
+    with pytest.raises(AssertionError, match="differ after conversion to JSON"):
         check_policy(_LosesAnOption, share=0.25)
 
 
@@ -326,12 +326,12 @@ def test_unknown_name_is_told() -> None:
 
 def test_an_instance_is_checked_with_the_options_that_it_has() -> None:
     check_policy(TopK(keep=0.25, along="rows"))
-    with pytest.raises(AssertionError, match="differ after a way through JSON"):
+    with pytest.raises(AssertionError, match="differ after conversion to JSON"):
         check_policy(_LosesAnOption(share=0.25))
 
 
 def test_what_is_no_policy_and_options_beside_an_instance_are_refused() -> None:
     with pytest.raises(UsageError, match="takes the name, the class or an instance of a policy, got 3"):
         check_policy(3)
-    with pytest.raises(UsageError, match="an instance has its options, got keep beside it"):
+    with pytest.raises(UsageError, match="an instance already has its options, got keep as well"):
         check_policy(TopK(keep=0.25, along="rows"), keep=0.5)

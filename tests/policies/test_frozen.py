@@ -72,7 +72,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_a_hint() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({}, "give train, freeze or turn: else nothing is frozen"),
+        ({}, "give train, freeze or turn: without them nothing is frozen"),
         ({"train": [], "turn": None}, "give train, freeze or turn"),
         ({"train": ["a"], "freeze": ["b"]}, "give train or freeze, not both"),
         ({"train": ["a"], "every": 3}, "every needs turn: layers"),
@@ -177,13 +177,13 @@ def test_a_policy_that_trains_everything_keeps_the_contract() -> None:
     ("policy", "text"),
     [
         (_Nothing, "trains nothing at step 0"),
-        (_Invents, "must return names that it was shown"),
-        (_Text, "must return names that it was shown"),
+        (_Invents, "must return names that it received"),
+        (_Text, "must return names that it received"),
         (_Twice, "names a parameter twice"),
         (_SaysExact, "says it is exact, but leaves parameters out"),
         (_SaysUnbiased, "says it is unbiased, but not exact"),
         (_ChangesInSecret, "says that it never changes, but chose 3 sets"),
-        (_Counts, "decides otherwise when asked again"),
+        (_Counts, "decides differently when called again"),
         (_Draws, "global random generator"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",

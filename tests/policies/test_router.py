@@ -155,8 +155,8 @@ def test_a_router_that_keeps_everything_keeps_the_contract() -> None:
         (_Tensors, "must return numbers"),
         (_UsesGlobalGenerator, "global random generator"),
         (_ChangesGradient, "changes a gradient"),
-        (_Forgets, "decides otherwise when asked again"),
-        (_Remembers, "a resumed run decides otherwise"),
+        (_Forgets, "decides differently when called again"),
+        (_Remembers, "a resumed run decides differently"),
         (_SameAtEveryStep, "draws the same for every index"),
         (_SaysExact, "says it is exact"),
         (_SaysUnbiased, "says it is unbiased"),
@@ -170,5 +170,5 @@ def test_broken_promise_is_caught(policy: type[EdgeRouter], text: str) -> None:
 
 
 def test_option_that_json_loses_is_caught() -> None:
-    with pytest.raises(AssertionError, match="differ after a way through JSON"):
+    with pytest.raises(AssertionError, match="differ after conversion to JSON"):
         check_policy(_LosesAnOption, first=1)

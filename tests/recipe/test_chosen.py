@@ -46,7 +46,7 @@ def write(folder: Path, text: str) -> Path:
             "policy.0.scale_factor",
             "in (0, 1], got 2.0",
         ),
-        (TEXT + "policy: [uniform, selective-backprop]\n", "policy.1.name", "answer the same question"),
+        (TEXT + "policy: [uniform, selective-backprop]\n", "policy.1.name", "make the same decision"),
     ],
 )
 def test_what_does_not_go_is_refused_at_its_place(tmp_path, text, place, reason) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sparsebp_cli.errors import RecipeError, UsageError
 from sparsebp_cli.recipe import Recipe, load_recipe, recipe_schema
-from sparsebp_cli.source import look
+from sparsebp_cli.source import inspect_sources
 from tests.recipe.conftest import SMALL
 from tests.recipe.nasty import BOMB, KEYS, VALUES
 
@@ -191,7 +191,7 @@ def load_mutants(folder: Path, seed: int, count: int) -> tuple[int, int]:
             num_refused += 1
         else:
             assert Recipe.model_validate_json(recipe.model_dump_json()) == recipe
-            for found in look(recipe, [folder], is_here=True):
+            for found in inspect_sources(recipe, [folder], is_here=True):
                 assert found.text.isprintable(), (found, content, changes)
             num_loaded += 1
     return num_loaded, num_refused

@@ -52,7 +52,7 @@ def test_a_name_is_that_of_the_file_and_never_that_of_the_base(read: Read) -> No
     assert read("base: b.yaml").name == "r"
     assert read("base: b.yaml\nname: mine").name == "mine"
     Path("two words.yaml").write_text("base: b.yaml")
-    assert refuse_file(Path("two words.yaml")).startswith("two words.yaml:1:1: name: missing (What the run is called")
+    assert refuse_file(Path("two words.yaml")).startswith("two words.yaml:1:1: name: missing (Name of the run")
 
 
 def test_an_error_in_the_base_names_the_base(refuse: Refuse) -> None:

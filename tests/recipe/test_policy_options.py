@@ -49,7 +49,7 @@ POLICY = SMALL + "policy:\n  - name: "
         ("3", "6:11: policy.0.name: must be text, got 3 (a number); put it in quotes"),
         (
             "dense\n  - name: topk\n    keep: 0.5",
-            "7:11: policy.1.name: 'dense' (policy.0) and 'topk' answer the same question (GradientSelector)"
+            "7:11: policy.1.name: 'dense' (policy.0) and 'topk' make the same decision (GradientSelector)"
             " at the same place: give one of them",
         ),
     ],
@@ -107,7 +107,7 @@ def test_the_same_question_is_refused_across_plugins_and_other_questions_go_toge
 ) -> None:
     install("half-plugin", {"half": "Half", "never": "Never"})
     line = refuse(SMALL + "policy: [{name: topk, keep: 1}, half]")
-    assert line.startswith("r.yaml:5:33: policy.1.name: 'topk' (policy.0) and 'half' answer the same question")
+    assert line.startswith("r.yaml:5:33: policy.1.name: 'topk' (policy.0) and 'half' make the same decision")
     assert [entry.name for entry in read(SMALL + "policy: [uniform, half]").policy] == ["uniform", "half"]
 
 
@@ -124,7 +124,7 @@ def test_a_kind_that_the_engine_does_not_carry_out_is_refused(install: Install, 
         ("Absent", "AttributeError: module 'bad_plugin' has no attribute 'Absent'"),
         ("NOT_A_POLICY", "bad_plugin:NOT_A_POLICY is not a Policy class"),
         ("Unfinished", "bad_plugin:Unfinished leaves abstract: budget, exact, select, selection, unbiased"),
-        ("Kindless", "answers no question: derive it from a kind, such as GradientSelector, not from Policy"),
+        ("Kindless", "makes no decision: derive it from a kind, such as GradientSelector, not from Policy"),
         ("Named", "bad_plugin:Named has an option called name: recipes use that key for the policy itself"),
     ],
 )

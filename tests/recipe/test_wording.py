@@ -55,8 +55,7 @@ TRAINING = SMALL + "training:\n  "
         (SMALL + "training: 3", "5:11: training: must be a mapping, got 3 (a number)"),
         (
             SMALL + "target: lokal",
-            "5:9: target.kind: unknown target 'lokal'; there are: docker, kubernetes, local, slurm; "
-            "did you mean local?",
+            "5:9: target.kind: unknown target 'lokal'; known: docker, kubernetes, local, slurm; did you mean local?",
         ),
         (
             SMALL + "policy: max-child",

@@ -160,7 +160,7 @@ def test_runs_answer_to_id_prefix_name_and_age() -> None:
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        ("aa", "no run answers"),
+        ("aa", "no run matches"),
         ("@4", "there are 3 runs"),
         ("@x", "@N"),
         ("onne", "did you mean one"),

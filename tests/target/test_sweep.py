@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.recipe.target import find_targets, make_named, named_targets
+from sparsebp_cli.recipe.target import find_targets, named_target_section, named_targets
 from sparsebp_cli.run import History, State, list_runs
 from sparsebp_cli.target.device import share_gpus
 
@@ -138,7 +138,7 @@ def test_a_wrong_targets_file_is_one_line_with_its_place(
 def test_names_are_read_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSEBP_TARGETS", str(tmp_path / "none.yaml"))
     assert named_targets() == {}
-    assert make_named("local").kind == "local"
+    assert named_target_section("local").kind == "local"
 
 
 def test_a_file_that_a_container_does_not_see_is_refused_before_anything_is_written(

@@ -37,7 +37,7 @@ def refuse(
         ([{**ROWS, "keep": 1.5}], PolicyError, "policy 'topk': keep: .*1.5"),
         ([{"keep": 0.5}], PolicyError, "needs its name"),
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
-        ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "answer the same question"),
+        ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
     ],
 )
 def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 @pytest.mark.parametrize(
     ("args", "kwargs", "match"),
     [
-        ({"torch_compile": True}, {}, "torch_compile: what the forward computes differs from step to step"),
+        ({"torch_compile": True}, {}, "torch_compile: the forward's computation differs from step to step"),
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1, which reads the logits of all positions"),
         ({}, {"compute_loss_func": own_loss}, "compute_loss_func, which reads the logits of all positions"),
     ],

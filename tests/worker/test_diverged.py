@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsebp_cli.errors import DivergedError
 from sparsebp_cli.run import History, State
-from sparsebp_cli.worker.finite import finite_result, finite_state
+from sparsebp_cli.worker.finite_check import check_result, check_state
 from tests.worker.conftest import work
 
 pytestmark = pytest.mark.promise("R23")
@@ -63,20 +63,20 @@ def poison(place: str) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
 @pytest.mark.parametrize(("place", "name"), [("weight", "first in b;"), ("moment", "first in exp_avg_sq of a;")])
 def test_the_first_tensor_that_is_not_finite_is_named(place: str, name: str) -> None:
     with pytest.raises(DivergedError, match=name):
-        finite_state(*poison(place), step=5)
+        check_state(*poison(place), step=5)
 
 
 def test_large_values_are_not_taken_for_infinite_ones() -> None:
     parameters, optimizer = poison("nothing")
     parameters["a"].data.fill_(3e38)  # a sum or a square of these would overflow
-    finite_state(parameters, optimizer, step=5)
-    finite_state({}, torch.optim.SGD(parameters.values()), step=5)
+    check_state(parameters, optimizer, step=5)
+    check_state({}, torch.optim.SGD(parameters.values()), step=5)
 
 
 def test_a_held_out_loss_that_is_no_number_is_no_result() -> None:
-    finite_result(2.5, 10)
+    check_result(2.5, 10)
     with pytest.raises(DivergedError, match="the held-out loss is nan after the last step, 10"):
-        finite_result(float("nan"), 10)
+        check_result(float("nan"), 10)
 
 
 def test_the_look_costs_one_number_to_wait_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,5 +84,5 @@ def test_the_look_costs_one_number_to_wait_for(monkeypatch: pytest.MonkeyPatch, 
     waits = []
     read = torch.Tensor.__float__
     monkeypatch.setattr(torch.Tensor, "__float__", lambda tensor: waits.append(1) or read(tensor))
-    finite_state(parameters, optimizer, step=5)
+    check_state(parameters, optimizer, step=5)
     assert len(waits) == 1

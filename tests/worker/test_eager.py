@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.recipe import load_recipe, refuse_unbuilt
+from sparsebp_cli.recipe import load_recipe, refuse_unsupported
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.run.metric import METRICS
 from tests.chaos.kill import outcome
@@ -102,7 +102,7 @@ def test_an_eager_run_that_diverges_says_how_much_was_updated_and_the_checkpoint
 def test_several_processes_are_refused_by_name(tiny_recipe: Any) -> None:
     recipe = tiny_recipe(backward=EXACT, target={"kind": "local", "processes": 2})
     with pytest.raises(UnsupportedError, match=r"backward.update: eager works in one process, got target.processes: 2"):
-        refuse_unbuilt(recipe)
+        refuse_unsupported(recipe)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.recipe import load_recipe, refuse_unbuilt
+from sparsebp_cli.recipe import load_recipe, refuse_unsupported
 from sparsebp_cli.run import History
 from sparsebp_cli.run.metric import METRICS
 from tests.chaos.kill import outcome
@@ -221,4 +221,4 @@ def test_a_recipe_is_refused_where_it_says_what_is_not_built(tmp_path, text, err
 
 def test_turns_on_several_processes_are_refused_by_name(make_recipe) -> None:
     with pytest.raises(UnsupportedError, match="'frozen' with another set of parameters each step works in one"):
-        refuse_unbuilt(make_recipe(2, policy=[TURNS]))
+        refuse_unsupported(make_recipe(2, policy=[TURNS]))

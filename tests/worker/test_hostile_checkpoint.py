@@ -86,7 +86,7 @@ def test_a_checkpoint_of_other_content_is_refused_in_one_line_and_runs_nothing(n
     REFUSED[name](place)
     if "manifest" not in name:
         seal_again(place)
-    with pytest.raises(CheckpointError, match="no checkpoint is good: checkpoint step-00000003 is") as caught:
+    with pytest.raises(CheckpointError, match="no checkpoint can be loaded: checkpoint step-00000003 is") as caught:
         load(place)
     assert "\n" not in str(caught.value)
     assert "nothing was deleted" in str(caught.value)
@@ -110,7 +110,7 @@ def test_an_older_checkpoint_is_taken_where_the_newest_is_none_of_ours(place: Pa
     seal_again(newest)
     found, (line,) = load(place)
     assert found.step == 3
-    assert "step-00000004 is not one of this program" in line
+    assert "step-00000004 has an unknown format" in line
     assert not (place.parents[1] / "canary").exists()
 
 
@@ -121,7 +121,10 @@ def test_an_older_checkpoint_is_taken_where_the_newest_is_none_of_ours(place: Pa
         (state(random={"python": {"__reduce__": 1}, "numpy": None}), "does not fit the plan"),
         (state(rest={"schedule": {"_step_count": "x"}, "engine": {"cut": 1}, "tokens": "x"}), "does not fit the plan"),
         (state(optimizer_groups=[{"params": "x"}]), "of another optimizer"),
-        (lambda place: shutil.copy(place.parents[2] / "pickle", place / "random.safetensors"), "no checkpoint is good"),
+        (
+            lambda place: shutil.copy(place.parents[2] / "pickle", place / "random.safetensors"),
+            "no checkpoint can be loaded",
+        ),
     ],
 )
 def test_a_worker_refuses_a_hostile_checkpoint_in_one_line(

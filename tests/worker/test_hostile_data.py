@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import DatasetSection, Recipe
-from sparsebp_cli.source import look
+from sparsebp_cli.source import inspect_sources
 from sparsebp_cli.worker.data import build_data
 from tests.worker.test_hostile_model import MODULES, Trap
 
@@ -34,7 +34,7 @@ Write = Callable[[Path], object]
 
 
 def lines(*more: str, num_good: int = 150) -> Write:
-    """Lines of JSON; a first look sees a hundred of them."""
+    """Lines of JSON; the inspection reads the first hundred."""
     return lambda file: file.write_text(ROW * num_good + "".join(line + "\n" for line in more))
 
 
@@ -105,7 +105,7 @@ def pickled(file: Path) -> None:
 
 TRAP = "import os\nos.mkdir('canary')\n"
 HOLDS = "a folder of data may hold"
-# Name of the file or folder, what it is, what is said of it, and whether the first look can know.
+# Name of the file or folder, what it is, what is said of it, and whether the inspection finds it.
 REFUSED: dict[str, tuple[str, Write, str, bool]] = {
     "image": ("a.parquet", feature("Image"), "must be text, got", True),
     "audio": ("a.parquet", feature("Audio"), "must be text, got", True),
@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[str, Write, str, bool]] = {
     "Parquet of traps": ("a.parquet", lambda file: file.write_bytes(pickle.dumps(Trap(file.parent / "canary"))),
                          "a.parquet", True),
     "deep": ("a.jsonl", lines(DEEP, num_good=0), "nested too deeply", True),
-    "deep behind the first look": ("a.jsonl", lines(DEEP), "line 151: no JSON: nested too deeply", False),
+    "deep beyond the inspected rows": ("a.jsonl", lines(DEEP), "line 151: not JSON: nested too deeply", False),
     "deep lists": ("a.jsonl", lines('{"text": ' + "[" * 200_000 + "]" * 200_000 + "}"), "nested too deeply", False),
     "deep and cut": ("a.json", content('{"text": ' + "[" * 200_000), "nested too deeply", False),
     "long number": ("a.jsonl", lines('{"text": 1' + "0" * 5000 + "}", num_good=3), "", True),
@@ -183,11 +183,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def look_at(path: Path) -> list[str]:
-    """Return what the first look says is wrong: ``validate``, ``run`` and ``export`` refuse these with exit code 2."""
+    """Return what the inspection finds wrong: ``validate``, ``run`` and ``export`` refuse these with exit code 2."""
     recipe = Recipe.model_validate(
         {"version": 1, "name": "x", "model": {"name": "austen-llama"}, "dataset": {"name": str(path)}}
     )
-    return [found.text for found in look(recipe, [path.parent], is_here=True) if found.kind == "wrong"]
+    return [found.text for found in inspect_sources(recipe, [path.parent], is_here=True) if found.kind == "wrong"]
 
 
 def build(path: Path, tiny_folder: Path) -> int:

@@ -70,7 +70,7 @@ def test_a_classification_starts_its_head_anew_and_says_so(
 ) -> None:
     section, told = write_model(tiny_folder, tmp_path / "model", lambda _: None), []
     build_model(section, tokenizer, 3, told.append)
-    assert told == [f"new, with random weights, because {section.name} has no such head: score.weight"]
+    assert told == [f"initialised at random because {section.name} has no classification head: score.weight"]
 
 
 def test_a_tensor_of_another_shape_is_refused_by_name(

@@ -17,8 +17,8 @@ from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.recipe.schema import TrainingSection
 from sparsebp_cli.worker.apollo import Apollo
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, RankState, Snapshot
-from sparsebp_cli.worker.generators import capture_rng
 from sparsebp_cli.worker.optimizer import build_optimizer, load_class
+from sparsebp_cli.worker.rng_state import capture_rng
 from sparsebp_cli.worker.sharding import load_optimizer
 from tests.backward.eager_case import MODELS, assert_equal, train
 
@@ -157,7 +157,7 @@ def test_state_of_low_rank_optimizers_is_smaller_than_the_weights(name: str) -> 
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        ("apollo", {"rnak": 3}, "training.optim_args.rnak: apollo has betas, .*did you mean rank"),
+        ("apollo", {"rnak": 3}, "training.optim_args.rnak: apollo takes betas, .*did you mean rank"),
         ("apollo", {"rank": 0}, "training.optim_args: apollo: rank must be a whole number of 1 or more, got 0"),
         ("apollo", {"weight_decay": -0.1}, "apollo: weight_decay must be a number of 0 or more, got -0.1"),
         ("apollo", {"betas": [0.9]}, r"apollo: betas must be two numbers in \[0, 1\)"),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from sparsebp_cli.errors import ChangedError, UnsupportedError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.recipe import refuse_unbuilt
+from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder, State
 from tests.worker.conftest import LLAMA, start, work
@@ -193,7 +193,7 @@ def test_a_group_of_runs_has_one_number_of_processes(make_recipe) -> None:
 )
 def test_what_several_processes_cannot_do_is_refused_by_name(make_recipe, sharding, sections, text) -> None:
     with pytest.raises(UnsupportedError, match=text):
-        refuse_unbuilt(make_recipe(2, sharding, **sections))
+        refuse_unsupported(make_recipe(2, sharding, **sections))
 
 
 def test_a_refused_recipe_ends_before_any_process_starts(make_recipe, prepared) -> None:

@@ -41,7 +41,7 @@ def build(recipe: Recipe) -> Reference:
     data, told = build_data(recipe.dataset, tokenizer), list[str]()
     reference = build_reference(policies, recipe, data, tokenizer, Accelerator(cpu=True), told.append)
     made = reference.facts is not None and reference.facts.get("from_cache") is False
-    assert [text.endswith("training examples once; its scores are kept") for text in told] == [True] * made
+    assert [text.endswith("training examples once; scores are cached") for text in told] == [True] * made
     return reference
 
 

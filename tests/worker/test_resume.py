@@ -134,7 +134,7 @@ def test_when_no_checkpoint_is_good_the_run_stops_and_deletes_nothing(tiny_recip
     before = sorted((run.path / "checkpoints").rglob("*"))
     assert work(run) == 1
     assert run.state() is State.FAILED
-    assert "no checkpoint is good" in History.load(run.path).ends[-1]["text"]
+    assert "no checkpoint can be loaded" in History.load(run.path).ends[-1]["text"]
     assert sorted((run.path / "checkpoints").rglob("*")) == before
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.recipe import refuse_unbuilt
+from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder, metric
 from tests.worker.conftest import LLAMA, work
@@ -92,4 +92,4 @@ def test_what_a_model_cannot_be_cut_into_ends_the_run_with_one_line(tiny_recipe,
 def test_sharded_weights_are_refused_before_the_run_starts(tiny_recipe) -> None:
     target = {"device": "cpu", "processes": 2, "sharding": "fsdp2"}
     with pytest.raises(UnsupportedError, match=r"backward.segments: 2 is not built with target.sharding: fsdp2"):
-        refuse_unbuilt(tiny_recipe(backward={"segments": 2}, target=target))
+        refuse_unsupported(tiny_recipe(backward={"segments": 2}, target=target))

@@ -1,4 +1,4 @@
-"""What runs inside somebody else's training process when `sparsebp audit` has started it.
+"""Code that ``sparsebp audit`` runs inside a user's training process.
 
-``site/`` is put on the import path of that process: Python imports ``sitecustomize`` from there before anything else.
+``site/`` is put on the import path of that process, and Python imports ``sitecustomize`` from it before anything else.
 """

@@ -1,9 +1,9 @@
-"""Watches the training of the process that it is in, and writes the report into a folder.
+"""Audit of the training in the current process, with the report written to a folder.
 
-Told by environment variables, which the command's processes hand on to each other: ``SPARSEBP_AUDIT_FOLDER`` and
-``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``). Written: ``report-RANK-PID.json``, whole or not at all,
-when all steps were seen or the process ends; ``steps-RANK-PID`` with the number of steps so far; ``idle-PID`` by a
-process that had torch and ran no backward pass.
+Environment variables configure it, so that the command's child processes inherit them: ``SPARSEBP_AUDIT_FOLDER`` and
+``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``). It writes ``report-RANK-PID.json``, atomically, after the
+last audited step or when the process ends; ``steps-RANK-PID`` with the number of steps so far; and ``idle-PID`` in a
+process that imported torch and ran no backward pass.
 """
 
 from __future__ import annotations
@@ -25,12 +25,7 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 class ScriptAudit:
-    """The audit of this process.
-
-    Args:
-        folder: Where the report goes.
-        settings: ``steps``, ``threshold`` and ``stop``.
-    """
+    """The audit of this process. ``settings`` has the keys ``steps``, ``threshold`` and ``stop``."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder, self._stops = folder, bool(settings["stop"])
@@ -41,11 +36,12 @@ class ScriptAudit:
         )
 
     def start(self) -> None:
-        """Begin to watch; end with the process at the latest."""
+        """Start auditing; the report is written when the process ends, at the latest."""
         self._audit.start()
         self._thread, self._leave = threading.get_ident(), os._exit
-        os._exit = self._exit  # type: ignore[assignment] # which tells nobody that it ends the process
-        # A handler waits for Python, and a launcher of several processes must not wait for one that hangs in a kernel.
+        os._exit = self._exit  # type: ignore[assignment] # os._exit skips atexit handlers, which write the report
+        # A Python signal handler runs only between bytecodes. With several processes, one that hangs in a kernel would
+        # not end on SIGTERM, and its launcher would wait for it; so only a single process gets a handler.
         is_alone = os.environ.get("WORLD_SIZE", "1") == "1" and threading.current_thread() is threading.main_thread()
         self._has_handler = is_alone and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if self._has_handler:
@@ -53,7 +49,7 @@ class ScriptAudit:
         atexit.register(self.write)
 
     def write(self) -> None:
-        """Write what was found, once; a process that was forked from this one writes nothing."""
+        """Write the report once. A process forked from this one writes nothing."""
         if self._is_written or os.getpid() != self._pid:
             return
         self._let_go()
@@ -63,7 +59,7 @@ class ScriptAudit:
                 self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._audit.report().to_dict()))
             else:
                 self._save(f"idle-{self._pid}", "")
-        except Exception:  # the audit must not be what a training fails of
+        except Exception:  # an error in the audit must not end the training
             self._save(f"failed-{self._pid}", traceback.format_exc())
 
     def _let_go(self) -> None:
@@ -87,7 +83,7 @@ class ScriptAudit:
             print(f"sparsebp audit: step {step} of {steps}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
-        # Not the optimizer's hooks: one of them is running.
+        # Do not call Audit.stop: it would remove the optimizer's hooks while one of them is running.
         self._let_go()
         try:
             self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._audit.report().to_dict()))
@@ -101,11 +97,11 @@ class ScriptAudit:
         try:
             part.write_text(text, encoding="utf-8")
             part.replace(self._folder / name)
-        except OSError as error:  # whoever asked may be gone
+        except OSError as error:  # the auditing command may have ended and removed the folder
             print(f"sparsebp audit: the report was not written: {error}", file=sys.stderr)
 
 
 def begin_watching() -> None:
-    """Watch this process as the environment says."""
+    """Audit this process as the environment variables say."""
     settings = json.loads(os.environ["SPARSEBP_AUDIT"])
     ScriptAudit(Path(os.environ["SPARSEBP_AUDIT_FOLDER"]), settings).start()

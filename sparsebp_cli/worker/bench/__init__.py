@@ -1,4 +1,4 @@
 """The process that measures forms of a policy against dense: ``python -m sparsebp_cli.worker.bench``.
 
-``way`` and ``subject`` and ``turn`` need torch alone, and know CUDA: ``benchmarks/gpu.py`` uses them, too.
+``variant``, ``subject`` and ``rounds`` need torch alone and support CUDA; ``benchmarks/gpu.py`` uses them too.
 """

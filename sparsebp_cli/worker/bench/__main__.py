@@ -1,9 +1,8 @@
 """``python -m sparsebp_cli.worker.bench``: a request on standard input, lines of JSON on standard output.
 
-The request is one line, and standard input stays open: when it ends, whoever asked is gone, and so is this process.
-Lines out: ``{"kind": "progress", "what": ..., "done": passes, "total": passes}``, at the end ``{"kind": "result",
-"content": ...}``, or ``{"kind": "error", "text": ..., "code": exit code}``. What libraries print goes to standard
-error.
+The request is one line. Standard input stays open; when it ends, the client is gone and this process exits. Lines out:
+``{"kind": "progress", "what": ..., "done": passes, "total": passes}``, and finally ``{"kind": "result",
+"content": ...}`` or ``{"kind": "error", "text": ..., "code": exit code}``. Output of libraries goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main() -> int:
-    """Measure; return the exit code."""
+    """Measure the request and return the exit code."""
     from sparsebp_cli.bench import Request
     from sparsebp_cli.errors import SparseBPError
 
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
         os.dup2(2, 1)
 
-        def tell(kind: str, **values: Any) -> None:
+        def send(kind: str, **values: Any) -> None:
             print(json.dumps({"kind": kind} | values), file=channel, flush=True)
 
         try:
@@ -36,16 +35,16 @@ def main() -> int:
             threading.Thread(target=_end_with_input, daemon=True).start()
             from sparsebp_cli.worker.bench.measure import measure
 
-            found = measure(request, lambda what, done, total: tell("progress", what=what, done=done, total=total))
+            found = measure(request, lambda what, done, total: send("progress", what=what, done=done, total=total))
         except Exception as error:
-            from sparsebp_cli.worker.failure import explain
+            from sparsebp_cli.worker.failure import describe_failure
 
             if not isinstance(error, SparseBPError):
                 traceback.print_exc()
-            text, code = explain(error)
-            tell("error", text=text, code=code)
+            text, code = describe_failure(error)
+            send("error", text=text, code=code)
             return code
-        tell("result", content=found.model_dump(mode="json"))
+        send("result", content=found.model_dump(mode="json"))
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Carries a request out: builds the model, lets all forms take turns, counts, and sums up."""
+"""Measurement of a benchmark request: builds the model, times all variants in interleaved rounds, counts, and
+summarises."""
 
 from __future__ import annotations
 
@@ -13,54 +14,46 @@ from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.bench import Benchmark, Request
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.worker.bench.row import Candidate, break_evens, make_row
+from sparsebp_cli.worker.bench.rounds import run_interleaved
+from sparsebp_cli.worker.bench.row import BenchCase, break_evens, make_row
 from sparsebp_cli.worker.bench.subject import Subject
-from sparsebp_cli.worker.bench.turn import take_turns
-from sparsebp_cli.worker.bench.way import CSR_ALWAYS, CSR_NEVER, Way
+from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 
-COUNT_PASSES = 3  # that counting is worth in time: one under counters, one under the profiler
-CLASSES = 2  # of a classification head, whose own cost is none
+COUNT_PASSES = 3  # duration of counting a variant, in timed passes: for the progress display
+CLASSES = 2  # of a classification head; so few cost nothing measurable
 
 
-def measure(request: Request, tell: Callable[[str, int, int], None]) -> Benchmark:
-    """Measure every form.
-
-    Args:
-        request: What is asked for.
-        tell: Is told what comes now, and how many of how many passes are done.
-
-    Returns:
-        What was found.
-
-    Raises:
-        DataError: The model cannot be had, or not at this length, or there is no such device.
-    """
+def measure(request: Request, report: Callable[[str, int, int], None]) -> Benchmark:
+    """Measure every form of a request. ``report`` is called with the current activity and the numbers of finished and
+    total passes."""
     load = [round(value, 2) for value in psutil.getloadavg()]  # before this process adds to it
     if request.threads is not None:
         torch.set_num_threads(request.threads)
-    candidates = list_candidates(request)
-    ways = [candidate.way for candidate in candidates]
-    total, done = len(ways) * (COUNT_PASSES + request.warmup + request.rounds), 0
-    tell("loading the model", done, total)
+    cases = list_cases(request)
+    variants = [case.variant for case in cases]
+    total, done = len(variants) * (COUNT_PASSES + request.warmup + request.rounds), 0
+    report("loading the model", done, total)
     subject = build_subject(request)
 
-    def watch(what: str) -> None:
+    def on_pass(what: str) -> None:
         nonlocal done
-        tell(what, done, total)
+        report(what, done, total)
         done += 1
 
     counts = []
-    for way in ways:
-        watch(f"counting: {way.label}")
-        counts.append(subject.count(way))
+    for variant in variants:
+        on_pass(f"counting: {variant.label}")
+        counts.append(subject.count(variant))
         done += COUNT_PASSES - 1
-    found = take_turns([(subject, way) for way in ways], rounds=request.rounds, warmup=request.warmup, watch=watch)
-    tell("summing up", total, total)
+    found = run_interleaved(
+        [(subject, variant) for variant in variants], rounds=request.rounds, warmup=request.warmup, on_pass=on_pass
+    )
+    report("summing up", total, total)
     rows = [
-        make_row(candidate, count, passes, counts[0], found[0])
-        for candidate, count, passes in zip(candidates, counts, found, strict=True)
+        make_row(case, count, passes, counts[0], found[0])
+        for case, count, passes in zip(cases, counts, found, strict=True)
     ]
     return Benchmark(
         request=request,
@@ -72,17 +65,7 @@ def measure(request: Request, tell: Callable[[str, int, int], None]) -> Benchmar
 
 
 def build_subject(request: Request) -> Subject:
-    """Build the model and a batch of random tokens: which tokens they are changes no time.
-
-    Args:
-        request: What is asked for.
-
-    Returns:
-        Model and batch on their device.
-
-    Raises:
-        DataError: See :func:`measure`.
-    """
+    """Build the model and a batch of random tokens on their device; which tokens they are does not change times."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if request.device == "cuda" and not torch.cuda.is_available():
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
@@ -103,23 +86,16 @@ def build_subject(request: Request) -> Subject:
     return Subject(model, {key: value.to(device) for key, value in batch.items()}, autocast)
 
 
-def list_candidates(request: Request) -> list[Candidate]:
-    """Return plain PyTorch, the other ways to keep all gradients, then every form at every share.
-
-    Args:
-        request: What is asked for.
-
-    Returns:
-        At least two; plain PyTorch is the first.
-    """
+def list_cases(request: Request) -> list[BenchCase]:
+    """Return plain PyTorch, the other variants that keep all gradients, then every form at every share."""
     sites = list(dict.fromkeys(form.site for form in request.forms))
-    found = [Candidate(Way("plain PyTorch"))]
+    found = [BenchCase(Variant("plain PyTorch"))]
     if "branches" in sites:
-        found.append(Candidate(Way("full checkpointing", checkpointing="full")))
-    found += [Candidate(Way("dense, engine", site, exclude=request.exclude)) for site in sites]
+        found.append(BenchCase(Variant("full checkpointing", checkpointing="full")))
+    found += [BenchCase(Variant("dense, engine", site, exclude=request.exclude)) for site in sites]
     for form in request.forms:
         for keep in form.keeps:
-            way = Way(
+            variant = Variant(
                 f"{form.site}, {form.label}" + ("" if keep is None else f" at {keep:g}"),
                 form.site,
                 form.make(request.policy, keep),
@@ -128,7 +104,7 @@ def list_candidates(request: Request) -> list[Candidate]:
                 exclude=request.exclude,
                 seed=request.seed,
             )
-            found.append(Candidate(way, form, keep))
+            found.append(BenchCase(variant, form, keep))
     return found
 
 

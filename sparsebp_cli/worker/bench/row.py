@@ -1,4 +1,4 @@
-"""From passes and counts to rows of the table, and to break-evens."""
+"""Table rows and break-evens from passes and counts."""
 
 from __future__ import annotations
 
@@ -8,57 +8,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.bench import BreakEven, Form, Row, find_break_even
-from sparsebp_cli.plan.worth import Worth
+from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import GradientSelector
+from sparsebp_cli.worker.bench.rounds import bound, quartiles, ratios
 from sparsebp_cli.worker.bench.subject import Count, Pass
-from sparsebp_cli.worker.bench.turn import bound, quartiles, ratios
-from sparsebp_cli.worker.bench.way import Way
+from sparsebp_cli.worker.bench.variant import Variant
 
-# Two executions of one form. Between the first two kernel.CSR_BELOW decides, between the others checkpointing: sparse.
+# Pairs of executions of one form: function.CSR_BELOW selects within the first, checkpointing: sparse within the second.
 RIVALS = {("csr", "masked"), ("recomputed", "stored")}
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A way, and where it stands in the table.
+class BenchCase:
+    """A variant and its place in the table."""
 
-    Args:
-        way: How it is computed.
-        form: Of the policy; None: all gradients are kept.
-        keep: Share that is kept; None where there is no such option.
-    """
-
-    way: Way
-    form: Form | None = None
-    keep: float | None = None
+    variant: Variant
+    form: Form | None = None  # of the policy; None: all gradients are kept
+    keep: float | None = None  # share that is kept; None if the form has no such option
 
 
-def make_row(candidate: Candidate, count: Count, passes: list[Pass], plain: Count, plain_passes: list[Pass]) -> Row:
-    """Sum up what was found of one way.
-
-    Args:
-        candidate: Which.
-        count: Its.
-        passes: Its, one a round.
-        plain: Of plain PyTorch.
-        plain_passes: The same.
-
-    Returns:
-        A row of the table.
-    """
-    way, form = candidate.way, candidate.form
+def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, plain_passes: list[Pass]) -> Row:
+    """Summarise the counts and passes of one variant, one pass a round, relative to those of plain PyTorch."""
+    variant, form = case.variant, case.form
     ratio = ratios(passes, plain_passes, lambda one: one.both)
     highest, realised = bound(count, plain, ratio.median)
     has_peaks = count.peak_bytes is not None and plain.peak_bytes
     note = ""
     if form is not None and form.execution == "csr" and count.backward_flops >= plain.backward_flops:
         note = "ran masked: there is no product in CSR for this dtype here"
-    worth = _find_worth(candidate, count, plain, ratio.median)
+    gain = _find_gain(case, count, plain, ratio.median)
     return Row(
-        site=way.sites or "",
-        label=way.label if form is None else form.label,
+        site=variant.sites or "",
+        label=variant.label if form is None else form.label,
         execution="dense" if form is None else form.execution,
-        keep=candidate.keep,
+        keep=case.keep,
         seconds=quartiles([one.both for one in passes]),
         ratio=ratio,
         backward_ratio=ratios(passes, plain_passes, lambda one: one.backward),
@@ -74,32 +57,25 @@ def make_row(candidate: Candidate, count: Count, passes: list[Pass], plain: Coun
         peak_bytes=count.peak_bytes,
         peak_ratio=round(count.peak_bytes / plain.peak_bytes, 4) if has_peaks else None,  # type: ignore[operator]
         kept_share=None if count.kept_share is None or form is None else round(count.kept_share, 6),
-        cost_ratio=round(worth.cost_ratio, 4),
-        unit_worth=None if worth.unit_worth is None else round(worth.unit_worth, 4),
+        cost_ratio=round(gain.cost_ratio, 4),
+        unit_worth=None if gain.unit_worth is None else round(gain.unit_worth, 4),
         note=note,
         passes=[one.as_dict() for one in passes],
     )
 
 
-def _find_worth(candidate: Candidate, count: Count, plain: Count, seconds_ratio: float) -> Worth:
-    """Return what a pass costs and keeps; its tokens are random, so how unequal gradients are is not known here."""
+def _find_gain(case: BenchCase, count: Count, plain: Count, seconds_ratio: float) -> SelectionGain:
+    """Return what a pass costs and keeps. Its tokens are random, so effective sample sizes mean nothing here."""
     ratio = (count.forward_flops + count.backward_flops) / (plain.forward_flops + plain.backward_flops)
-    policy = candidate.way.policy
+    policy = case.variant.policy
     chooses = isinstance(policy, GradientSelector) and policy.selection is not None
     share = count.kept_share if chooses else None
-    return Worth(ratio, seconds_ratio, share, None, {})
+    return SelectionGain(ratio, seconds_ratio, share, None, {})
 
 
 def break_evens(forms: Sequence[Form], rows: list[Row]) -> list[BreakEven]:
-    """Return the break-even of every form that has a share to keep, and that between two executions of one form.
-
-    Args:
-        forms: That were measured.
-        rows: What was found; plain PyTorch first.
-
-    Returns:
-        In the order of the forms, those against plain PyTorch first.
-    """
+    """Return the break-evens of forms that keep a share against plain PyTorch, then those between two executions of one
+    form. The first row is plain PyTorch."""
     found = [_break_even(form, None, rows) for form in forms]
     for one, other in itertools.permutations(forms, 2):
         same = (one.site, one.options) == (other.site, other.options)

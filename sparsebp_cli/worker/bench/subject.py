@@ -1,4 +1,4 @@
-"""The model and the batch that all ways take turns on, under the clock and under counters."""
+"""The model and the batch on which all variants are timed and counted."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import count_flops, saved_bytes
-from sparsebp_cli.worker.bench.live import peak_bytes
-from sparsebp_cli.worker.bench.way import Way
+from sparsebp_cli.worker.bench.peak_bytes import peak_bytes
+from sparsebp_cli.worker.bench.variant import Variant
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one training step, by phase; ``processor`` is forward and backward in seconds of processor time."""
+    """Seconds of one training step by phase; ``processor`` is the CPU time of forward and backward."""
 
     forward: float
     backward: float
@@ -27,7 +27,7 @@ class Pass:
 
     @property
     def both(self) -> float:
-        """Forward plus backward: what the ceiling speaks of."""
+        """Forward plus backward, which the ceiling refers to."""
         return self.forward + self.backward
 
     @property
@@ -36,41 +36,26 @@ class Pass:
         return self.both + self.optimizer
 
     def as_dict(self) -> dict[str, float]:
-        """Return the phases, to a microsecond."""
+        """Return the phases, rounded to microseconds."""
         return {name: round(value, 6) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
 class Count:
-    """What one pass executes, stores and claims.
-
-    Args:
-        forward_flops: Executed.
-        backward_flops: Executed, what is computed again included.
-        dense_flops: The sites' dense backward, as the engine tells; 0 without one.
-        claimed_flops: What the policy claims to leave of it.
-        saved_bytes: Kept between forward and backward.
-        peak_bytes: Highest use of tensors beyond what was there before; None where it is not known.
-        kept_share: Of the sites' gradient entries; None where nothing was asked.
-    """
+    """What one pass executes, stores and claims."""
 
     forward_flops: int
-    backward_flops: int
-    dense_flops: float
-    claimed_flops: float
-    saved_bytes: int
-    peak_bytes: int | None
-    kept_share: float | None
+    backward_flops: int  # executed, recomputation included
+    dense_flops: float  # of the sites' dense backward, by the engine; 0 without one
+    claimed_flops: float  # what the policy claims to leave of dense_flops
+    saved_bytes: int  # kept between forward and backward
+    peak_bytes: int | None  # beyond what was allocated before; None if unknown
+    kept_share: float | None  # of the sites' gradient entries; None if no site had a decision
 
 
 class Subject:
-    """A model, a batch, and an optimizer that moves nothing, so that every way computes the same gradients.
-
-    Args:
-        model: Of transformers, in training mode.
-        batch: Its arguments, labels included.
-        autocast: Low precision in which matmuls run; None: as the weights are.
-    """
+    """A model in training mode, a batch with labels, and an optimizer with learning rate 0, so that every variant
+    computes the same gradients. ``autocast`` is the dtype of matmuls; None: that of the weights."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Tensor], autocast: torch.dtype | None = None) -> None:
         self.model, self.batch, self.autocast = model, dict(batch), autocast
@@ -79,38 +64,24 @@ class Subject:
         self._compiled: Any = None
 
     def synchronize(self) -> None:
-        """Wait until the device has done its work."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def loss(self, way: Way) -> Tensor:
-        """Run the forward.
-
-        Args:
-            way: Which the model is prepared for.
-
-        Returns:
-            The loss.
-        """
+    def loss(self, variant: Variant) -> Tensor:
+        """Run the forward of a variant that the model is prepared for, and return the loss."""
         run: Callable[..., Any] = self.model
-        if way.compiler is not None:
+        if variant.compiler is not None:
             if self._compiled is None:
-                self._compiled = torch.compile(self.model, backend=way.compiler)
+                self._compiled = torch.compile(self.model, backend=variant.compiler)
             run = self._compiled
         dtype, enabled = self.autocast or torch.bfloat16, self.autocast is not None
         with torch.autocast(self.device.type, dtype=dtype, enabled=enabled):
             loss: Tensor = run(**self.batch).loss
         return loss
 
-    def run(self, way: Way) -> Pass:
-        """Run one training step under the clock; preparing the model is not timed.
-
-        Args:
-            way: How.
-
-        Returns:
-            The seconds.
-        """
+    def run(self, variant: Variant) -> Pass:
+        """Time one training step; preparing the model for the variant is not timed."""
         times, processor = list[float](), list[float]()
 
         def tick() -> None:
@@ -118,9 +89,9 @@ class Subject:
             times.append(time.perf_counter())
             processor.append(time.process_time())
 
-        with way.on(self.model) as engine:
+        with variant.on(self.model) as engine:
             tick()
-            loss = self.loss(way)
+            loss = self.loss(variant)
             tick()
             loss.backward() if engine is None else engine.backward(loss)  # type: ignore[no-untyped-call]
             tick()
@@ -131,18 +102,11 @@ class Subject:
         forward, backward, optimizer = (after - before for before, after in itertools.pairwise(times))
         return Pass(forward, backward, optimizer, processor[2] - processor[0])
 
-    def count(self, way: Way) -> Count:
-        """Run two passes under counters: they are slower, and never timed.
-
-        Args:
-            way: How.
-
-        Returns:
-            What was counted.
-        """
-        with way.on(self.model) as engine:
+    def count(self, variant: Variant) -> Count:
+        """Count two passes; they are slower under counters and never timed."""
+        with variant.on(self.model) as engine:
             with count_flops() as forward, saved_bytes(self.model.parameters()) as saved:
-                loss = self.loss(way)
+                loss = self.loss(variant)
             stored = saved.total  # while the graph lives
             with count_flops() as backward:
                 loss.backward() if engine is None else engine.backward(loss)  # type: ignore[no-untyped-call]
@@ -150,7 +114,7 @@ class Subject:
             kept = None if engine is None else engine.report().kept_share
         del loss
         self.drop_gradients()
-        peak = peak_bytes(self.device, lambda: self.run(way))
+        peak = peak_bytes(self.device, lambda: self.run(variant))
         return Count(
             forward_flops=forward.total,
             backward_flops=backward.total,
@@ -161,20 +125,13 @@ class Subject:
             kept_share=kept,
         )
 
-    def count_memory(self, way: Way, like: Count) -> Count:
-        """Count memory alone, for a way that counters would change.
-
-        Args:
-            way: How.
-            like: What it executes.
-
-        Returns:
-            That, with its own memory; what it saves is not known, and taken over as well.
-        """
-        self.run(way)  # compiles
-        return replace(like, peak_bytes=peak_bytes(self.device, lambda: self.run(way)))
+    def count_memory(self, variant: Variant, like: Count) -> Count:
+        """Return ``like`` with this variant's own peak memory, for a compiled variant, which counters would change. Its
+        saved bytes are not known and stay those of ``like``."""
+        self.run(variant)  # compiles
+        return replace(like, peak_bytes=peak_bytes(self.device, lambda: self.run(variant)))
 
     def drop_gradients(self) -> None:
-        """Forget the gradients, so that every pass makes its own."""
+        """Drop the gradients, so that every pass allocates its own."""
         for parameter in self.model.parameters():
             parameter.grad = None

@@ -255,6 +255,6 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     del arguments["labels"]
     with attach(model, [Uniform(**ALWAYS)]), pytest.raises(UsageError, match="Uniform needs the labels"):
         model(**arguments)
-    with pytest.raises(UnsupportedError, match="answer the same question"):
+    with pytest.raises(UnsupportedError, match="make the same decision"):
         attach(model, [Uniform(**ALWAYS), SelectiveBackprop(**ALWAYS)])
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -84,7 +84,7 @@ def test_sites_that_do_not_go_with_tokens_are_refused(sites: str) -> None:
 
 
 def test_two_token_selectors_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="answer the same question"):
+    with pytest.raises(UnsupportedError, match="make the same decision"):
         sbp.attach(decoder("llama"), [Marked(), Marked(mode="detach")])
 
 

@@ -1,9 +1,9 @@
-"""Imported by every Python process of a command that is audited, before its own code; waits until torch is imported.
+"""Hook into every Python process of an audited command; it starts the audit once torch computes gradients.
 
-Nothing but the standard library is imported here: most processes of a command (launchers, loaders of data) train
-nothing. Another ``sitecustomize`` further on the path is imported as if this one were not there.
+Python imports this before the process's own code. It imports only the standard library, because most processes of a
+command (launchers, data loaders) train nothing. Another ``sitecustomize`` later on the path is imported as usual.
 """
-# ruff: noqa: SLF001 - where every backward pass begins has no public name; tests hold it
+# ruff: noqa: SLF001 - torch.autograd._engine_run_backward, which every backward pass calls, is private; tests check it
 
 import atexit
 import contextlib
@@ -21,7 +21,7 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class TorchFinder:
-    """Finds torch as Python would, and begins to watch when it has been imported."""
+    """A meta path finder that imports torch as Python would, then installs the hooks of :func:`wait`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002 - Python's signature
         """Return torch's spec; None for everything else."""
@@ -42,10 +42,8 @@ class TorchFinder:
 
 
 def wait(torch: Any) -> None:
-    """Begin with the first module that is called with gradients, or the first backward pass.
-
-    Until then nothing is imported that the process would not import itself: it may still choose how libraries behave.
-    """
+    """Start the audit at the first module call with gradients enabled, or the first backward pass. Until then nothing
+    is imported that the process would not import itself, because it may still configure libraries."""
     call, run = torch.nn.Module.__call__, torch.autograd._engine_run_backward
 
     def begin_once() -> None:
@@ -70,14 +68,14 @@ def wait(torch: Any) -> None:
 
 
 def note_idle() -> None:
-    """Say at the end that this process had torch and never began, if so."""
+    """Record at exit that this process imported torch and computed no gradients."""
     if not STARTED:
         with contextlib.suppress(OSError):
             (Path(os.environ["SPARSEBP_AUDIT_FOLDER"]) / f"idle-{os.getpid()}").touch()
 
 
 def begin() -> None:
-    """Watch this process; say so where that cannot be done, and leave the process alone."""
+    """Start the audit; if that fails, record why and leave the process alone."""
     STARTED.append(True)
     try:
         script = importlib.import_module("sparsebp_cli.worker.audit.script")

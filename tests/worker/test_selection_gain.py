@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from sparsebp_cli.plan.worth import Worth, effective_share, most_gain
+from sparsebp_cli.plan.selection_gain import SelectionGain, effective_share, max_gain
 from sparsebp_cli.run import History
-from sparsebp_cli.worker.worth import NormSums, RowNorms, head_ess, head_norms
+from sparsebp_cli.worker.selection_gain import NormSums, RowNorms, head_ess, head_norms
 from tests.worker.conftest import FORKS, work
 
 
@@ -80,32 +80,34 @@ def test_rows_at_a_linear_weigh_what_they_add_to_the_gradient_of_its_weight() ->
     ("effective", "gain"), [(1.0, 1.0), (0.87, 1.09), (0.84, 1.12), (0.58, 1.39), (0.25, 2.0), (1e-9, 3.0)]
 )
 def test_the_most_that_choosing_gains_is_what_was_derived(effective: float, gain: float) -> None:
-    assert most_gain(effective) == pytest.approx(gain, abs=0.005)
+    assert max_gain(effective) == pytest.approx(gain, abs=0.005)
 
 
 @pytest.mark.parametrize(("keep", "worth", "highest"), [(0.5, 4 / 3, 0.75), (0.25, 2.0, 0.5), (0.1, 4.0, 0.25)])
 def test_what_a_kept_token_must_be_worth_and_where_choosing_can_pay(keep: float, worth: float, highest: float) -> None:
     ratio = (1 + 2 * keep) / 3
     for effective in (highest - 0.01, highest + 0.01):
-        found = Worth(ratio, ratio, keep, "targets", {"targets": effective})
+        found = SelectionGain(ratio, ratio, keep, "targets", {"targets": effective})
         assert found.unit_worth == pytest.approx(worth)
         assert found.can_pay is (effective < highest)
         cost, choice = found.lines()
         assert f"each must be worth {worth:.2f} dense ones" in cost
         assert f"below p / r = {highest:.2f}: it {'can' if found.can_pay else 'cannot'} pay" in choice
         assert "an upper bound with exact and free norms, not a promise" in choice
-    assert Worth(ratio, ratio, keep, "targets", {"targets": 1.0}).can_pay is False  # equal norms: as if drawn uniformly
+    assert (
+        SelectionGain(ratio, ratio, keep, "targets", {"targets": 1.0}).can_pay is False
+    )  # equal norms: as if drawn uniformly
 
 
 def test_nothing_is_said_of_a_choice_that_is_not_made() -> None:
     assert effective_share(0.0, 0.0, 4) is None
-    dense = Worth(1.0, 1.1, None, None, {"targets": 0.87})
+    dense = SelectionGain(1.0, 1.1, None, None, {"targets": 0.87})
     assert (dense.unit_worth, dense.can_pay) == (None, None)
     (line,) = dense.lines()
     assert line.startswith(
         "choosing by norm could gain at most, over dense at the same cost, among targets 1.09x (0.87)"
     )
-    entries = Worth(0.6, 0.7, 0.25, "entries", {"targets": 0.87, "rows": 0.5})
+    entries = SelectionGain(0.6, 0.7, 0.25, "entries", {"targets": 0.87, "rows": 0.5})
     assert entries.can_pay is None
     (line,) = entries.lines()
     assert "keeps 25% of the entries: each must be worth 2.40 dense ones" in line

@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparsebp_cli.backward import attach
 from sparsebp_cli.policy import make_policy
-from sparsebp_cli.recipe.composition import find_unbuilt
+from sparsebp_cli.recipe.composition import find_unsupported
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import IGNORED, Example
-from sparsebp_cli.worker.independent import IndependentBatches, IndependentComparison, examples_at_cost
-from sparsebp_cli.worker.loss import part_of_mean
-from sparsebp_cli.worker.rehearsal import Rehearsal
+from sparsebp_cli.worker.independent_gradient import IndependentBatches, IndependentComparison, examples_at_cost
+from sparsebp_cli.worker.micro_batch_loss import micro_batch_loss
+from sparsebp_cli.worker.trial_step import TrialStep
 from tests.worker.conftest import LLAMA, work
 
 CPU = torch.device("cpu")
@@ -63,14 +63,16 @@ def test_both_cosines_are_those_of_gradients_taken_one_example_at_a_time(cost_ra
     examples = ragged_examples(23)
     order = BatchOrder(examples, 4, seed=3, pad_token_id=0)
     engine = attach(model, [make_policy("topk", keep=0.5, along="rows")])
-    batches = IndependentBatches(order, 2, 9, partial(lambda batch, targets: part_of_mean(model, batch, targets, CPU)))
+    batches = IndependentBatches(
+        order, 2, 9, partial(lambda batch, targets: micro_batch_loss(model, batch, targets, CPU))
+    )
     held = [order._example(position) for position in range(8, 12)]
     permutation = torch.randperm(23, generator=torch.Generator().manual_seed(3 * 1_000_003 + 2)).tolist()
     others = [number for number in permutation if number not in held][:9]
-    first = partial(part_of_mean, model, *order.share(2), CPU)
-    with Rehearsal(model, engine, first, torch.Tensor.backward) as rehearsal:
-        comparison = IndependentComparison(rehearsal, batches)
-        policy = rehearsal.run("policy").gradients
+    first = partial(micro_batch_loss, model, *order.rank_part(2), CPU)
+    with TrialStep(model, engine, first, torch.Tensor.backward) as trial:
+        comparison = IndependentComparison(trial, batches)
+        policy = trial.run("policy").gradients
         comparison.policy.add_draw(policy)
         size = comparison.add_dense(cost_ratio)
         found = comparison.policy.overall().cosine, comparison.dense_cosine
@@ -90,11 +92,11 @@ def test_other_examples_are_none_of_the_micro_batch_and_leave_the_order_as_it_is
     state = torch.get_rng_state()
     for number in range(8):
         held = set(order[number]["input_ids"][:, 0].tolist())
-        drawn = [i for batch in order.others(number, 5) for i in batch["input_ids"][:, 0].tolist()]
+        drawn = [i for batch in order.other_batches(number, 5) for i in batch["input_ids"][:, 0].tolist()]
         assert len(drawn) == len(set(drawn)) == 5
         assert not held & set(drawn)
         assert torch.equal(order[number + 1]["input_ids"], untouched[number + 1]["input_ids"])
-    assert len([1 for batch in order.others(0, 100) for _ in batch["labels"]]) == 7  # all that there are
+    assert len([1 for batch in order.other_batches(0, 100) for _ in batch["labels"]]) == 7  # all that there are
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -138,8 +140,8 @@ def test_other_examples_need_steps_at_which_fidelity_is_measured(tiny_recipe: An
 
 def test_other_examples_with_several_processes_are_refused_by_name(tiny_recipe: Any) -> None:
     measure = {"independent_examples": 8, "fidelity_every": 2}
-    assert [*find_unbuilt(tiny_recipe(measure=measure))] == []
-    (found,) = find_unbuilt(tiny_recipe(measure=measure, target={"processes": 2}))
+    assert [*find_unsupported(tiny_recipe(measure=measure))] == []
+    (found,) = find_unsupported(tiny_recipe(measure=measure, target={"processes": 2}))
     assert (found.key, found.text) == (
         "measure.independent_examples",
         "8 works in one process, got target.processes: 2",

@@ -1,4 +1,4 @@
-"""The global random generators of a process: their states, taken and put back."""
+"""Capture and restore the state of a process's global random generators."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put every global random generator back.
-
-    Args:
-        state: As :func:`capture_rng` returned it.
-    """
+    """Restore every global random generator from the result of :func:`capture_rng`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"]:
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,4 +1,4 @@
-"""The highest use of memory by tensors during one pass: by the device's own count, or on a CPU by its allocator's."""
+"""Peak bytes of tensors during one pass, from the device's counter or, on a CPU, from the profiler."""
 
 from __future__ import annotations
 
@@ -9,18 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(device: torch.device, run: Callable[[], object]) -> int | None:
-    """Return the highest use of memory beyond what was there before, what the run makes and keeps included.
-
-    On a CPU PyTorch's allocator tells the profiler of every allocation and release. Memory that a library takes in its
-    own way (packed matrices, threads' buffers) is not in it.
-
-    Args:
-        device: That computes.
-        run: A pass; under the profiler, so never timed.
-
-    Returns:
-        Bytes; None on a device that tells nothing.
-    """
+    """Return the peak bytes of tensors during a pass beyond those allocated before, or None on a device without such a
+    count. On a CPU the pass runs under the profiler, so it must not be timed; memory that libraries allocate themselves
+    (packed matrices, buffers of threads) is not included."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

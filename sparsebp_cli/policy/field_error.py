@@ -1,7 +1,7 @@
-"""Our words for what pydantic finds wrong with a recipe or an option: what is wrong, the value got, what is allowed.
+"""One-line messages for pydantic errors in a recipe or an option: what is wrong, the value got, what is allowed.
 
-pydantic names one bound at a time and leaks the tags of its unions into the place; here a range is shown whole, and the
-branches of a union become one sentence.
+pydantic names one bound at a time and puts the tags of its unions into the location; here a message shows the whole
+range, and the branches of a union become one message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from sparsebp_cli.errors import did_you_mean
-from sparsebp_cli.policy.phrase import BOUNDS, shorten, show, show_with_type, word_range
+from sparsebp_cli.policy.error_text import BOUNDS, describe_range, shorten, show, show_with_type
 
 Location = tuple[str | int, ...]
 
@@ -46,59 +46,36 @@ LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong.
+class FieldError:
+    """One thing that is wrong in a recipe or in options."""
 
-    Args:
-        location: Keys and list indices that lead to it in the data; of a missing key, the place where it should be.
-        text: What is wrong, the value got, what is allowed; one line.
-        kind: ``missing``, ``unknown`` (a key) or ``value``.
-    """
-
-    location: Location
-    text: str
-    kind: Literal["missing", "unknown", "value"] = "value"
+    location: Location  # keys and list indices that lead to it; of a missing key, the place where it should be
+    text: str  # what is wrong, the value got, what is allowed; one line
+    kind: Literal["missing", "unknown", "value"] = "value"  # missing and unknown are about a key
 
     @property
     def key(self) -> str:
-        """The dotted path, ``policy.0.keep``."""
+        """The dotted path, such as ``policy.0.keep``."""
         return ".".join(shorten(str(part)) for part in self.location)
 
 
-def word_errors(error: ValidationError, model: type[BaseModel], data: object) -> list[Finding]:
-    """Say in our words everything that is wrong.
-
-    Args:
-        error: What pydantic raised.
-        model: The class that refused.
-        data: What it was given.
-
-    Returns:
-        One finding a place, in pydantic's order; the branches of a union are one.
-    """
+def describe_errors(error: ValidationError, model: type[BaseModel], data: object) -> list[FieldError]:
+    """Return one FieldError for each location that pydantic reports, in its order; the branches of a union are one."""
     groups: dict[Location, list[tuple[Location, ErrorDetails]]] = {}
     for details in error.errors(include_url=False):
         location, union = _strip_tags(details, data)
         groups.setdefault(location if union is None else union, []).append((location, details))
-    return [_word_group(root, group, model) for root, group in groups.items()]
+    return [_describe_group(root, group, model) for root, group in groups.items()]
 
 
-def word_unknown_key(key: str, known: Sequence[str]) -> str:
-    """Word an unknown key.
-
-    Args:
-        key: What the user wrote.
-        known: The keys that are allowed there.
-
-    Returns:
-        The text, with the known keys where they are few and the nearest of them.
-    """
+def unknown_key_message(key: str, known: Sequence[str]) -> str:
+    """Return the message for an unknown key, with the known keys if they are few, and the nearest one."""
     allowed = f"; allowed: {', '.join(known)}" if len(known) <= MOST_KEYS_LISTED else ""
     return f"unknown key {show(key)}{allowed if known else '; none is allowed here'}{did_you_mean(key, known)}"
 
 
 def _strip_tags(details: ErrorDetails, data: Any) -> tuple[Location, Location | None]:
-    """Return where the error is in the data, and the place of the first union on the way, if any."""
+    """Return the location of the error in the data, and that of the first union above it, if any."""
     location: list[str | int] = []
     union: Location | None = None
     last = len(details["loc"]) - 1
@@ -115,35 +92,39 @@ def _strip_tags(details: ErrorDetails, data: Any) -> tuple[Location, Location | 
     return tuple(location), union
 
 
-def _word_group(root: Location, group: list[tuple[Location, ErrorDetails]], model: type[BaseModel]) -> Finding:
-    """Word one place; of a union, the branch that got furthest into the data is what the user meant."""
+def _describe_group(root: Location, group: list[tuple[Location, ErrorDetails]], model: type[BaseModel]) -> FieldError:
+    """Describe one location; of a union, the branch that matches deepest into the data is what the user meant."""
     deepest = max(len(location) for location, _ in group)
     group = [(location, details) for location, details in group if len(location) == deepest]
     location, details = group[0]
     if len(group) == 1 or location != root:
-        return _word(location, details, model)
+        return _describe(location, details, model)
     phrases = dict.fromkeys(_must_be(each, None) for _, each in group)
-    return Finding(root, f"must be {' or '.join(phrases)}, got {show_with_type(details['input'])}")
+    return FieldError(root, f"must be {' or '.join(phrases)}, got {show_with_type(details['input'])}")
 
 
-def _word(location: Location, details: ErrorDetails, model: type[BaseModel]) -> Finding:
+def _describe(location: Location, details: ErrorDetails, model: type[BaseModel]) -> FieldError:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "missing":
         field = _find_field(model, location)
         meaning = f" ({field.description.rstrip('.')})" if field and field.description else ""
-        return Finding(location, f"missing{meaning}", "missing")
+        return FieldError(location, f"missing{meaning}", "missing")
     if kind == "extra_forbidden":
         owner = _find_model(model, location[:-1])
-        return Finding(location, word_unknown_key(str(location[-1]), [*owner.model_fields] if owner else []), "unknown")
+        return FieldError(
+            location, unknown_key_message(str(location[-1]), [*owner.model_fields] if owner else []), "unknown"
+        )
     if kind in {"value_error", "assertion_error"}:
-        return Finding(location, shorten(" ".join(str(context.get("error", details["msg"])).split()), LONGEST_REASON))
+        return FieldError(
+            location, shorten(" ".join(str(context.get("error", details["msg"])).split()), LONGEST_REASON)
+        )
     if kind in {"literal_error", "enum"}:
         expected = str(context["expected"])
         near = did_you_mean(value, re.findall(r"'([^']*)'", expected)) if isinstance(value, str) else ""
-        return Finding(location, f"got {show(value)}, allowed: {expected.replace(' or ', ', ')}{near}")
+        return FieldError(location, f"got {show(value)}, allowed: {expected.replace(' or ', ', ')}{near}")
     shown = show_with_type(value) if kind in MUST_BE else show(value)
     must_be = _must_be(details, _find_field(model, location))
-    return Finding(location, f"must be {must_be}, got {shown}{_find_hint(kind, value)}")
+    return FieldError(location, f"must be {must_be}, got {shown}{_find_hint(kind, value)}")
 
 
 def _must_be(details: ErrorDetails, field: FieldInfo | None) -> str:
@@ -154,7 +135,7 @@ def _must_be(details: ErrorDetails, field: FieldInfo | None) -> str:
         return str(context["expected"])
     bound = next((name for name in BOUNDS if name in context), None)
     if bound is not None:
-        return word_range(bound, context[bound], field)
+        return describe_range(bound, context[bound], field)
     for end, words in (("min_length", "at least"), ("max_length", "at most")):
         if end in context:
             unit = "character" if kind.startswith("string") else "item"
@@ -182,7 +163,7 @@ def _find_field(model: type[BaseModel], location: Location) -> FieldInfo | None:
 
 
 def _find_model(model: type[BaseModel], location: Location) -> type[BaseModel] | None:
-    """Follow the keys of a location to the model that owns what lies there."""
+    """Follow the keys of a location to the model that owns the value there."""
     for part in location:
         if isinstance(part, int):
             continue

@@ -1,9 +1,9 @@
-"""Columns of the data that mark parts of a text: spans of characters, which no tokenizer has to be known for.
+"""Token masks from data columns that mark spans of characters, so that users need not know the tokenizer.
 
-A span is ``[start, end]``, in characters of the text from 0, the end not included; for completions the text is prompt
-and completion together. A token is marked when one of its characters is. What begins a sequence goes with a span that
-starts at 0, what ends it with one that reaches the text's end: ``[[n, n]]``, with n the text's length, marks that end
-alone.
+A span is ``[start, end]``, in characters of the text from 0, the end excluded; for completions the text is the prompt
+followed by the completion. A token is marked if at least one of its characters is. Tokens before the text are marked
+by a span that starts at 0, tokens after it by a span that reaches its end: ``[[n, n]]``, with n the length of the
+text, marks only those at the end.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.policy.phrase import shorten
+from sparsebp_cli.policy.error_text import shorten
 
 
-def mark_tokens(
+def mask_tokens(
     tokenizer: PreTrainedTokenizerBase,
     parts: Sequence[Sequence[Any]],
     column: Sequence[Any],
@@ -27,24 +27,11 @@ def mark_tokens(
     start: int = 0,
     end: int = 0,
 ) -> list[np.ndarray]:
-    """Mark the tokens of texts.
-
-    Args:
-        tokenizer: A fast one, which knows the characters of a token.
-        parts: The texts; or the prompts, and the completions, each tokenised apart.
-        column: The spans of each text.
-        name: Of the column, for errors.
-        start: Tokens that stand before each text.
-        end: Tokens that stand after it.
-
-    Returns:
-        For each text int64, 1 where a token is marked, else 0.
-
-    Raises:
-        DataError: The column holds something else, or the tokenizer does not know characters.
-    """
+    """Return for each text an int64 mask over its tokens, 1 where a span of the column covers the token. ``parts``
+    holds the texts, or the prompts and the completions, tokenised separately; ``start`` and ``end`` are numbers of
+    special tokens around each text."""
     if not tokenizer.is_fast:
-        raise DataError(f"column {name!r} marks characters: needs a fast tokenizer, got {type(tokenizer).__name__}")
+        raise DataError(f"column {name!r} marks characters and needs a fast tokenizer, got {type(tokenizer).__name__}")
     texts = [["" if text is None else str(text) for text in part] for part in parts]
     offsets = [
         tokenizer(part, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]

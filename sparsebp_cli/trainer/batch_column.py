@@ -1,7 +1,7 @@
-"""What a user's own loss keeps from the model, handed to the policy that chooses tokens by it.
+"""Batch columns for a policy that selects tokens, which a user's own loss keeps from the model.
 
-``compute_loss`` takes a mask, and often the labels too, out of the batch before it calls the model. The policy is asked
-inside the model's forward: so what it reads is handed to it before ``compute_loss`` is called, and that stays as it is.
+``compute_loss`` often removes a mask, and sometimes the labels, from the batch before it calls the model. The policy
+decides inside the model's forward, so the engine receives these columns before ``compute_loss`` is called.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sparsebp_cli.policy import Policy, TokenSelector
 IGNORED = -100  # a label that trains nothing, as in transformers
 
 
-def give_columns(
+def pass_columns(
     engine: Engine,
     policies: Sequence[Policy],
     inputs: Mapping[str, Any],
@@ -26,18 +26,9 @@ def give_columns(
     *,
     removes: bool = False,
 ) -> None:
-    """Hand the columns of a batch that policies read to the engine, which asks them.
-
-    Args:
-        engine: Attached.
-        policies: That it carries out.
-        inputs: The batch, before anything is taken out of it.
-        num_candidates: Of the whole step, counted as :func:`only_candidates` leaves them; None: all targets are.
-        removes: Whether the trainer keeps columns that the model does not know out of batches.
-
-    Raises:
-        UsageError: A column that a policy reads was removed.
-    """
+    """Pass the columns of a batch that policies read to the engine, before ``compute_loss`` removes any.
+    ``num_candidates`` counts those of the whole step, None if all targets are candidates; ``removes`` is whether the
+    trainer drops columns that the model does not know. Raise UsageError if it dropped one that a policy reads."""
     policy = _selector(policies)
     if policy is None:
         return
@@ -49,24 +40,17 @@ def give_columns(
         )
     names = policy.reads | ({"labels"} if chooses_by_data(policy) else set())
     given = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
-    found = only_candidates(policies, [inputs])
+    found = mask_noncandidates(policies, [inputs])
     if num_candidates is not None and found is not None:
-        # The engine multiplies with the share of this batch's targets that is trained: leave that of candidates.
+        # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
         targets, own = (batch["labels"][:, 1:].ne(IGNORED).sum() for batch in (inputs, found[0]))
         given["num_items_in_batch"] = num_candidates * (targets / own.clamp(min=1))
     engine.columns(**given)
 
 
-def only_candidates(policies: Sequence[Policy], batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return batches whose labels are those of the tokens alone that the data says may be trained.
-
-    Args:
-        policies: One of them may read the column that says so.
-        batches: As the data loader makes them.
-
-    Returns:
-        Copies; None where all targets may be trained, or a batch does not tell.
-    """
+def mask_noncandidates(policies: Sequence[Policy], batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return copies of batches in which only trainable targets, as the policy's data column marks them, have labels.
+    None if all targets are trainable, or a batch lacks the column or labels."""
     policy = _selector(policies)
     name = None if policy is None else policy.candidate_column
     if name is None or not all(isinstance(batch.get(key), Tensor) for batch in batches for key in (name, "labels")):
@@ -79,15 +63,7 @@ def _selector(policies: Sequence[Policy]) -> TokenSelector | None:
 
 
 def chooses_by_data(policy: TokenSelector) -> bool:
-    """Whether what is trained is what the data marks, so that a loss of the user's own knows it too.
-
-    Where the policy itself chooses, only the model's loss, computed where the choice is made, counts the right tokens.
-
-    Args:
-        policy: Any.
-
-    Returns:
-        Whether it is.
-    """
-    shares = (policy.budget, getattr(policy, "keep", None), getattr(policy, "band", None))  # a plugin may have neither
+    """Return whether the data alone mark what is trained, so that a user's own loss can count the same tokens. If the
+    policy itself selects, only the model's loss, computed where the selection is made, counts the right tokens."""
+    shares = (policy.budget, getattr(policy, "keep", None), getattr(policy, "band", None))  # plugins may lack both
     return not policy.needs and all(share in (None, 1.0) for share in shares)

@@ -1,6 +1,6 @@
-"""Before anything is trained: what a step of the policy costs, what it keeps, and whether choosing can pay at all.
+"""Measurement, before training, of a policy step's cost, of what it keeps, and of what selection can gain.
 
-From one forward (norms of the loss's gradient at the head, ||softmax - onehot||), one dense backward (norms of rows at
+It uses one forward (norms of the loss gradient at the head, ||softmax - onehot||), one dense backward (norms of rows at
 the sites), and a probe of dense and policy.
 """
 
@@ -15,26 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.plan.worth import Unit, Worth, effective_share
+from sparsebp_cli.plan.selection_gain import SelectionGain, Unit, effective_share
 from sparsebp_cli.policy import GradientSelector, Policy, Rows
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.data import IGNORED
 from sparsebp_cli.worker.probe import Probe, cost_ratio
-from sparsebp_cli.worker.rehearsal import Rehearsal
+from sparsebp_cli.worker.trial_step import TrialStep
 
 ESS = {"targets": metric.TARGET_ESS, "examples": metric.EXAMPLE_ESS, "rows": metric.ROW_ESS}
 
 
 @dataclass
 class NormSums:
-    """Sums of norms, from which their effective sample size follows."""
+    """Sums of norms and of their squares, for the effective sample size."""
 
     total: float = 0.0
     squares: float = 0.0
     number: int = 0
 
     def add(self, norms: Tensor) -> None:
-        """Take in norms, in any shape."""
+        """Add norms of any shape."""
         norms = norms.detach().double()
         self.total += float(norms.sum())
         self.squares += float(norms.square().sum())
@@ -42,20 +42,13 @@ class NormSums:
 
     @property
     def effective(self) -> float | None:
-        """Effective sample size over the number, in (0, 1]; None where all norms are zero."""
+        """Effective sample size over the number of norms, in (0, 1]; None if all norms are zero."""
         return effective_share(self.total, self.squares, self.number)
 
 
 def head_norms(logits: Tensor, labels: Tensor) -> Iterator[Tensor]:
-    """Yield, example by example, the norm of the gradient of each target's loss with respect to its logits.
-
-    Args:
-        logits: (B, T, V) of next tokens, or (B, V) of a classification.
-        labels: (B, T) with -100 where nothing counts, or (B,).
-
-    Yields:
-        Tensor: One norm a target, ||softmax - onehot||.
-    """
+    """Yield for each example the norm ||softmax - onehot|| of each target's loss gradient with respect to its logits.
+    Logits are (B, T, V) with labels (B, T), -100 where ignored; or (B, V) with labels (B,)."""
     for logits_of_one, labels_of_one in zip(logits, labels, strict=True):
         scores, wanted = logits_of_one[None], labels_of_one[None]
         if labels.ndim > 1:
@@ -67,15 +60,8 @@ def head_norms(logits: Tensor, labels: Tensor) -> Iterator[Tensor]:
 
 
 def head_ess(logits: Tensor, labels: Tensor) -> dict[Unit, float]:
-    """Return the effective sample size of the targets and of the examples, by norms at the head.
-
-    Args:
-        logits: See :func:`head_norms`.
-        labels: See :func:`head_norms`.
-
-    Returns:
-        By unit; what has no gradient is left out. An example's norm is that of its targets' gradients together.
-    """
+    """Return the effective sample sizes of targets and examples by the norms of :func:`head_norms`; units without
+    gradient are left out. The norm of an example is that of all its targets together."""
     targets, examples = NormSums(), NormSums()
     for norms in head_norms(logits, labels):
         targets.add(norms)
@@ -86,26 +72,15 @@ def head_ess(logits: Tensor, labels: Tensor) -> dict[Unit, float]:
 
 @dataclass
 class RowNorms:
-    """Norms of rows at sites in one backward: of a linear those of its weight's gradient, |x| |dy|, else |dy|.
-
-    Args:
-        sums: By site.
-    """
+    """Norms of gradient rows at sites in one backward, by site: of a linear |x| |dy|, the norm of the row's weight
+    gradient; else |dy|."""
 
     sums: dict[str, NormSums] = field(default_factory=dict)
 
     @contextmanager
     def of(self, model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-        """Listen at modules.
-
-        Args:
-            model: That runs forward and backward inside.
-            names: Of its modules.
-
-        Yields:
-            None: As long as it listens.
-        """
-        handles = [model.get_submodule(name).register_forward_hook(self._listen(name)) for name in names]
+        """Collect the norms at modules while a forward and a backward run inside."""
+        handles = [model.get_submodule(name).register_forward_hook(self._make_hook(name)) for name in names]
         try:
             yield
         finally:
@@ -114,75 +89,58 @@ class RowNorms:
 
     @property
     def effective(self) -> float | None:
-        """Median over the sites; None where no gradient came."""
+        """Median effective sample size over the sites; None if no gradient arrived."""
         found = [value for sums in self.sums.values() if (value := sums.effective) is not None]
         return statistics.median(found) if found else None
 
-    def _listen(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
-        def hear(module: nn.Module, given: tuple[object, ...], output: object) -> None:
-            shown = output[0] if isinstance(output, tuple) else output
-            if not isinstance(shown, Tensor) or not shown.requires_grad:
+    def _make_hook(self, name: str) -> Callable[[nn.Module, tuple[object, ...], object], None]:
+        def forward_hook(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+            first = output[0] if isinstance(output, tuple) else output
+            if not isinstance(first, Tensor) or not first.requires_grad:
                 return
-            x_norm = _norms(given[0]) if isinstance(module, nn.Linear) and isinstance(given[0], Tensor) else None
+            x_norm = _norms(inputs[0]) if isinstance(module, nn.Linear) and isinstance(inputs[0], Tensor) else None
 
-            def take(grad: Tensor) -> None:
+            def gradient_hook(grad: Tensor) -> None:
                 norms = _norms(grad)
                 self.sums.setdefault(name, NormSums()).add(norms if x_norm is None else norms * x_norm)
 
-            shown.register_hook(take)  # type: ignore[no-untyped-call]
+            first.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
 
-        return hear
+        return forward_hook
 
 
-def measure_worth(
-    rehearsal: Rehearsal,
+def measure_selection_gain(
+    trial: TrialStep,
     probe: Probe,
     batch: Mapping[str, Tensor],
     run: Callable[..., object],
     policies: Sequence[Policy],
-) -> Worth:
-    """Measure what choosing may gain on one micro-batch.
-
-    Args:
-        rehearsal: Entered; of that micro-batch.
-        probe: Of the same.
-        batch: The micro-batch, on the device.
-        run: The model.
-        policies: Of the recipe.
-
-    Returns:
-        What was found.
-    """
+) -> SelectionGain:
+    """Measure what selection may gain on one micro-batch, on the device. The trial step is entered, and the probe is of
+    the same micro-batch."""
     arguments = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-    with rehearsal.on("dense"), torch.no_grad():
+    with trial.on("dense"), torch.no_grad():
         logits = getattr(run(**arguments), "logits", None)
         effective = {} if logits is None else head_ess(logits, batch["labels"])
         del logits
-    rows, modules = RowNorms(), dict(rehearsal.model.named_modules())
+    rows, modules = RowNorms(), dict(trial.model.named_modules())
     names = [site.name for site in probe.policy.report.sites if site.name in modules]
-    names = names or [name for name, _, _ in find_linears(rehearsal.model).covered]
-    with rehearsal.on("dense") as backward, rows.of(rehearsal.model, names):
-        backward(rehearsal.forward())
+    names = names or [name for name, _, _ in find_linears(trial.model).covered]
+    with trial.on("dense") as backward, rows.of(trial.model, names):
+        backward(trial.forward())
     if rows.effective is not None:
         effective["rows"] = rows.effective
-    unit, share = find_choice(probe, policies)
+    unit, share = find_selected_share(probe, policies)
     seconds = [probe.values[which.name] for which in (metric.PROBE_POLICY_SECONDS, metric.PROBE_DENSE_SECONDS)]
     assert seconds[0] is not None
     assert seconds[1] is not None
     ratio = cost_ratio(probe.proof.dense, probe.proof.policy)
-    return Worth(ratio, seconds[0] / seconds[1], share, unit, effective)
+    return SelectionGain(ratio, seconds[0] / seconds[1], share, unit, effective)
 
 
-def find_choice(probe: Probe, policies: Sequence[Policy]) -> tuple[Unit | None, float | None]:
-    """Return what the policies choose among, and the share that is trained.
-
-    Args:
-        probe: Of a step with them.
-        policies: Of the recipe.
-
-    Returns:
-        Both None where nothing is chosen: dense, frozen parameters, routers.
-    """
+def find_selected_share(probe: Probe, policies: Sequence[Policy]) -> tuple[Unit | None, float | None]:
+    """Return the unit that the policies select and the share of it that is trained; both None if nothing is selected
+    (dense, frozen parameters, routers)."""
     chosen, kept = probe.policy.report.chosen, probe.policy.report.kept_share
     if chosen is not None and chosen.examples:
         return "examples", chosen.chosen_examples / chosen.examples
@@ -195,15 +153,8 @@ def find_choice(probe: Probe, policies: Sequence[Policy]) -> tuple[Unit | None, 
     return "rows" if selections == {Rows} else "entries", kept
 
 
-def worth_values(worth: Worth) -> dict[str, float | None]:
-    """Return a measured worth as metric values.
-
-    Args:
-        worth: What was found.
-
-    Returns:
-        By name; None where there is none.
-    """
+def gain_metrics(worth: SelectionGain) -> dict[str, float | None]:
+    """Return a measured gain as metric values by name."""
     found: dict[str, float | None] = {
         metric.CHOICE_COST.name: worth.cost_ratio,
         metric.CHOICE_SECONDS.name: worth.seconds_ratio,

@@ -1,4 +1,4 @@
-"""A run that goes on is held to what its checkpoint was made under, before anything is trained."""
+"""Comparison of recipe, code and data with those of the checkpoint that a run resumes from, before any training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sparsebp_cli.errors import ChangedError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, Change, Seal, is_free
+from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, FieldChange, Seal, is_free
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, read
@@ -18,76 +18,61 @@ from sparsebp_cli.worker.process import Ranks
 PACKAGES = ("sparsebp", "torch", "transformers")
 
 
-class Guard:
-    """Compares what a run was made under with what it is now. Each difference is refused, allowed or free."""
+class ResumeCheck:
+    """Compares a resumed run with its checkpoint. Each difference is refused, allowed by the user, or free because no
+    number depends on it."""
 
     def __init__(
         self, plan: Plan, run: RunFolder, journal: JournalWriter, ranks: Ranks, snapshot: Snapshot | None
     ) -> None:
-        """Compare recipe and code with those of the checkpoint; without one, with those that the journal has.
-
-        Args:
-            plan: Of this attempt.
-            run: Its folder.
-            journal: Receives what was accepted.
-            ranks: The first of them looks, and all of them go by it.
-            snapshot: What this attempt goes on from.
-
-        Raises:
-            ChangedError: Something changed that nobody allowed.
-        """
+        """Compare recipe and code with those of the checkpoint or, without one, of the journal. The first rank decides
+        for all ranks. Raise ChangedError for a difference that the user has not allowed."""
         self.seal = Seal(plan.recipe.model_dump(mode="json"), find_code(plan.recipe))
         self._run, self._journal, self._ranks = run, journal, ranks
         self._accepted: list[dict[str, object]] = list(History.load(run.path).facts.get("changes", []))
         self._allowed = _read_allowed(run)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._step = snapshot.step if snapshot else 0
         self._where = f"the checkpoint of step {self._step}" if snapshot else "the start of the run"
         self._before = Seal.from_json(snapshot.seal or {}) if snapshot else _read_seal(run)
         if snapshot and self._before is None:
-            self._note("info", f"{self._where} names no recipe, code and data: nothing was compared")
-        self._hold()
+            self._note("info", f"{self._where} does not record its recipe, code and data: nothing was compared")
+        self._check()
 
-    def hold_data(self, digest: str) -> None:
-        """Compare the data, and write into the journal what this attempt runs under.
-
-        Args:
-            digest: Of all examples.
-
-        Raises:
-            ChangedError: The data changed, and nobody allowed it.
-        """
+    def check_data(self, digest: str) -> None:
+        """Compare the digest of all examples, and record in the journal what this attempt runs with. Raise ChangedError
+        if the data changed and the user has not allowed it."""
         self.seal = replace(self.seal, data=digest)
-        self._hold()
+        self._check()
         if _read_seal(self._run) != self.seal:
             self._journal.write("seal", values=self.seal.to_json())
 
-    def _hold(self) -> None:
-        refused: list[Change] = []
+    def _check(self) -> None:
+        refused: list[FieldChange] = []
         if self._ranks.is_first and self._before is not None:
-            changes = [change for change in self._before.changes(self.seal) if change.field not in self._told]
+            changes = [change for change in self._before.changes(self.seal) if change.field not in self._reported]
             refused = [change for change in changes if not self._accept(change)]
-        refused = self._ranks.hear(refused)
+        refused = self._ranks.broadcast(refused)
         if refused:
             raise ChangedError(self._run.run_id, self._where, refused)
 
-    def _accept(self, change: Change) -> bool:
+    def _accept(self, change: FieldChange) -> bool:
         known = change._asdict()
         was_accepted = any(known.items() <= entry.items() for entry in self._accepted)
         if is_free(change):
             self._note("info", f"changed since {self._where}, and no number depends on it: {change}")
         elif not was_accepted:
-            # Other data follow from another dataset: one decision, not two.
+            # Who allowed another dataset has allowed its data as well.
             if not (change.is_under(self._allowed) or (change.field == "data" and self._has_other_source())):
                 return False
             self._accepted.append(known | {"step": self._step})
             self._journal.write("facts", values={"changes": self._accepted})
             self._note("warning", f"changed since {self._where}, and allowed: {change}")
-        self._told.add(change.field)
+        self._reported.add(change.field)
         return True
 
     def _has_other_source(self) -> bool:
-        entries = (Change(str(entry["field"]), "", "") for entry in self._accepted)
+        entries = (FieldChange(str(entry["field"]), "", "") for entry in self._accepted)
         return any(change.is_under(SECTIONS_OF_DATA) for change in entries)
 
     def _note(self, level: str, text: str) -> None:
@@ -95,19 +80,13 @@ class Guard:
 
 
 def find_code(recipe: Recipe) -> dict[str, str]:
-    """Return the versions of all code that decides what a recipe computes.
-
-    Args:
-        recipe: Names the policies, which may be those of other packages.
-
-    Returns:
-        Package to version, and ``commit`` where ours runs from a repository.
-    """
+    """Return the versions of the packages that decide what a recipe computes, policies' packages included, and our
+    ``commit`` if we run from a repository."""
     found, code = find_policies(), {}
     for name in PACKAGES:
         try:
             code[name] = version(name)
-        except PackageNotFoundError:  # run from its sources
+        except PackageNotFoundError:  # run from source, not installed
             code[name] = "unknown"
     for entry in recipe.policy:
         if entry.name in found:
@@ -118,9 +97,9 @@ def find_code(recipe: Recipe) -> dict[str, str]:
 
 
 def _find_commit(git: Path) -> str:
-    """Read the commit that is checked out from files alone: no program is run for it."""
+    """Return the checked-out commit, read from files alone: a hostile repository could make git run any command."""
     try:
-        if git.is_file():  # of a worktree
+        if git.is_file():  # a worktree's .git names the real folder
             git = git.parent / git.read_text(encoding="utf-8").partition("gitdir: ")[2].strip()
         head = (git / "HEAD").read_text(encoding="utf-8").strip()
         if not head.startswith("ref: "):
@@ -137,7 +116,7 @@ def _find_commit(git: Path) -> str:
 
 
 def _read_seal(run: RunFolder) -> Seal | None:
-    """Return the last seal that the journal has."""
+    """Return the last seal in the journal."""
     last = None
     for record, _ in read(run.path):
         if record["kind"] == "seal":
@@ -146,7 +125,7 @@ def _read_seal(run: RunFolder) -> Seal | None:
 
 
 def _read_allowed(run: RunFolder) -> set[str]:
-    """Return the fields that a user allowed to change since the last attempt."""
+    """Return the fields that the user allowed to change since the last attempt."""
     allowed: set[str] = set()
     for record, _ in read(run.path):
         if record["kind"] == "attempt":

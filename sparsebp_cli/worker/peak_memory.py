@@ -1,4 +1,4 @@
-"""The peak of memory that training itself needs: what is measured beside it does not count."""
+"""Peak memory of training itself, without the measurements between its steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Highest use of a device's memory, or of the process's on a CPU, outside of pauses.
-
-    On a CPU that needs Linux's ``/proc``; without it, pauses count as well. Memory that the C library keeps after a
-    pause counts too, for the process has it.
-
-    Args:
-        device: Of the model.
-    """
+    """Peak memory of the device, or of the process on a CPU, outside of pauses. On a CPU this reads Linux's ``/proc``;
+    without it, pauses count as well. Memory that the C library keeps after a pause counts, because the process holds
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._before, self._is_paused = device, 0, False
@@ -29,23 +24,19 @@ class PeakMemory:
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing counts now."""
+        """Whether memory is currently not counted."""
         return self._is_paused
 
     def include(self, num_bytes: int) -> None:
-        """Count what was measured apart in a pause.
-
-        Args:
-            num_bytes: The peak in it.
-        """
+        """Count a peak in bytes that was measured during a pause."""
         self._before = max(self._before, num_bytes)
 
     def pause(self) -> None:
-        """Do not count what follows."""
+        """Stop counting."""
         self._before, self._is_paused = self.bytes(), True
 
     def resume(self) -> None:
-        """Count again; without a pause, nothing changes."""
+        """Count again, from the memory in use now; without a pause, do nothing."""
         if self._is_paused:
             self._reset()
             self._is_paused = False

@@ -1,8 +1,8 @@
-"""The memory of a real step of training, watched: one step of warm-up, and the last.
+"""Memory traces of two real training steps: one of warm-up and the last.
 
-An update cannot be rehearsed without a copy of weights and state, so the step is training's own. Watching observes
-alone, so the step's numbers are what they would be; but it is slower, so its time does not count: those of warm-up
-count nowhere, and of any other step that is watched no time is told.
+An update cannot be tried without a copy of weights and optimizer state, so the traced steps belong to the training.
+The profiler changes none of their numbers, but makes them slower: warm-up times count nowhere, and the times of any
+other traced step are not recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsebp_cli.memory import MemoryTrace, memory_trace
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, metric
 from sparsebp_cli.run.memory import Phase
-from sparsebp_cli.worker.peak import PeakMemory
+from sparsebp_cli.worker.peak_memory import PeakMemory
 
 Values = dict[str, float | None]
 PHASES: dict[str, Phase] = {"forward": "forward", "backward": "backward", "optimizer": "update"}
@@ -42,19 +42,9 @@ PARTS = (
 
 
 @dataclass
-class StepMemory:
-    """Watches what is due.
-
-    Args:
-        recipe: Watched is where there are probes.
-        journal: Receives the curve.
-        model: Trained.
-        engine: Attached to it.
-        optimizer: Of its parameters.
-        device: Of the model.
-        peak: Left alone by what watching takes.
-        watches: Whether this process does; of several, the first one.
-    """
+class StepMemoryRecorder:
+    """Records the memory of the steps that are due and writes the curve to the journal. Memory of the profiler itself
+    does not count towards ``peak``."""
 
     recipe: Recipe
     journal: JournalWriter
@@ -63,38 +53,24 @@ class StepMemory:
     optimizer: Any
     device: torch.device
     peak: PeakMemory
-    watches: bool = True
+    watches: bool = True  # False on all ranks but the first
     _trace: MemoryTrace | None = None
 
     def due(self, step: int) -> bool:
-        """Return whether a step is watched.
-
-        Args:
-            step: Its number, from 1. From the second on there is an optimizer's state before the forward.
-
-        Returns:
-            Whether it is the last of warm-up, the second where there is no warm-up, or the last of all.
-        """
+        """Return whether to trace a step (from 1): the last of warm-up and the last of all. The first step is never
+        traced unless it is the only one, because optimizers create their state in it."""
         last = self.recipe.training.max_steps
         first = max(2, self.recipe.measure.warmup_steps)
         return self.watches and self.recipe.measure.probe_every is not None and step in (min(first, last), last)
 
     def watch(self, step: int, run: Callable[[], Values]) -> Values:
-        """Make a step, and watch it if that is due.
-
-        Args:
-            step: Its number, from 1.
-            run: Makes it, and returns metric values by name.
-
-        Returns:
-            Its values; of a step that is watched also those of its memory.
-        """
+        """Make a step and return its metrics, including those of its memory if it is traced."""
         if not self.due(step):
             return run()
-        gc.collect()  # else garbage of before goes in the middle of the step
+        gc.collect()  # or garbage from before the step would be freed in the middle of it
         was_paused = self.peak.is_paused
         self.peak.pause()
-        state = self.engine.state_dict()  # such as what error feedback will add
+        state = self.engine.state_dict()  # tensors such as error feedback, to be attributed in the trace
         with memory_trace(self.model, self.optimizer, also=state, device=self.device) as self._trace:
             del state
             values = run()
@@ -103,8 +79,8 @@ class StepMemory:
         if not was_paused:
             self.peak.resume()
         curve = trace.curve
-        told = curve.to_values() | {"allocator_peak_bytes": trace.allocator_peak_bytes}
-        self.journal.write("memory", step=step, values=told)
+        content = curve.to_values() | {"allocator_peak_bytes": trace.allocator_peak_bytes}
+        self.journal.write("memory", step=step, values=content)
         if step > self.recipe.measure.warmup_steps:
             values |= {time.name: None for time in TIMES}
         split = curve.peak.split
@@ -112,10 +88,6 @@ class StepMemory:
         return values | {metric.STEP_PEAK_BYTES.name: float(split.total)} | {part.name: float(n) for part, n in parts}
 
     def begin(self, phase: str) -> None:
-        """Say that a phase of the step begins.
-
-        Args:
-            phase: As the stopwatch names it.
-        """
+        """Mark the begin of a phase, by the stopwatch's name for it."""
         if self._trace is not None:
             self._trace.begin(PHASES[phase])

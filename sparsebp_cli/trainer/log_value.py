@@ -1,4 +1,4 @@
-"""What the engine adds to a trainer's log, under the names of :mod:`sparsebp_cli.run.metric`."""
+"""Engine metrics for a trainer's log, under the names of :mod:`sparsebp_cli.run.metric`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,13 @@ from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.run import metric
 
 
-def take_values(engine: Engine, num_steps: int) -> dict[str, float]:
-    """Return what happened since this was last called; waits for the device.
-
-    Args:
-        engine: Attached.
-        num_steps: Optimizer steps since then, at least 1.
-
-    Returns:
-        Metric values by name, of what there is.
-    """
+def interval_values(engine: Engine, num_steps: int) -> dict[str, float]:
+    """Return the metrics since the last call, over ``num_steps`` optimizer steps; waits for the device."""
     return _values(engine.take_kept_share(), engine.take_chosen(), num_steps)
 
 
-def all_values(engine: Engine, num_steps: int) -> dict[str, float]:
-    """Return what happened since the model was attached; waits for the device.
-
-    Args:
-        engine: Attached, or detached since.
-        num_steps: Optimizer steps since then, at least 1.
-
-    Returns:
-        Metric values by name, of what there is.
-    """
+def total_values(engine: Engine, num_steps: int) -> dict[str, float]:
+    """Return the metrics since the model was attached, over ``num_steps`` optimizer steps; waits for the device."""
     report = engine.report()
     return _values(report.kept_share, report.chosen, num_steps)
 

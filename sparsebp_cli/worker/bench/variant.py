@@ -1,4 +1,4 @@
-"""One way to compute a step's gradients: plain PyTorch, through the engine, with checkpointing, compiled."""
+"""Variants of computing a step's gradients: plain PyTorch, through the engine, with checkpointing, compiled."""
 
 from __future__ import annotations
 
@@ -14,46 +14,29 @@ from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.backward.linear import function
 from sparsebp_cli.policy import Policy
 
-CSR_ALWAYS, CSR_NEVER = 2.0, 0.0  # shares of kept entries below which a product is done in CSR
+CSR_ALWAYS, CSR_NEVER = 2.0, 0.0  # values of csr_below that force or exclude products in CSR
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a step is computed.
-
-    Args:
-        label: What it is called.
-        sites: Where the engine asks; None: without the engine.
-        policy: Who decides; None: dense.
-        checkpointing: ``full``: each layer's input is kept, by transformers; the others are the engine's.
-        execution: ``fast`` or ``reference``.
-        csr_below: Share of kept entries below which products are done in CSR; None: as the engine does it.
-        exclude: Sites that stay dense: globs over module names.
-        seed: Of random policies.
-        compiler: Backend of ``torch.compile`` that runs the model, without the engine; None: eager. The model must be
-            its own: what another way prepares it for would compile it again every time.
-    """
+class Variant:
+    """One variant of computing a step's gradients."""
 
     label: str
-    sites: Literal["linears", "branches", "nodes"] | None = None
-    policy: Policy | None = None
-    checkpointing: Literal["none", "sparse", "full"] = "none"
+    sites: Literal["linears", "branches", "nodes"] | None = None  # None: without the engine
+    policy: Policy | None = None  # None: dense
+    checkpointing: Literal["none", "sparse", "full"] = "none"  # full: by transformers; the others are the engine's
     execution: Literal["fast", "reference"] = "fast"
+    # share of kept entries below which products are done in CSR; None: the engine's default
     csr_below: float | None = None
-    exclude: tuple[str, ...] = ()
-    seed: int = 0
+    exclude: tuple[str, ...] = ()  # sites that stay dense: globs over module names
+    seed: int = 0  # of random policies
+    # backend of torch.compile, without the engine; None: eager. Give it a model of its own: preparing the model for
+    # another variant would recompile it every time
     compiler: str | None = None
 
     @contextmanager
     def on(self, model: nn.Module) -> Iterator[Engine | None]:
-        """Prepare a model, and give it back as it was.
-
-        Args:
-            model: Of transformers; not attached.
-
-        Yields:
-            Engine | None: What runs the backward; None: autograd itself.
-        """
+        """Prepare a model of transformers, yield the engine or None for plain autograd, and restore the model."""
         with ExitStack() as stack:
             if self.checkpointing == "full":
                 stack.enter_context(_checkpointing(model))

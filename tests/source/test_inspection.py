@@ -1,4 +1,4 @@
-"""What a first look at model and data finds, and what it says that it cannot know."""
+"""What the inspection of model and data finds, and what it reports as unknown."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def write_model(folder: Path, name: str = "model", **changes: Any) -> Path:
 def test_a_misspelt_file_is_named_with_the_places_and_the_nearest(refuse: Any, tmp_path: Path) -> None:
     write(tmp_path, "pairs.jsonl", '{"text": "a"}\n')
     assert refuse("{name: pears.jsonl}") == (
-        "/recipes/r.yaml:4:17: dataset.name: no file or folder pears.jsonl; looked in: /recipes, /work; "
+        "/recipes/r.yaml:4:17: dataset.name: no file or folder pears.jsonl; searched in: /recipes, /work; "
         "did you mean pairs.jsonl?"
     )
     assert "did you mean pairs.jsonl" in refuse("{name: ./pears.jsonl}")
@@ -81,7 +81,7 @@ def test_a_misspelt_file_is_named_with_the_places_and_the_nearest(refuse: Any, t
 
 def test_names_that_a_hub_may_have_are_not_known_from_here(check: Check) -> None:
     model, data = check("{name: org/data}", "{name: austen-lama}")
-    assert model.startswith("model.name: austen-lama is not on this machine, a hub may have it; looked in: ")
+    assert model.startswith("model.name: austen-lama is not on this machine; the hub may have it; searched in: ")
     assert model.endswith("/hub; did you mean austen-llama?")
     assert data.startswith("dataset.name: org/data is not on this machine")
 
@@ -97,7 +97,7 @@ def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) 
     ("name", "content", "options", "text"),
     [
         ("a.jsonl", "", "", "dataset.name: /recipes/a.jsonl: is empty"),
-        ("a.jsonl", '{"text": "a"}\n{"text": \n', "", "a.jsonl, line 2: no JSON: Expecting value; got '{\"text\": '"),
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', "", "a.jsonl, line 2: not JSON: Expecting value; got '{\"text\": '"),
         ("a.jsonl", "[1]\n[2]\n", "", "a.jsonl, line 1: must be a JSON object, got a list"),
         ("a.jsonl", '{"txet": "a"}\n', "", "dataset.text_column: the dataset has no column 'text'; it has txet; did"),
         ("a.jsonl", '{"text": ["a"]}\n', "", "column 'text', row 0: must be text, got a list"),
@@ -117,7 +117,7 @@ def test_a_model_in_the_cache_of_the_hub_is_known(check: Check, tmp_path: Path) 
         ("a.jsonl", '{"text": "a"}', ", format: classification", "dataset.label_column: the dataset has no column 'la"),
         ("a.jsonl", '{"text": "a", "label": -1}', ", format: classification", "row 0: must be 0 or more, or a name"),
         ("a.bin", "abc", "", "cannot read .bin; allowed: .txt"),
-        ("a.parquet", "PAR1abc", "", "a.parquet: no Parquet file: "),
+        ("a.parquet", "PAR1abc", "", "a.parquet: not a Parquet file: "),
     ],
 )
 def test_rows_that_a_run_could_not_read_are_refused(
@@ -161,7 +161,7 @@ def test_installed_datasets_are_looked_into(refuse: Any) -> None:
     ("config", "removed", "text"),
     [
         ({"auto_map": {}}, "", "config.json: refused, because 'auto_map' can make other code run"),
-        ({"vocab_size": 2}, "", "the tokenizer has 3 tokens, the model's embedding 2 rows: not a pair"),
+        ({"vocab_size": 2}, "", "the tokenizer has 3 tokens, more than the 2 rows of the model's embedding"),
         ({}, "config.json", "model: no readable config.json"),
         ({}, "model.safetensors", "model: no weights in safetensors; it has config.json, tokenizer.json"),
         ({}, "tokenizer.json", "model: no tokenizer; it has config.json, model.safetensors"),
@@ -191,8 +191,8 @@ def test_sequences_longer_than_a_config_are_refused(refuse: Any) -> None:
 
 def test_files_that_are_not_here_may_be_where_a_run_works(check: Check) -> None:
     (line,) = check("{name: /data/text.jsonl}", target="{kind: slurm}")
-    assert line.startswith("dataset.name: no file or folder /data/text.jsonl; looked in: /data")
-    assert line.endswith("; where the run works there may be one")
+    assert line.startswith("dataset.name: no file or folder /data/text.jsonl; searched in: /data")
+    assert line.endswith("; the machine of the run may have one")
 
 
 def test_a_look_imports_neither_torch_nor_transformers(check: Check, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the user chose: policies in the three ways of saying so, and the options of ``attach`` that go with them."""
+"""The user's policies, given as objects, names or mappings, and the options of ``attach`` that go with them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, re
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import Policy, make_policy
 
-Chosen = Policy | str | Mapping[str, Any]
+PolicyLike = Policy | str | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Everything that ``attach`` is called with, but the model and what only the trainer knows.
-
-    Args:
-        policies: Made.
-        options: Of ``attach``, by name.
-    """
+class AttachOptions:
+    """Arguments of ``attach`` that the user gives; the trainer adds the model, its optimizer and the number of
+    steps."""
 
     policies: tuple[Policy, ...]
     options: dict[str, Any] = field(default_factory=dict)
@@ -28,12 +24,12 @@ class Choice:
     @classmethod
     def of(
         cls,
-        policies: Sequence[Chosen],
+        policies: Sequence[PolicyLike],
         backward: BackwardOptions | BackwardChoices | None,
         seed: int | None,
         reference: object,
-    ) -> Choice:
-        """Make the policies, and refuse what no trainer can carry out."""
+    ) -> AttachOptions:
+        """Make the policies, and refuse options that no trainer supports."""
         if isinstance(policies, str | Mapping | Policy) or not isinstance(policies, Iterable):
             raise UsageError(f"policies must be a list, got {policies!r}")
         backward = BackwardOptions.of(backward)
@@ -44,7 +40,7 @@ class Choice:
         return cls(tuple(_make(policy) for policy in policies), options)
 
     def describe(self) -> dict[str, Any]:
-        """Return what a resumed training must have in common with the one before: plain values by dotted name."""
+        """Return what a resumed training must have in common with the earlier one: plain values by dotted name."""
         found: dict[str, Any] = {}
         for number, policy in enumerate(self.policies):
             found[f"policies.{number}"] = f"{type(policy).__module__}:{type(policy).__qualname__}"
@@ -55,7 +51,7 @@ class Choice:
         }
 
 
-def _make(policy: Chosen) -> Policy:
+def _make(policy: PolicyLike) -> Policy:
     if isinstance(policy, Policy):
         return policy
     if isinstance(policy, str):

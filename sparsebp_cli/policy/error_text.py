@@ -1,4 +1,4 @@
-"""How values and ranges are said in an error line."""
+"""Formatting of values and ranges in error messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ HUGE = "a huge number"
 
 
 def show(value: object) -> str:
-    """Return a value as an error line shows it: one line, at most about 60 characters.
-
-    Args:
-        value: What the user gave.
-
-    Returns:
-        YAML's word for it; collections only by their kind.
-    """
+    """Return a value as YAML writes it, in one line of at most about 60 characters; collections only by their type."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -36,14 +29,7 @@ def show(value: object) -> str:
 
 
 def show_with_type(value: object) -> str:
-    """Return a value with its type beside it, for errors in which the type is what is wrong.
-
-    Args:
-        value: What the user gave.
-
-    Returns:
-        The value, one line.
-    """
+    """Return a value with its type, for errors about the type."""
     if isinstance(value, str):
         return f"{show(value)} (text)"
     shown = show(value)
@@ -52,31 +38,16 @@ def show_with_type(value: object) -> str:
 
 
 def shorten(text: str, longest: int = LONGEST_SHOWN) -> str:
-    """Return a text cut short, with line breaks and other invisible characters escaped.
-
-    Args:
-        text: Anything that a user may have written.
-        longest: Characters that are kept, at least 1.
-
-    Returns:
-        One printable line.
-    """
+    """Return a text of at most ``longest`` characters, with line breaks and other invisible characters escaped."""
     if len(text) > longest:
         text = f"{text[:longest]}..." + (text[0] if text[0] in "'\"" else "")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def word_range(bound: str, limit: object, field: FieldInfo | None) -> str:
-    """Say the whole range, not only the bound that was broken.
-
-    Args:
-        bound: ``gt``, ``ge``, ``lt`` or ``le``: the bound that was broken.
-        limit: Its value.
-        field: Where the other bound is declared; a field with several ranges is not told apart.
-
-    Returns:
-        Words that follow "must be": ``in (0, 1]``, ``at least 1``.
-    """
+def describe_range(bound: str, limit: object, field: FieldInfo | None) -> str:
+    """Return the whole range of a field, such as ``in (0, 1]``, not only the bound that a value broke. ``bound`` is the
+    broken one (``gt``, ``ge``, ``lt`` or ``le``) and ``limit`` its value; a field with several ranges gets that bound
+    alone."""
     found: dict[str, set[Any]] = {name: set() for name in BOUNDS}
     for part in _walk_metadata(field):
         for name in BOUNDS:
@@ -96,7 +67,7 @@ def _plain(limit: object) -> str:
 
 
 def _walk_metadata(field: FieldInfo | None) -> Iterator[object]:
-    """Yield the constraints of a field, also those inside Optional, Annotated and list."""
+    """Yield the constraints of a field, including those inside Optional, Annotated and list."""
     if field is None:
         return
     yield from field.metadata

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.run import History, JournalWriter, RunFolder
-from sparsebp_cli.worker.gap import find_gaps
+from sparsebp_cli.worker.journal_gap import find_journal_gaps
 from tests.worker.conftest import work
 
 Record = dict[str, Any]
@@ -35,7 +35,7 @@ def history(path: Any, steps: Iterable[int], evaluated: Iterable[int]) -> Histor
     ],
 )
 def test_lost_steps_are_named_with_their_metrics(tiny_recipe, tmp_path, steps, evaluated, found) -> None:
-    lines = find_gaps(history(tmp_path, steps, evaluated), 8, tiny_recipe())
+    lines = find_journal_gaps(history(tmp_path, steps, evaluated), 8, tiny_recipe())
     assert [line.removeprefix("the journal has lost ").partition(", which")[0] for line in lines] == found
 
 
@@ -59,7 +59,7 @@ def test_a_run_that_goes_on_tells_the_gap_and_writes_no_proof_twice(tiny_recipe,
     assert [text.partition(" of step")[0].partition(",")[0] for text in warnings if "lost" in text] == [
         "the journal has lost train/loss"
     ]
-    assert "of step 7, which the checkpoint of step 8 has behind it; going on from step 8" in " ".join(warnings)
+    assert "of step 7, before the checkpoint of step 8; going on from step 8" in " ".join(warnings)
     assert any("cannot be read" in text for text in warnings)
     assert proofs_of(run) == proofs
 

@@ -1,4 +1,4 @@
-"""What a journal lacks of the steps before a checkpoint: a run that goes on behind them never makes them again."""
+"""Metrics of completed steps that a journal has lost, and that a resumed run will not write again."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ from sparsebp_cli.run import History, metric
 MOST_NAMES = 5
 
 
-def find_gaps(history: History, step: int, recipe: Recipe) -> list[str]:
-    """Return one line for each kind of number that is missing.
-
-    Args:
-        history: What the journal says.
-        step: Of the checkpoint that the run goes on from.
-        recipe: Says when evaluations are due.
-
-    Returns:
-        Lines; none where all is there.
-    """
+def find_journal_gaps(history: History, step: int, recipe: Recipe) -> list[str]:
+    """Return one line for each kind of missing metric before a checkpoint's step."""
     at_steps = set(history.metrics.get(metric.TRAIN_LOSS.name, {})) & set(range(1, step + 1))
-    # What every step that is there has, every step had.
+    # A metric that all remaining steps have was written at every step.
     names = [name for name, points in history.metrics.items() if at_steps and at_steps <= set(points)]
     evaluated = range(0, step + 1, recipe.measure.eval_every)
     due = {
@@ -30,7 +21,7 @@ def find_gaps(history: History, step: int, recipe: Recipe) -> list[str]:
         metric.EVAL_LOSS.name: [n for n in evaluated if n not in history.metrics.get(metric.EVAL_LOSS.name, {})],
     }
     return [
-        f"the journal has lost {what} of {_ranges(missing)}, which the checkpoint of step {step} has behind it"
+        f"the journal has lost {what} of {_ranges(missing)}, before the checkpoint of step {step}"
         for what, missing in due.items()
         if missing
     ]

@@ -1,13 +1,14 @@
-"""What choosing may gain before anything is trained: what a kept unit must be worth, and a bound on what it can be.
+"""Bounds on the gain of selection, known before training: what a kept unit must be worth, and what it can be at most.
 
-A step that trains a share p of its targets, examples or rows costs r of a dense one, and dense with r of the batch
-costs as much. So a kept unit must be worth r / p dense ones. Units drawn uniformly are worth one each: where the batch
-size is free, drawing them never pays. Units drawn by their gradients' norms g, without bias, have the second moment
-(sum g)^2 / k for k = p N of N units, where dense on a share f of them has (sum g^2) / f: equal at f = p / ESS, with the
-effective sample size ESS = (sum g)^2 / (N sum g^2) in (0, 1]. So choosing by norm can pay only where ESS < p / r; with
-r = (1 + 2p) / 3 (the forward is whole) it gains at most 3 / (1 + 2 ESS), were norms exact and free.
+A step that trains a share p of its targets, examples or rows costs a share r of a dense step; dense on a share r of the
+batch costs the same. So a kept unit must be worth r / p dense ones. Units drawn uniformly are worth one each: if the
+batch size is free, drawing them never pays. Units drawn without bias by their gradients' norms g have the second moment
+(sum g)^2 / k for k = p N of N units, where dense on a share f of them has (sum g^2) / f. The two are equal at
+f = p / ESS, with the effective sample size ESS = (sum g)^2 / (N sum g^2) in (0, 1]. So selection by norm can pay only
+if ESS < p / r. With r = (1 + 2p) / 3 (the forward is complete) it gains at most 3 / (1 + 2 ESS), and that only if norms
+were exact and free.
 
-Pure arithmetic and words.
+This module holds the arithmetic and the texts.
 """
 
 from __future__ import annotations
@@ -21,64 +22,42 @@ HOW_SURE = "an upper bound with exact and free norms, not a promise"
 
 
 def effective_share(total: float, squares: float, number: int) -> float | None:
-    """Return the effective sample size of norms, over their number.
-
-    Args:
-        total: Sum of the norms.
-        squares: Sum of their squares.
-        number: How many there are.
-
-    Returns:
-        In (0, 1]: 1 where all are equal, 1 / number where one holds everything; None where all are zero.
-    """
+    """Return the effective sample size of norms over their number, from their sum and the sum of their squares. It is 1
+    if all are equal, 1 / number if all but one are zero, None if all are zero."""
     return min(1.0, total * total / (number * squares)) if number and squares > 0.0 else None
 
 
-def most_gain(effective: float) -> float:
-    """Return the largest factor by which choosing units by norm may beat dense at the same cost, at the best share.
-
-    Args:
-        effective: Effective sample size over the number of units, in (0, 1].
-
-    Returns:
-        From 1 to 3.
-    """
+def max_gain(effective: float) -> float:
+    """Return the largest factor, in [1, 3], by which selection by norm may beat dense at the same cost and the best
+    share. ``effective`` is the effective sample size over the number of units, in (0, 1]."""
     return 3.0 / (1.0 + 2.0 * effective)
 
 
 @dataclass(frozen=True)
-class Worth:
-    """What one step of a policy costs and trains, and how unequal the gradients are that it chooses among.
+class SelectionGain:
+    """Cost and trained share of a policy's step, and effective sample sizes of the gradients that it selects from."""
 
-    Args:
-        cost_ratio: r: FLOPs of forward and backward over those of dense, as counted.
-        seconds_ratio: The same in time, taken in turn.
-        share: p: of the units that the policy chooses among, those that are trained; None where it chooses none.
-        unit: What it chooses among; entries have no effective sample size here.
-        effective: By unit, the effective sample size of all gradients' norms over their number.
-    """
-
-    cost_ratio: float
-    seconds_ratio: float
-    share: float | None
-    unit: Unit | None
-    effective: dict[Unit, float]
+    cost_ratio: float  # r: counted FLOPs of forward and backward over those of dense
+    seconds_ratio: float  # the same in time, measured in turn
+    share: float | None  # p: trained share of the units; None if the policy selects none
+    unit: Unit | None  # what it selects; no effective sample size is known of entries
+    effective: dict[Unit, float]  # by unit, effective sample size of the gradients' norms over their number
 
     @property
     def unit_worth(self) -> float | None:
-        """r / p: how many dense units a kept one must be worth; None where nothing is chosen."""
+        """r / p: how many dense units a kept one must be worth; None if nothing is selected."""
         return self.cost_ratio / self.share if self.share else None
 
     @property
     def can_pay(self) -> bool | None:
-        """Whether choosing by norm could pay at this share: ESS < p / r; None where it is not known."""
+        """Whether selection by norm could pay at this share: ESS < p / r; None if unknown."""
         effective = None if self.unit is None else self.effective.get(self.unit)
         if effective is None or not self.share or self.share >= 1.0:
             return None
         return effective < self.share / self.cost_ratio
 
     def lines(self) -> list[str]:
-        """Return it in words, one or two lines."""
+        """Describe the gain in at most two lines."""
         return [line for line in (self._cost(), self._choice()) if line]
 
     def _cost(self) -> str:
@@ -97,7 +76,7 @@ class Worth:
 
     def _choice(self) -> str:
         if self.unit is None or self.can_pay is None:
-            bounds = [f"{unit} {most_gain(value):.2f}x ({value:.2f})" for unit, value in self.effective.items()]
+            bounds = [f"{unit} {max_gain(value):.2f}x ({value:.2f})" for unit, value in self.effective.items()]
             known = self.unit is None or self.unit in self.effective
             if not bounds or not known:
                 return ""
@@ -109,6 +88,6 @@ class Worth:
         verdict = "it can pay at this share" if self.can_pay else "it cannot pay at this share"
         return (
             f"choosing: the gradients' effective sample size is {effective:.2f} of the {self.unit} "
-            f"({WHERE[self.unit]}); choice by norm gains at most {most_gain(effective):.2f}x over dense at the same "
+            f"({WHERE[self.unit]}); choice by norm gains at most {max_gain(effective):.2f}x over dense at the same "
             f"cost, and only where that size is below p / r = {highest:.2f}: {verdict} ({HOW_SURE})"
         )

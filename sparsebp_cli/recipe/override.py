@@ -1,4 +1,4 @@
-"""Changes to a recipe from the command line: ``training.max_steps=5`` sets, ``~model.lora`` deletes."""
+"""Overrides of a recipe from the command line: ``training.max_steps=5`` sets a key, ``~model.lora`` deletes one."""
 
 from __future__ import annotations
 
@@ -7,26 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sparsebp_cli.errors import did_you_mean
-from sparsebp_cli.policy.phrase import shorten, show
+from sparsebp_cli.policy.error_text import shorten, show
 from sparsebp_cli.recipe.document import DEEPEST, read_document
 from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.run.visible import mask
 
 
-def apply_change(tree: Node, change: str) -> Node:
-    """Return a recipe's tree with one change made.
-
-    Args:
-        tree: The top mapping, short forms written out. It is not changed.
-        change: ``KEY=VALUE`` with a dotted key and a YAML value (nothing is null), or ``~KEY``. A number is the index
-            of a list's item; the first free index appends.
-
-    Returns:
-        A new tree. Mappings that are missing on the way are made.
-
-    Raises:
-        RecipeError: The change cannot be read, or its path leads nowhere.
-    """
+def apply_override(tree: Node, change: str) -> Node:
+    """Return a new tree with one override applied: ``KEY=VALUE`` with a dotted key and a YAML value (an empty one is
+    null), or ``~KEY``. A number is the index of a list's item, and the first free index appends; missing mappings are
+    created. Raise RecipeError if the override cannot be read or its path does not exist."""
     place = Place(f"--set {shorten(mask(change))}")
     key, equals, value = change.partition("=")
     deletes = key.startswith("~")
@@ -43,7 +33,7 @@ def apply_change(tree: Node, change: str) -> Node:
 
 
 def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:
-    """Return the node with the value put below it; ``parts[:depth]`` is the way that led here."""
+    """Return the node with the value set below it; ``parts[:depth]`` is the path of the node."""
     if depth == len(parts):
         return value
     place, part = value.place, parts[depth]
@@ -54,7 +44,7 @@ def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:
         return replace(node, content=items)
     if not isinstance(node.content, dict):
         here = ".".join(parts[:depth])
-        raise place.error(f"{here} is {show(node.content)}, so nothing can be set below it")
+        raise place.error(f"{here} is {show(node.content)}, so it cannot have keys of its own")
     child = node.content.get(part)
     if child is None or child.content is None:
         child = Node([] if depth == 0 and part == "policy" else {}, place, place)

@@ -70,7 +70,7 @@ def test_changes_are_made_in_order_over_the_base(read: Read) -> None:
             "nothing to delete: the recipe does not give training.max_step; did you mean max_steps?",
         ),
         ("~training.max_steps.x", "nothing to delete: the recipe does not give training.max_steps.x"),
-        ("training.max_steps.x=1", "training.max_steps is 7, so nothing can be set below it"),
+        ("training.max_steps.x=1", "training.max_steps is 7, so it cannot have keys of its own"),
         ("training=", "training: must be a mapping, got nothing"),
         ("base=b.yaml", "base can only be given in the recipe's file"),
         ("training.seed={a: 1, a: 2}", "training.seed.a: duplicate key"),

@@ -1,0 +1,84 @@
+"""Comparison of a step's gradient with that of other examples, for the policy and for dense at the same cost.
+
+Fidelity compares the policy's gradient with the dense one *of the same batch*, where dense has cosine 1 by definition.
+That does not show whether dense on a smaller batch would have been a better use of the cost. Here both are compared
+with the dense gradient of many other training examples, an estimate of the gradient that training needs.
+
+Dense gets the part of the micro-batch that costs at least as much as the policy's step, in counted FLOPs of forward
+and backward, so that timing noise has no influence. Its cosine is the mean over all disjoint parts of that size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from sparsebp_cli.backward import GradientComparison
+from sparsebp_cli.worker.batch import BatchOrder, num_targets
+from sparsebp_cli.worker.trial_step import TrialStep
+
+Batch = dict[str, Tensor]
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class IndependentBatches:
+    """A micro-batch of training and examples that it does not contain."""
+
+    order: BatchOrder
+    number: int  # of the micro-batch
+    num_examples: int  # other examples wanted; a small training set may have fewer
+    loss: Callable[[Batch, int], Tensor]  # maps a batch and a number of targets to the summed loss over that number
+
+    def others(self) -> Iterator[Callable[[], Tensor]]:
+        """Yield a forward for each batch of other examples."""
+        batches = list(self.order.other_batches(self.number, self.num_examples))
+        targets = max(1, sum(num_targets(batch) for batch in batches))
+        for batch in batches:
+            yield partial(self.loss, batch, targets)
+
+    def parts(self, size: int) -> Iterator[Callable[[], Tensor]]:
+        """Yield a forward for each disjoint part of the micro-batch with ``size`` examples."""
+        batch = self.order[self.number]
+        for part in range(len(batch["labels"]) // size):
+            own = {name: tensor[part * size : (part + 1) * size] for name, tensor in batch.items()}
+            yield partial(self.loss, own, max(1, num_targets(own)))
+
+
+class IndependentComparison:
+    """Comparison of the policy's gradients, draw by draw, and of dense ones of a smaller batch, with the gradient of
+    other examples. The trial step must be entered."""
+
+    def __init__(self, trial: TrialStep, batches: IndependentBatches) -> None:
+        self._trial, self._batches = trial, batches
+        self._large = self._run(*batches.others())
+        self.policy, self._dense = GradientComparison(self._large), GradientComparison(self._large)
+
+    def add_dense(self, cost_ratio: float) -> int:
+        """Compare the dense gradients of parts that cost at least as much as the policy's step, and return their size
+        in examples. ``cost_ratio`` is the policy's cost over that of dense on the whole micro-batch."""
+        size = examples_at_cost(cost_ratio, self._batches.order.batch_size)
+        for part in self._batches.parts(size):
+            self._dense.add_draw(self._run(part))
+        return size
+
+    @property
+    def dense_cosine(self) -> float | None:
+        """Mean cosine of the dense parts; None if a gradient is zero."""
+        return self._dense.overall().cosine
+
+    def _run(self, *forwards: Callable[[], Tensor]) -> Gradients:
+        with self._trial.on("dense") as backward:
+            for forward in forwards:
+                backward(forward())
+            return self._trial.result().gradients
+
+
+def examples_at_cost(cost_ratio: float, batch_size: int) -> int:
+    """Return the smallest number of examples that costs dense at least as much as the policy's step, in [1,
+    batch_size]: a policy that costs more than dense is compared with the whole micro-batch."""
+    return min(batch_size, max(1, math.ceil(cost_ratio * batch_size - 1e-9)))
