@@ -1,12 +1,12 @@
-"""What an audit costs while it watches: the step time of a plain loop under it, beside the same loop alone.
+"""Measures the overhead of an audit: the step time of a plain loop with and without it.
 
     python benchmarks/audit.py          # minutes on two cores; writes benchmarks/results/audit-cpu.json
     python benchmarks/audit.py --tiny   # the same code in seconds; it measures nothing
 
 Two llamas, one of 23 million parameters and one so small that the audit's own Python is most of a step, on the same
-batches. Every round makes each way anew from the same weights; the ways take turns in the order; the first step of each
+batches. Every round restarts each way from the same weights; the order of the ways alternates; the first step of each
 is not counted. After the watched steps the loop goes on without the audit: those steps are the third way, "left alone
-again", and must cost what the plain ones do. Beside seconds, what does not depend on the machine: the operators of a
+again", and must cost what the plain ones do. A count that does not depend on the machine is added: the operators of a
 step, each of which the audit sees once. See benchmarks/README.md.
 """
 
@@ -40,26 +40,21 @@ ALONE, WATCHED, AFTER = "alone", "watched", "left alone again"
 
 @dataclass
 class Way:
-    """Seconds of one way.
-
-    Args:
-        name: In the table.
-        step_seconds: Of each counted step: forward, backward and update.
-    """
+    """Step times of one way: forward, backward and update of each counted step, in seconds."""
 
     name: str
     step_seconds: list[float] = field(default_factory=list)
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what a dispatch mode sees."""
+    """Counts the operators that a dispatch mode sees."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count one."""
+        """Count one operator and run it."""
         self.number += 1
         return func(*args, **(kwargs or {}))
 
@@ -104,11 +99,7 @@ def _read_arguments() -> argparse.Namespace:
 
 
 class Loop:
-    """A plain loop on batches that are the same in every round.
-
-    Args:
-        shape: Of :data:`SHAPES`.
-    """
+    """A plain loop, with a model of one of :data:`SHAPES`, on batches that are the same in every round."""
 
     def __init__(self, shape: dict[str, int]) -> None:
         torch.manual_seed(0)
@@ -124,11 +115,7 @@ class Loop:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
     def step(self) -> float:
-        """Train one step.
-
-        Returns:
-            Its seconds.
-        """
+        """Train one step and return its seconds."""
         ids_BT = torch.randint(0, self._shape["vocabulary"], (self._shape["batch"], self._shape["length"]))
         start = time.perf_counter()
         loss: Tensor = self.model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
@@ -148,7 +135,7 @@ def _measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             run(Loop(SHAPES[name]), ways, report_seconds, args.steps)
         print(f"{name}: round {number + 1} of {args.rounds}", flush=True)
     loop = Loop(SHAPES[name])
-    loop.step()  # which makes the optimizer's state
+    loop.step()  # creates the optimizer's state
     with Operators() as operators:
         loop.step()
     control = ways[ALONE].step_seconds
@@ -179,7 +166,7 @@ def _run_watched(loop: Loop, ways: dict[str, Way], report_seconds: list[float], 
     with sbp.audit(loop.model, steps=steps + 1) as audit:
         loop.step()
         ways[WATCHED].step_seconds += [loop.step() for _ in range(steps)]
-        ways[AFTER].step_seconds += [loop.step() for _ in range(steps)]  # it has ended by itself
+        ways[AFTER].step_seconds += [loop.step() for _ in range(steps)]  # the audit has ended by itself
     start = time.perf_counter()
     assert audit.report().steps == steps + 1
     report_seconds.append(time.perf_counter() - start)

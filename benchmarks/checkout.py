@@ -1,4 +1,4 @@
-"""Lets this checkout be imported where it is not installed, its policies' entry points included."""
+"""Makes this checkout importable where it is not installed, with the entry points of its policies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def use_checkout() -> None:
-    """Put the checkout first on the path; without an installation, stand in for its metadata."""
+    """Put the checkout first on the path; if it is not installed, write its metadata, too."""
     sys.path.insert(0, str(ROOT))
     try:
         version("sparsebp")

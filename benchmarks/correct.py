@@ -1,10 +1,10 @@
-"""Is every form what its reference says, on this device?
+"""Checks every form against its reference on this device.
 
-Truth is the reference form in double precision. The fast form, in float32 or bfloat16, may lie as far from it as twice
-what the reference form in the same precision does: that is rounding, in another order of sums.
+The truth is the reference form in double precision. The error of the fast form, in float32 or bfloat16, may be twice
+that of the reference form in the same precision: its sums are rounded in another order.
 
-Two kinds of check. *model*: gradients of all parameters of a small llama, with the random policy, which draws the same
-parts whatever the gradients' last bits are; its choices carry weights. *kernel*: one linear layer, with the choices of
+Two kinds of check. *model*: gradients of all parameters of a small llama, with the random policy, whose draws do not
+depend on the last bits of the gradients; its choices carry weights. *kernel*: one linear layer, with the choices of
 ``topk``.
 
 Shape letters: N rows, D input width, O output width.
@@ -28,14 +28,14 @@ from sparsebp_cli.worker.bench.subject import Subject
 from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}  # below which errors are not told apart
+ROUNDING = {"float32": 1e-6, "bfloat16": 1e-3}  # smaller errors count as rounding
 SLACK = 2.0
 CSR_BELOW = {"csr": CSR_ALWAYS, "masked": CSR_NEVER}
 
 
 @dataclass(frozen=True)
 class Check:
-    """One form, checked.
+    """The check of one form.
 
     Args:
         kind: ``model`` or ``kernel``.
@@ -44,7 +44,7 @@ class Check:
         error: Of the fast form: norm of the difference to truth, over the norm of truth.
         reference_error: The same of the reference form.
         good: Whether the first is small enough.
-        note: What is to be known; empty when nothing.
+        note: A remark; empty for none.
     """
 
     kind: str
@@ -57,29 +57,14 @@ class Check:
 
 
 def check_all(device: torch.device) -> Iterator[Check]:
-    """Check every form.
-
-    Args:
-        device: That computes.
-
-    Yields:
-        Check: One a form, share and precision.
-    """
+    """Check every form, share and precision on a device."""
     for dtype in DTYPES:
         yield from check_models(device, dtype)
         yield from check_kernels(device, dtype)
 
 
 def check_models(device: torch.device, dtype: str) -> Iterator[Check]:
-    """Check whole models: the engine without a policy, then every form of the random policy and of a router.
-
-    Args:
-        device: That computes.
-        dtype: A key of ``DTYPES``.
-
-    Yields:
-        Check: One a form and share.
-    """
+    """Check whole models: the engine without a policy, then every form of the random policy and of a router."""
     plain = Variant("plain PyTorch")
     mine, truth = make_subject(device, DTYPES[dtype]), make_subject(device, torch.float64)
     true, expected = _gradients(truth, plain), _gradients(mine, plain)
@@ -94,22 +79,14 @@ def check_models(device: torch.device, dtype: str) -> Iterator[Check]:
             found = [
                 _gradients(subject, one) for subject, one in ((mine, variant), (mine, reference), (truth, reference))
             ]
-        except RuntimeError as error:  # what this device refuses is a finding, too
+        except RuntimeError as error:  # a form that the device refuses is reported, too
             yield _refused("model", label, dtype, error)
         else:
             yield _compare("model", label, dtype, *found)
 
 
 def check_kernels(device: torch.device, dtype: str) -> Iterator[Check]:
-    """Check one linear layer with the choices of topk.
-
-    Args:
-        device: That computes.
-        dtype: A key of ``DTYPES``.
-
-    Yields:
-        Check: One a form and share.
-    """
+    """Check one linear layer with the choices of topk."""
     generator = torch.Generator().manual_seed(1)
     shapes = (512, 384), (512, 256), (384, 256)
     grad_NO, x_ND, weight = (torch.randn(shape, generator=generator).to(device, DTYPES[dtype]) for shape in shapes)
@@ -135,7 +112,7 @@ def check_kernels(device: torch.device, dtype: str) -> Iterator[Check]:
 
 
 def list_variants() -> Iterator[tuple[str, Variant]]:
-    """Yield every form of the random policy, and two of a router, each with a name."""
+    """Yield every form of the random policy, and two of a router, with their names."""
     variants: Iterable[dict[str, Any]] = ({"weighted": True}, {"weighted": True, "within": "example"})
     for options in variants:
         for form in find_forms("random", options=options):

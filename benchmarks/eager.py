@@ -68,7 +68,7 @@ def step(engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch:
 
 
 def held(curve: MemoryCurve) -> MemorySplit:
-    """Return the moment of a step at which weights, gradients and optimizer state are most together."""
+    """Return the moment of a step at which weights, gradients and optimizer state are largest together."""
     splits = [point.split for point in curve.points]
     return max(splits, key=lambda split: split.weights + split.gradients + split.optimizer)
 
@@ -89,7 +89,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
     splits: dict[str, MemorySplit] = {}
     waited: tuple[str, ...] = ()
     with attach(model, [], optimizer=optimizer, update="eager") as engine:
-        step(engine, model, optimizer, batch)  # the state is there from now on
+        step(engine, model, optimizer, batch)  # creates the optimizer's state
     for number in range(options.rounds):
         for update in UPDATES if number % 2 == 0 else reversed(UPDATES):
             with attach(model, [], optimizer=optimizer, update=update) as engine:
@@ -118,7 +118,7 @@ def measure(name: str, options: argparse.Namespace) -> tuple[dict[str, Any], dic
 
 
 class Scanning:
-    """What LOMO's hook does: at every gradient, look at all parameters."""
+    """LOMO's hook: at every gradient, it visits all parameters."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -135,7 +135,7 @@ def time_hooks(num_parameters: int, way: str, rounds: int) -> float:
     """Return the seconds of one backward and update of parameters of one entry each."""
     model = nn.Module()
     model.each = nn.ParameterList(torch.ones(1) for _ in range(num_parameters))
-    model.linear = nn.Linear(1, 1)  # what there is to attach to
+    model.linear = nn.Linear(1, 1)  # a site to attach to
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     scanning = Scanning(parameters) if way == "scanning" else None
@@ -191,7 +191,7 @@ def main(arguments: list[str]) -> int:
         way: {
             str(size): time_hooks(size, way, options.rounds)
             for size in options.parameters
-            if way != "scanning" or size <= 1000  # it grows with the square
+            if way != "scanning" or size <= 1000  # its time grows with the square
         }
         for way in ("deferred", "eager", "scanning")
     }

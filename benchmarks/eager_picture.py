@@ -1,4 +1,4 @@
-"""The picture of what `eager.py` measured."""
+"""Draws the results of `eager.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparsebp_cli.run.memory import MemoryCurve
 from sparsebp_cli.run.memory_picture import COLOURS, WORDS, draw_curves
 from sparsebp_cli.run.picture import OPTIONS, save
 
-LIMIT = 1.3  # what the idea's author came to with a low-rank optimizer
+LIMIT = 1.3  # the idea's author reached it with a low-rank optimizer
 
 
 def draw(result: dict[str, Any], curves: dict[str, MemoryCurve], path: Path) -> None:

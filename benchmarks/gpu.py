@@ -1,4 +1,4 @@
-"""Every form on a GPU, from a bare checkout: correct first, then without waiting, then measured.
+"""Checks and measures every form on a GPU from a bare checkout: correctness, then waiting, then times.
 
     python benchmarks/gpu.py                        # eight minutes at most; writes benchmarks/results/gpu.json
     python benchmarks/gpu.py --device cpu --tiny    # the same code on a CPU, in seconds; it measures nothing
@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from checkout import use_checkout
 
 NEEDED = ("torch", "transformers", "pydantic", "yaml")
-SECONDS_AFTER = 5.0  # for summing up
+SECONDS_AFTER = 5.0  # for the summary
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
         print(f"error: not installed here: {', '.join(missing)}", file=sys.stderr)
         return 2
     use_checkout()
-    # Only now can the checkout be imported.
+    # use_checkout() must run before these imports.
     import correct
     import measured
     import torch

@@ -1,4 +1,4 @@
-"""How the package is laid out: its files, its rooms, and which way imports run.
+"""Prints the layout of the package: its files, its rooms, and the direction of imports.
 
 Imports are read from the syntax tree, so those under ``TYPE_CHECKING`` and inside functions count like any other.
 """
@@ -142,7 +142,7 @@ def find_shared_names(root: Path) -> dict[str, list[str]]:
 
 
 def measure(paths: Iterable[Path]) -> Size:
-    """Count what some files hold."""
+    """Count files, code, comments, ``Any`` and ``noqa``."""
     files = code = comments = uses = noqa = 0
     for path in paths:
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""What ``gpu.py`` measures: the model, the variants, their counts, the table."""
+"""The measurements of ``gpu.py``: the model, the variants, their counts, the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import Waits
 
-from sparsebp_cli.bench import Form, Row, find_forms
+from sparsebp_cli.bench import BenchmarkRow, Form, find_forms
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.worker.bench.row import BenchCase
 from sparsebp_cli.worker.bench.subject import Count, Subject
@@ -46,7 +46,9 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def make_subject(device: torch.device, args: argparse.Namespace) -> tuple[Subject, int]:
-    """Return model and batch, the batch halved until a plain step fits into the device's memory, and its size."""
+    """Return model and batch, and the batch's size, which is halved until a plain step fits into the device's
+    memory.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES[args.size], max_position_embeddings=max(2048, args.length))  # type: ignore[arg-type]
     config.use_cache = False
@@ -84,7 +86,7 @@ def list_cases(args: argparse.Namespace) -> list[BenchCase]:
 
 
 def _candidate(form: Form, keep: float | None) -> BenchCase:
-    # At branches the same number of rows of each example: else attention has to ask the device how many there are.
+    # At branches keep equally many rows of each example: else attention must read their numbers from the device.
     options = form.options | ({"within": "example"} if form.site == "branches" else {})
     policy = form.model_copy(update={"options": options}).make("topk", keep)
     checkpointing = "sparse" if form.execution == "recomputed" else "none"
@@ -94,13 +96,7 @@ def _candidate(form: Form, keep: float | None) -> BenchCase:
 
 @dataclass(frozen=True)
 class Entry:
-    """A variant that runs here.
-
-    Args:
-        case: The variant, and where it stands in the table.
-        subject: What it runs on.
-        count: What it executes and stores.
-    """
+    """A variant that runs here: its place in the table, its model and batch, and its counts."""
 
     case: BenchCase
     subject: Subject
@@ -108,30 +104,22 @@ class Entry:
 
     @property
     def variant(self) -> Variant:
-        """How a step is computed."""
+        """The way to compute a step."""
         return self.case.variant
 
 
 def count_all(subject: Subject, candidates: list[BenchCase]) -> tuple[list[Entry], list[str]]:
-    """Count every variant.
-
-    Args:
-        subject: Model and batch.
-        candidates: Plain PyTorch first.
-
-    Returns:
-        Those that run here, and a line for each that does not.
-    """
-    own = Subject(copy.deepcopy(subject.model), subject.batch)  # to be compiled: nothing is ever attached to it
+    """Count every variant, plain PyTorch first; return those that run here, and a line for each that does not."""
+    own = Subject(copy.deepcopy(subject.model), subject.batch)  # to be compiled, so nothing may be attached to it
     found, notes = list[Entry](), list[str]()
     for case in candidates:
         variant = case.variant
         try:
             if variant.compiler is None:
                 found.append(Entry(case, subject, subject.count(variant)))
-            else:  # counters would keep it from being compiled: it multiplies what plain PyTorch does
+            else:  # counters would prevent compilation; its counts are those of plain PyTorch
                 found.append(Entry(case, own, own.count_memory(variant, like=found[0].count)))
-        except Exception as error:  # a compiler that this machine has not, or too little memory
+        except Exception as error:  # no compiler on this machine, or too little memory
             if variant.compiler is None and not isinstance(error, torch.OutOfMemoryError):
                 raise
             notes.append(
@@ -158,7 +146,7 @@ def find_late(waits: list[Waits]) -> list[str]:
     return found
 
 
-def print_table(rows: list[Row], waits: list[Waits], rounds: int) -> None:
+def print_table(rows: list[BenchmarkRow], waits: list[Waits], rounds: int) -> None:
     """Print one line a variant."""
     titles = {"kept": 6, "ms": 8, "speed-up": 10, "ceiling": 9, "realised": 10, "saved": 7, "peak": 6, "waits": 7}
     head = f"{'variant':<30}" + "".join(f"{title:>{width}}" for title, width in titles.items())
@@ -174,7 +162,7 @@ def print_table(rows: list[Row], waits: list[Waits], rounds: int) -> None:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Return what the numbers depend on."""
+    """Return the versions and hardware that the numbers depend on."""
     facts: dict[str, Any] = {"device": "cpu", "python": platform.python_version(), "machine": platform.machine()}
     names = ("torch", "transformers", "pydantic", "triton")
     facts["versions"] = {name: _version(name) for name in names}
@@ -191,14 +179,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def choose(args: argparse.Namespace) -> None:
-    """Fill in what was not given.
-
-    Args:
-        args: Of the command line; changed.
-
-    Raises:
-        UsageError: There is no such device.
-    """
+    """Fill in the arguments that were not given; raises ``UsageError`` if there is no such device."""
     is_tiny = args.size == "tiny"
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.device == "cuda" and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What it costs to watch the memory of a step: plain and watched steps in turn, on a llama of the size that is asked.
+"""Measures the overhead of watching a step's memory: plain and watched steps alternate on a llama of a given size.
 
     python benchmarks/memory.py --hidden 512 --layers 6 --length 512 --batch 4 --picture memory.png
 
@@ -40,8 +40,8 @@ def build(options: argparse.Namespace) -> tuple[Any, Any, Any]:
     return model, torch.optim.AdamW(model.parameters()), ids
 
 
-def tell(values: list[float], factor: float = 1.0) -> str:
-    """Return median and quartiles in words."""
+def show_quartiles(values: list[float], factor: float = 1.0) -> str:
+    """Format median and quartiles."""
     if len(values) < 2:
         return f"{values[0] * factor:.2f}"
     low, _, high = quantiles(values, n=4, method="inclusive")
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     use_checkout()
-    # Only now can the checkout be imported.
+    # use_checkout() must run before these imports.
     import torch
 
     import sparsebp_cli as sbp
@@ -85,9 +85,9 @@ def main() -> None:
             watched.append(step())
         whole.append(time.perf_counter() - start)
     ratios = [after / before for before, after in zip(plain, watched, strict=True)]
-    print(f"plain step   {tell(plain, 1e3)} ms")
-    print(f"watched step {tell(watched, 1e3)} ms, {tell(ratios)} times as long")
-    print(f"with reading {tell(whole, 1e3)} ms, {len(trace.curve.points)} points")
+    print(f"plain step   {show_quartiles(plain, 1e3)} ms")
+    print(f"watched step {show_quartiles(watched, 1e3)} ms, {show_quartiles(ratios)} times as long")
+    print(f"with reading {show_quartiles(whole, 1e3)} ms, {len(trace.curve.points)} points")
     peak = trace.peak.split
     for part, num_bytes in asdict(peak).items():
         print(f"{part:12} {num_bytes / 1e6:9.2f} MB")

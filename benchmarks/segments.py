@@ -1,4 +1,4 @@
-"""Segments: bytes held at the most, and the time of forward and backward, beside plain and checkpointed layers.
+"""Measures segments: peak bytes and the time of forward and backward, against plain and checkpointed layers.
 
     python benchmarks/segments.py                  # a llama of 16 layers on a CPU
     python benchmarks/segments.py --tiny           # shows that the script works, and measures nothing
@@ -52,7 +52,7 @@ def build_model(options: argparse.Namespace) -> Any:
 
 @contextmanager
 def running(model: Any, way: str | int) -> Iterator[Any]:
-    """Prepare a way; yields what differentiates a loss."""
+    """Prepare a way; yields the callable that differentiates a loss."""
     if way == "plain":
         yield torch.Tensor.backward
     elif way == "checkpointed":
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.rounds + 1):
         for way in reversed(ways) if number % 2 else ways:
             with running(model, way) as backward:
-                if number == 0:  # the first round is watched, and not timed
+                if number == 0:  # the first round traces memory and is not timed
                     with memory_trace(model) as trace:
                         backward(model(input_ids=ids, labels=ids).loss)
                     splits = [point.split for point in trace.curve.points]

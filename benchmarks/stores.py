@@ -1,4 +1,4 @@
-"""What the verbs cost that read many runs: CPU seconds of `runs`, `show` and `compare`, their imports taken off.
+"""Measures the verbs that read many runs: CPU seconds of `runs`, `show` and `compare` without their imports.
 
     python benchmarks/stores.py                      # 2,000 run folders, and a database with 300 runs
     python benchmarks/stores.py --home /tmp/stores   # keeps the runs there: measure another checkout on the same
@@ -55,7 +55,7 @@ COMMAND = "from sparsebp_cli.cli.app import main; main()"
 
 
 def make_plan(number: int, groups: int, steps: int) -> Plan:
-    """One run of a study: groups differ in their learning rate, the first is dense."""
+    """Make the plan of one run of a study: groups differ in their learning rate, the first is dense."""
     group, seed = number % groups, number // groups
     policy = [{"name": "topk", "keep": 0.1, "along": "rows"}] if group else [{"name": "dense"}]
     training = {"max_steps": steps, "seed": seed, "learning_rate": 1e-3 * (1 + group)}
@@ -65,7 +65,7 @@ def make_plan(number: int, groups: int, steps: int) -> Plan:
 
 
 def make_journal(plan: Plan, steps: int) -> list[dict[str, object]]:
-    """What a worker writes, as records."""
+    """Make the records that a worker writes."""
     noise = random.Random(plan.run_id)
     environment = {"python": "3.12", "cpu": "a cpu", "cores": 2, "packages": {"torch": "2.13"}}
     policies = [{"name": entry.name, "exact": entry.name == "dense"} for entry in plan.recipe.policy]
@@ -95,7 +95,9 @@ def write_folders(home: Path, runs: int, groups: int, steps: int) -> None:
 
 
 def write_database(file: Path, runs: int, groups: int, steps: int) -> None:
-    """Write an MLflow store with what `sparsebp sync` sends, by SQL: its own client would take an hour."""
+    """Write the content of an MLflow store that `sparsebp sync` would send, by SQL: MLflow's client would take an
+    hour.
+    """
     open_client(f"sqlite:///{file}")
     with closing(sqlite3.connect(file)) as database, database:
         for number in range(runs):
@@ -116,8 +118,8 @@ def write_database(file: Path, runs: int, groups: int, steps: int) -> None:
             )
             pairs = parameters(plan).items()
             database.executemany("INSERT INTO params VALUES (?, ?, ?)", [(k, v, run_id) for k, v in pairs])
-            told = tags(plan, history, State.FINISHED) | {RUN_ID: plan.run_id}
-            database.executemany("INSERT INTO tags VALUES (?, ?, ?)", [(k, v, run_id) for k, v in told.items()])
+            run_tags = tags(plan, history, State.FINISHED) | {RUN_ID: plan.run_id}
+            database.executemany("INSERT INTO tags VALUES (?, ?, ?)", [(k, v, run_id) for k, v in run_tags.items()])
             columns = "(key, value, is_nan, timestamp, step, run_uuid) VALUES (?, ?, 0, ?, ?, ?)"
             for name, some in points.items():
                 rows = [(name, value, int(now * 1000), step, run_id) for step, now, value in some]
@@ -162,7 +164,7 @@ def main() -> None:
 
 
 def report(home: Path, options: argparse.Namespace) -> None:
-    """Measure every verb twice, the second time with what the first left behind, beside the verb with one run."""
+    """Measure every verb twice, the second time with the caches of the first, against the verb with one run."""
     store = f"sqlite:///{home / 'store' / 'mlflow.db'}"
     everything = ["compare", "--where", "seed>=0", "-o", "json"]
     listed = str(options.runs)

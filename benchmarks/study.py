@@ -1,11 +1,11 @@
-"""Runs a study and its controls of equal cost, and writes its report: what `make results` does.
+"""Runs a study and its controls of equal cost, and writes its report, for `make results`.
 
     python benchmarks/study.py recipes/study --baseline dense --controls tokens-random --out docs/results/study
 
-First every recipe of the folder with three seeds, one run after the other. Then the dense controls that `compare` names
-as missing, with the commands that it prints: their steps and batches are those that cost as much on this machine. Last
-the report, as page, text and JSON. Runs are kept in a folder of their own (below build/results, or $SPARSEBP_HOME), and
-what is finished there is not run again, so a study that was broken off goes on.
+It runs every recipe of the folder with three seeds, one run after the other. Then it runs the dense controls that
+`compare` reports as missing, with the commands that it prints: their steps and batches cost as much on this machine.
+Last it writes the report as page, text and JSON. Runs are kept in a folder of their own (below build/results, or
+$SPARSEBP_HOME), and finished ones are not repeated, so an interrupted study continues.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
         if missing := find_missing(file, arguments.seeds, arguments.set):
             changes = [word for change in arguments.set for word in ("--set", change)]
             call("run", str(file), "--seeds", ",".join(map(str, missing)), *changes)
-    for label in arguments.controls:  # one after the other: a control of the first may be one of the second
+    for label in arguments.controls:  # in order: a control of the first may also serve the second
         for control in compare(arguments, "-o", "json", is_read=True)["controls"]:
             if control["label"] == label and control["kind"] in arguments.kinds and control["command"]:
                 call(*shlex.split(control["command"])[1:])
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def read_arguments() -> argparse.Namespace:
-    """Return what was asked for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Run a study and its controls, and write its report.")
     parser.add_argument("recipes", type=Path, help="folder of recipes")
     parser.add_argument("--baseline", required=True, help="name of the recipe that the others are held against")
@@ -77,12 +77,12 @@ def compare(arguments: argparse.Namespace, *more: str, is_read: bool = False) ->
 
     names = dict.fromkeys(candidate.name for candidate in reversed(local_candidates()))
     margin = ["--margin", arguments.margin] if arguments.margin else []
-    told = call("compare", *names, "--baseline", arguments.baseline, *margin, *more, capture=True)
-    return json.loads(told) if is_read else told
+    text = call("compare", *names, "--baseline", arguments.baseline, *margin, *more, capture=True)
+    return json.loads(text) if is_read else text
 
 
 def call(*words: str, capture: bool = False) -> str:
-    """Call sparsebp; whatever fails ends the study."""
+    """Call sparsebp; any failure ends the study."""
     if not capture:
         print("sparsebp", shlex.join(words), flush=True)
     done = subprocess.run([*SPARSEBP, *words], check=True, text=True, stdout=subprocess.PIPE if capture else None)

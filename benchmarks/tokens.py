@@ -1,4 +1,4 @@
-"""Whole steps with a part of the tokens trained: dense, the loss mask alone, and token selection, exact and detached.
+"""Times whole steps that train part of the tokens: dense, the loss mask alone, token selection exact and detached.
 
     python benchmarks/tokens.py          # about fifteen minutes on two cores; writes benchmarks/results/tokens-cpu.json
     python benchmarks/tokens.py --tiny   # the same code in seconds; it measures nothing
@@ -30,7 +30,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.core.extension import EstimatesFlops
 from sparsebp_cli.backward.observe.claim import DensePass
-from sparsebp_cli.bench import Quartiles
+from sparsebp_cli.bench import RoundQuartiles
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.worker.bench.rounds import quartiles
 
@@ -68,8 +68,8 @@ class Row:
     layout: str
     keep: int
     way: str
-    seconds: Quartiles
-    ratio: Quartiles
+    seconds: RoundQuartiles
+    ratio: RoundQuartiles
     speedup: float
     ceiling: float
     realised: float | None
@@ -91,7 +91,7 @@ class Case:
 
     @contextmanager
     def under(self, way: str) -> Iterator[Any]:
-        """Attach what a way needs; yields the engine, or None."""
+        """Attach the engine that a way needs; yields it, or None."""
         if way not in ("exact", "detach"):
             yield None
             return
@@ -146,14 +146,14 @@ def make_model(family: str, *, tiny: bool) -> nn.Module:
 
 
 def make_case(model: nn.Module, layout: str, keep: int, *, batch: int, length: int) -> Case:
-    """Return a batch of which so many targets are trained in each example."""
+    """Return a batch in which ``keep`` targets of each example are trained."""
     generator = torch.Generator().manual_seed(keep)
     ids = torch.randint(3, model.config.vocab_size, (batch, length), generator=generator)
     labels = torch.full_like(ids, -100)
     for example in range(batch):
         chosen = torch.arange(length - keep, length)
         if layout == "scattered":
-            chosen = torch.randperm(length - 1, generator=generator)[:keep] + 1  # the first token is no target
+            chosen = torch.randperm(length - 1, generator=generator)[:keep] + 1  # the first token is never a target
         labels[example, chosen] = ids[example, chosen]
     return Case(model, ids, labels)
 

@@ -1,11 +1,11 @@
-"""The step time of a user's ``transformers.Trainer`` script before and after its two lines change.
+"""Measures the step time of a ``transformers.Trainer`` script before and after the two changed lines.
 
     python benchmarks/trainer.py          # about ten minutes on two cores; writes benchmarks/results/trainer-cpu.json
     python benchmarks/trainer.py --tiny   # the same code in seconds; it measures nothing
 
 The script is tests/trainer/case/before.py: a Phi with random weights, 512 positions, of which two in each example are
-trained. Every round makes each trainer anew, from the same weights, on the same batches; the ways take turns in the
-order, and the first step of each is not counted. See benchmarks/README.md.
+trained. Every round makes each trainer anew, from the same weights, on the same batches; the order of the ways
+alternates, and the first step of each is not counted. See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Way:
 
 
 class Clock(TrainerCallback):
-    """Notes when a step began, when its gradients were there, and when it ended."""
+    """Records when a step began, when its gradients were complete, and when it ended."""
 
     def __init__(self) -> None:
         self.pass_seconds: list[float] = []
@@ -78,7 +78,7 @@ class Clock(TrainerCallback):
         self._begin = time.perf_counter()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Gradients are there."""
+        """Record that the gradients are complete."""
         self.pass_seconds.append(time.perf_counter() - self._begin)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -148,7 +148,7 @@ def _dense() -> Any:
 
 
 def _whole(script: Any) -> Any:
-    """Let a script train every token that is no padding."""
+    """Make a script train every token that is no padding."""
     masked = script.collate
 
     def collate(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -186,7 +186,7 @@ def _measure(way: Way, folder: Path, args: argparse.Namespace) -> None:
 
 
 def _row(way: Way, control: Way) -> dict[str, Any]:
-    """Return what one way came to, against the script as it was. Steps on the same batch are compared."""
+    """Return the results of one way against the unchanged script; steps on the same batch are compared."""
     highest = (control.forward_flops + control.backward_flops) / (way.forward_flops + way.backward_flops)
     share = realised_share(median(control.pass_seconds), median(way.pass_seconds), highest)
     ratios = {

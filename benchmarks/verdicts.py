@@ -1,9 +1,9 @@
-"""How often verdicts are wrong, and how often they find what is there: studies of known truth, by compare's functions.
+"""Simulates studies of known truth, and counts how often compare's verdicts are wrong or find the true effect.
 
     python benchmarks/verdicts.py [--studies 1000] [--write docs/reference/verdicts.md]
 
-Every line is that many studies with a truth that is known. Noise of a run has standard deviation 1, so a difference of
-two runs has 1.41; effects and margins are in standard deviations of such a difference. All draws are seeded.
+Every line is that many simulated studies. Noise of a run has standard deviation 1, so a difference of two runs has
+1.41; effects and margins are in standard deviations of such a difference. All draws are seeded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from sparsebp_cli.compare import margin
-from sparsebp_cli.compare.choose import BenchCase, tell_left_out
+from sparsebp_cli.compare.choose import RunCandidate, describe_left_out
 from sparsebp_cli.compare.example import correct_examples
 from sparsebp_cli.compare.family import correct_family
 from sparsebp_cli.compare.load import mark_repeats
@@ -48,7 +48,7 @@ SIZES = [(n, k) for n in (3, 5, 10) for k in (1, 5, 10)]
 
 
 def noise(draw: Draw, kind: str, *shape: int) -> np.ndarray:
-    """Mean 0, standard deviation 1."""
+    """Draw noise with mean 0 and standard deviation 1."""
     match kind:
         case "heavy":
             return np.asarray(draw.standard_t(3, size=shape) / math.sqrt(3))
@@ -58,7 +58,7 @@ def noise(draw: Draw, kind: str, *shape: int) -> np.ndarray:
 
 
 def seeded(values: Iterable[float]) -> dict[int, float]:
-    """A value a seed."""
+    """Number values by seed."""
     return dict(enumerate(map(float, values)))
 
 
@@ -71,7 +71,7 @@ def study(  # one quality of k groups and a baseline
     spread: Sequence[float] = (),
     base: float = 1.0,
 ) -> list[Difference | None]:
-    """The differences of k groups to one baseline; the effect is the first group's, in standard deviations."""
+    """Draw the differences of k groups to one baseline; the effect is the first group's, in standard deviations."""
     scale = np.array([*spread, *[1.0] * (k - len(spread))])
     baseline = base * noise(draw, kind, n)
     values = scale[:, None] * noise(draw, kind, k, n)
@@ -79,9 +79,9 @@ def study(  # one quality of k groups and a baseline
     return [paired_difference(seeded(row), seeded(baseline)) for row in values]
 
 
-def share(studies: int, ask: Callable[[Draw], bool], start: int = 0) -> str:
-    """The share of studies of which something holds."""
-    return f"{sum(ask(np.random.default_rng([start, s])) for s in range(studies)) / studies:.3f}"
+def share(studies: int, predicate: Callable[[Draw], bool], start: int = 0) -> str:
+    """The share of simulated studies for which a predicate holds."""
+    return f"{sum(predicate(np.random.default_rng([start, s])) for s in range(studies)) / studies:.3f}"
 
 
 def covers(low: float | None, high: float | None, truth: float) -> bool:
@@ -89,7 +89,7 @@ def covers(low: float | None, high: float | None, truth: float) -> bool:
 
 
 def coverage(studies: int) -> list[Row]:
-    """Intervals that hold the truth."""
+    """Intervals that contain the truth."""
 
     def one(draw: Draw, n: int, kind: str, base: float = 1.0) -> bool:
         d = study(draw, n, 1, kind=kind, base=base)[0]
@@ -134,7 +134,7 @@ def coverage(studies: int) -> list[Row]:
 
 
 def null_family(studies: int) -> list[Row]:
-    """Reports of quality, step time and memory in which nothing differs, and something is said to."""
+    """Reports of quality, step time and memory in which nothing differs but a difference is stated."""
     scenes: dict[str, dict[str, Any]] = {
         "equal noise": {},
         "one group varies 3 times as much": {"spread": (3.0,)},
@@ -187,7 +187,7 @@ def margins(studies: int) -> list[Row]:
         shared = correct_family([some], ratios=[False])[0]
         found = [d for d in decide_all(shared, PAIR, worse_is_up=True) if d is not None]
         kinds = (lambda d: d.answer != "inconclusive", lambda d: d.answer == "yes", lambda d: d.equivalent == "yes")
-        any_answer, any_yes, any_equal = (any(map(ask, found)) for ask in kinds)
+        any_answer, any_yes, any_equal = (any(map(predicate, found)) for predicate in kinds)
         return any_answer, any_yes, any_equal
 
     rows = []
@@ -205,17 +205,17 @@ def margins(studies: int) -> list[Row]:
 
 
 def looking(studies: int) -> list[Row]:
-    """Truth on the margin, so that any answer is wrong; and truth at 0, where yes is right. One group."""
+    """Truth on the margin, where any answer is wrong; and truth at 0, where yes is right. One group."""
 
     def every_seed(draw: Draw, most: int, truth: float) -> tuple[bool, bool]:
         values = noise(draw, "normal", most, 2) @ np.array([1.0, -1.0]) + truth * PAIR
-        said = {"answer": False, "anytime": False}
+        stated = {"answer": False, "anytime": False}
         for n in range(3, most + 1):
             difference = paired_difference(seeded(values[:n]), dict.fromkeys(range(n), 0.0))
             decision = decide_all([difference], PAIR, worse_is_up=True)[0]
-            for kind in said:
-                said[kind] |= decision is not None and getattr(decision, kind) != "inconclusive"
-        return said["answer"], said["anytime"]
+            for kind in stated:
+                stated[kind] |= decision is not None and getattr(decision, kind) != "inconclusive"
+        return stated["answer"], stated["anytime"]
 
     def trial(draw: Draw, most: int, truth: float) -> bool:
         values, baseline = noise(draw, "normal", most) + truth * PAIR, noise(draw, "normal", most)
@@ -242,7 +242,7 @@ def looking(studies: int) -> list[Row]:
 def examples(studies: int) -> list[Row]:
     """Two models of one seed that do not differ, on 200 held-out examples from 20 documents, in each group."""
 
-    def said(draw: Draw, k: int, correlation: float, how: str) -> bool:
+    def stated(draw: Draw, k: int, correlation: float, how: str) -> bool:
         found = []
         for _ in range(k):
             shared = np.repeat(draw.normal(size=20), 10)
@@ -259,7 +259,7 @@ def examples(studies: int) -> list[Row]:
         (
             f"{correlation:g}",
             f"{k}",
-            *(share(studies, lambda d, k=k, c=correlation, h=how: said(d, k, c, h)) for how in HOW),
+            *(share(studies, lambda d, k=k, c=correlation, h=how: stated(d, k, c, h)) for how in HOW),
         )  # type: ignore[misc]
         for correlation in (0.0, 0.5)
         for k in (1, 5, 10)
@@ -292,15 +292,15 @@ def divergence(studies: int) -> list[Row]:
 
 
 def selection(studies: int) -> list[Row]:
-    """Nothing differs, and someone tries until something does: any statement that the policy is better, or worse."""
+    """Nothing differs, and runs are repeated or chosen until something does: any statement of better or worse."""
 
-    def says(values: Sequence[float], baseline: Sequence[float]) -> bool:
+    def makes_statement(values: Sequence[float], baseline: Sequence[float]) -> bool:
         return differs(correct_family([[paired_difference(seeded(values), seeded(baseline))]], ratios=[False])[0][0])
 
     def repeated(draw: Draw, n: int, tries: int, best: bool) -> bool:
         baseline, values = noise(draw, "normal", n), noise(draw, "normal", tries, n)
-        if best:  # what keeping the best run of each seed would say
-            return says([float(x) for x in values.min(axis=0)], [float(x) for x in baseline])
+        if best:  # keep the best run of each seed
+            return makes_statement([float(x) for x in values.min(axis=0)], [float(x) for x in baseline])
         runs = [
             LoadedRun(f"{t}-{s}", "policy", s, "group", {}, float(t), History(), State.FINISHED)
             for t in range(tries)
@@ -308,19 +308,19 @@ def selection(studies: int) -> list[Row]:
         ]
         mark_repeats(runs)
         counted = {run.seed: float(values[int(run.created), run.seed or 0]) for run in runs if not run.repeats}
-        return says([counted[s] for s in range(n)], [float(x) for x in baseline])
+        return makes_statement([counted[s] for s in range(n)], [float(x) for x in baseline])
 
     def chosen(draw: Draw, n: int, most: int) -> tuple[bool, bool]:
         values, baseline = noise(draw, "normal", most), noise(draw, "normal", most)
         kept = np.argsort(values - baseline)[:n]
         there = [
-            BenchCase(f"{name}-{s}", name, 0.0, {"model": name, "training": {"seed": s}}, {}, _no_run)
+            RunCandidate(f"{name}-{s}", name, 0.0, {"model": name, "training": {"seed": s}}, {}, _no_run)
             for name in ("policy", "dense")
             for s in range(most)
         ]
         taken = [run for run in there if run.recipe["training"]["seed"] in kept]
-        said = says([float(values[s]) for s in kept], [float(baseline[s]) for s in kept])
-        return said, said and len(tell_left_out(there, taken)) < 2
+        stated = makes_statement([float(values[s]) for s in kept], [float(baseline[s]) for s in kept])
+        return stated, stated and len(describe_left_out(there, taken)) < 2
 
     rows = []
     for n in (3, 5, 10):
@@ -329,8 +329,8 @@ def selection(studies: int) -> list[Row]:
             rows.append((f"every seed run {tries} times", f"{n}", *row))
     for n, most in ((3, 5), (3, 10), (5, 10)):
         found = [chosen(np.random.default_rng(s), n, most) for s in range(studies)]
-        said, unmarked = (sum(column) / studies for column in zip(*found, strict=True))
-        rows.append((f"the best {n} of {most} seeds chosen", f"{n}", f"{unmarked:.3f}", f"{said:.3f}"))
+        stated, unmarked = (sum(column) / studies for column in zip(*found, strict=True))
+        rows.append((f"the best {n} of {most} seeds chosen", f"{n}", f"{unmarked:.3f}", f"{stated:.3f}"))
     return rows
 
 
@@ -418,7 +418,7 @@ TABLES: tuple[tuple[str, str, Row, Callable[[int], list[Row]]], ...] = (
 
 
 def skip_forecast() -> None:
-    """How many more seeds would decide plays no part in an answer, and takes most of the time."""
+    """Skip the forecast of further seeds, which takes most of the time and does not change an answer."""
     margin.seeds_needed = lambda *_: None  # type: ignore[assignment]
 
 

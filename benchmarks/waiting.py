@@ -1,9 +1,8 @@
-"""Does a step wait for the device?
+"""Finds out whether a step waits for the device, in three ways.
 
-Three proofs: PyTorch warns, or raises, where it waits; and the driver's calls are counted. In the forward the warnings
-are counted, for transformers itself asks the device once whether sequences are packed. In the backward the first wait
-raises. ``torch.cuda.set_sync_debug_mode`` does not cover ``torch.sparse``, as its documentation says; the profile
-does.
+PyTorch warns or raises where it waits, and the driver's calls are counted. In the forward the warnings are counted,
+because transformers itself reads once from the device whether sequences are packed. In the backward the first wait
+raises. ``torch.cuda.set_sync_debug_mode`` does not cover ``torch.sparse``, as its documentation says; the profile does.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 @dataclass(frozen=True)
 class Waits:
-    """What one variant waits for in a step.
+    """The waits of one variant in a step.
 
     Args:
         label: The variant's.
         is_engine: Whether it goes through the engine.
         known: Why it waits on purpose; empty when it should not.
         in_forward: How often PyTorch warned that it waits.
-        in_backward: What PyTorch said where it waited first; empty when it did not.
-        calls: Synchronising calls of the driver in forward and backward, by name; the profiler's own are in it.
+        in_backward: PyTorch's error at the first wait; empty when there was none.
+        calls: Synchronising calls of the driver in forward and backward, by name, including the profiler's own.
         slowest: Time on the device by kernel, in milliseconds: the largest of the step.
     """
 
@@ -52,14 +51,8 @@ class Waits:
 
 
 def watch(subject: Subject, variant: Variant) -> Waits:
-    """Run a step twice: where waiting is told, and under the profiler.
-
-    Args:
-        subject: What it runs on; the variant has run on it before.
-        variant: How.
-
-    Returns:
-        What it waited for.
+    """Run a step twice, in PyTorch's sync debug mode and under the profiler. The variant has run on the subject
+    before.
     """
     in_forward, in_backward = _step_and_tell(subject, variant) if subject.device.type == "cuda" else (0, "")
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (subject.device.type == "cuda")
@@ -81,7 +74,7 @@ def watch(subject: Subject, variant: Variant) -> Waits:
 
 
 def _reason(variant: Variant) -> str:
-    """Say why a variant waits on purpose; empty for one that should not."""
+    """Return why a variant waits on purpose; empty for one that should not."""
     if isinstance(variant.policy, EdgeRouter):
         return "a router looks at sizes"
     within = getattr(variant.policy, "within", "example")
@@ -91,14 +84,14 @@ def _reason(variant: Variant) -> str:
 
 
 def _step_and_tell(subject: Subject, variant: Variant) -> tuple[int, str]:
-    """Return how often the forward waited, and what was raised where the backward did."""
-    with variant.on(subject.model) as engine, warnings.catch_warnings(record=True) as told:
+    """Return how often the forward waited, and the error at the first wait of the backward."""
+    with variant.on(subject.model) as engine, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         subject.synchronize()
         torch.cuda.set_sync_debug_mode("warn")
         try:
             loss = subject.loss(variant)
-            in_forward = sum(WAITED in str(warning.message) for warning in told)
+            in_forward = sum(WAITED in str(warning.message) for warning in caught)
             torch.cuda.set_sync_debug_mode("error")
             loss.backward() if engine is None else engine.backward(loss)
         except RuntimeError as error:

@@ -1,6 +1,6 @@
-"""Writes the pages that follow from the code: ``python docs/generate.py [--check]``.
+"""Writes the pages that are generated from the code: ``python docs/generate.py [--check]``.
 
-With ``--check`` nothing is written; stale pages are named, and the exit code is 1.
+With ``--check`` nothing is written; stale pages are listed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -44,33 +44,21 @@ PAGES: dict[str, Callable[[Path], str]] = {
 
 
 def generate(root: Path = ROOT) -> dict[Path, str]:
-    """Return every generated file and what it must hold.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return every generated file with its content."""
     return {root / name: make(root) for name, make in PAGES.items()}
 
 
 def find_stale(root: Path = ROOT) -> list[Path]:
-    """Return the generated files that do not hold what they must.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the generated files whose content is out of date."""
     return [
         file for file, text in generate(root).items() if not file.exists() or file.read_text(encoding="utf-8") != text
     ]
 
 
 def main(arguments: list[str]) -> int:
-    """Write what is stale, or with ``--check`` name it.
+    """Write the stale files, or with ``--check`` list them.
 
-    Args:
-        arguments: Of the command line.
-
-    Returns:
-        1 when something is stale and nothing was written, 2 for a wrong argument, else 0.
+    Returns 1 when something is stale and nothing was written, 2 for a wrong argument, else 0.
     """
     if arguments not in ([], ["--check"]):
         print(f"error: --check is the only option, got {' '.join(arguments)}", file=sys.stderr)

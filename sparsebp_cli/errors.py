@@ -5,9 +5,9 @@
     │   ├── RecipeError       2    the recipe: has file, line, column and key
     │   ├── PolicyError       2    a policy or its options: unknown, broken, out of range
     │   ├── UnsupportedError  2    a combination that is not built, refused by name before anything starts
-    │   ├── ChangedError      2    a run whose recipe, code or data are not those of its checkpoint
+    │   ├── ChangedError      2    a run whose recipe, code or data differ from those of its checkpoint
     │   └── DataError         2    a model or dataset that cannot be found, read or trusted
-    ├── RunNotFoundError    102    no run (or more than one) answers to a name
+    ├── RunNotFoundError    102    a name matches no run, or more than one
     ├── RunBusyError        101    the run is being written by another process
     ├── UnreachableError    101    a target cannot be reached, so nothing is known of its runs
     ├── RunFailedError      100    the run stopped by an error
@@ -26,7 +26,7 @@ from typing import ClassVar
 
 
 class SparseBPError(Exception):
-    """Base of every error that is meant for the user: its text is one line, shown without a traceback."""
+    """Base of every error for the user: its text is one line, shown without a traceback."""
 
     exit_code: ClassVar[int] = 100
 
@@ -72,7 +72,7 @@ class DataError(UsageError):
 
 
 class ChangedError(UsageError):
-    """Recipe, code or data of a run are not those that its checkpoint was made under."""
+    """The recipe, code or data of a run differ from those of its checkpoint."""
 
     def __init__(self, run_id: str, where: str, changes: Sequence[tuple[str, str, str]]) -> None:
         """Name what changed.
@@ -89,7 +89,7 @@ class ChangedError(UsageError):
 
 
 class RunNotFoundError(SparseBPError):
-    """No run, or more than one, answers to the name given."""
+    """A name matches no run, or more than one."""
 
     exit_code = 102
 
@@ -101,7 +101,7 @@ class RunBusyError(SparseBPError):
 
 
 class UnreachableError(SparseBPError):
-    """A target cannot be reached. What runs there goes on; nothing is known of it until the target answers again."""
+    """A target cannot be reached. Its runs go on; their states are unknown until the target answers again."""
 
     exit_code = 101
 

@@ -12,11 +12,7 @@ from sparsebp_cli.finding import SCHEMA, AuditReport, report
 
 
 def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the schema.
-
-    Args:
-        root: Of the repository; not needed.
-    """
+    """Return the schema."""
     made = TypeAdapter(AuditReport).json_schema(mode="serialization")
     for name, definition in {"AuditReport": made, **made["$defs"]}.items():
         describe(name, definition, (report,))

@@ -1,4 +1,4 @@
-"""The command line's reference, from the signatures of its verbs: no terminal's width is in it."""
+"""The command line's reference, from the signatures of its verbs, independent of a terminal's width."""
 
 from __future__ import annotations
 
@@ -22,11 +22,7 @@ newest N. `sparsebp --install-completion` makes the shell complete verbs, option
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the page.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page."""
     parts = [head("Command line", TEXT), "## Every verb\n", _parameters(_main)]
     for panel, verbs in VERBS.items():
         parts.append(f"## {panel}\n")
@@ -55,7 +51,7 @@ def _parameters(verb: Callable[..., None]) -> str:
 
 def _signature(verb: Callable[..., None]) -> Iterator[tuple[str, Any, Any, Any]]:
     for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
-        if get_args(parameter.annotation):  # all but typer.Context, which no user gives
+        if get_args(parameter.annotation):  # skips typer.Context, which is no option
             annotation, info = get_args(parameter.annotation)
             yield name, info, annotation, parameter.default
 

@@ -18,11 +18,7 @@ DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the schema.
-
-    Args:
-        root: Of the repository; not needed.
-    """
+    """Return the schema."""
     made = TypeAdapter(Comparison).json_schema(mode="serialization")
     for name, definition in {"Comparison": made, **made["$defs"]}.items():
         describe(name, definition, (comparison, measured, margin, statistics, loaded, memory))
@@ -30,18 +26,14 @@ def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
 
 
 def describe(name: str, definition: dict[str, Any], modules: tuple[ModuleType, ...]) -> None:
-    """Write what the fields mean into a schema: it stands in the class's docstring alone.
-
-    Args:
-        name: The class's.
-        definition: Its schema, which is changed.
-        modules: One of which has the class.
+    """Add the descriptions of a class and its fields, from its docstring, to its schema; one of the modules has the
+    class.
     """
     found = next(getattr(module, name) for module in modules if hasattr(module, name))
     text = inspect.getdoc(found) or ""
     definition["description"] = text.partition("\n\n")[0].replace("\n", " ")
     arguments = text.partition("Args:\n")[2]
-    for field, said in re.findall(r"^    (\w+): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
+    for field, description in re.findall(r"^    (\w+): (.*(?:\n        .*)*)", arguments, re.MULTILINE):
         if field in definition.get("properties", {}):
-            plain = re.sub(r":class:`(\w+)`", r"\1", re.sub(r"\s+", " ", said)).replace("``", "")
+            plain = re.sub(r":class:`(\w+)`", r"\1", re.sub(r"\s+", " ", description)).replace("``", "")
             definition["properties"][field]["description"] = plain

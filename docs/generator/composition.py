@@ -1,4 +1,4 @@
-"""What goes with what: the table that refuses, and the matrices that the tests hold against what happens."""
+"""The composition page: the table of refused combinations, and the matrices that the tests check."""
 
 from __future__ import annotations
 
@@ -53,13 +53,9 @@ LOOPS = {"worker": "a recipe", "own": "your own loop", "trainer": "a `transforme
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the page.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page."""
     matrix, ways = _load("matrix"), _load("way")
-    refused = table(("what", "with", "where", "sentence", "why"), map(_tell, RULES))
+    refused = table(("what", "with", "where", "sentence", "why"), map(_describe_row, RULES))
     parts = [head("Supported combinations"), f"## What is refused\n\n{TABLE}\n", refused]
     parts += [*_choices(_load("choice")), f"## Ways of training\n\n{TEXT}\n"]
     numbered = [(str(number), *pair) for number, pair in enumerate(matrix.COMPOSITIONS.items(), start=1)]
@@ -70,25 +66,25 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def _tell(rule: Rule) -> tuple[str, ...]:
+def _describe_row(rule: Rule) -> tuple[str, ...]:
     """Return a rule's cells."""
     loop = rule.options.get("loop", ())
     where = LOOPS[str(loop[0])] if isinstance(loop, tuple) and loop else ""
     options = {name: wanted for name, wanted in rule.options.items() if name != "loop"}
-    policy, other = (_tell_conditions(conditions) for conditions in (rule.policy, rule.other))
+    policy, other = (_describe_conditions(conditions) for conditions in (rule.policy, rule.other))
     sentence = re.sub(r", got \{\w+:=\}", "", rule.text)
     sentence = re.sub(r"\{(\w+):([^}]*)\}", r"\1: \2", sentence)
-    parts = [part for part in (other, _tell_conditions(options)) if part]
+    parts = [part for part in (other, _describe_conditions(options)) if part]
     what = policy or parts.pop(0)
     return what, "; ".join(parts), where, re.sub(r"\{(\w+)\}", r"\1", sentence), rule.why
 
 
-def _tell_conditions(conditions: Conditions) -> str:
-    told = []
+def _describe_conditions(conditions: Conditions) -> str:
+    parts = []
     for name, wanted in conditions.items():
         values = [wanted.value] if isinstance(wanted, Match) else [str(value) or "any other" for value in wanted]
-        told.append(f"{code(name)}: {' or '.join(values)}")
-    return ", ".join(told)
+        parts.append(f"{code(name)}: {' or '.join(values)}")
+    return ", ".join(parts)
 
 
 BASE = {
@@ -171,12 +167,12 @@ def _pairs(ways: ModuleType) -> list[str]:
 
 
 def _load(name: str) -> ModuleType:
-    """Read the table from its file: it lies among the tests, which are no package of the documentation."""
+    """Load a module from its file among the tests, which are no package of the documentation."""
     file = Path(__file__).resolve().parents[2] / "tests" / "composition" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"composition_{name}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
+    sys.modules[spec.name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module

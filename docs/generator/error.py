@@ -1,4 +1,4 @@
-"""The errors that a user can meet, from their classes."""
+"""The page of errors, from their classes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ CODES = (
     ("101", "not finished, or being written by another process"),
     ("102", "no run, or more than one, has the given name"),
     ("103", "cancelled"),
-    ("104", "a run diverged: a loss, a gradient or a weight was not finite; the newest checkpoint is"),
-    ("130", "interrupted by Ctrl-C; runs made a checkpoint"),
-    ("143", "terminated by SIGTERM; runs made a checkpoint"),
+    ("104", "a run diverged: a loss, a gradient or a weight was not finite; its newest checkpoint is finite"),
+    ("130", "interrupted by Ctrl-C; runs wrote a checkpoint"),
+    ("143", "terminated by SIGTERM; runs wrote a checkpoint"),
 )
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the page.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page."""
     rows = [
         ("&nbsp;" * 4 * depth + code(kind.__name__), str(kind.exit_code), unwrap(kind.__doc__).split("\n")[0])
         for depth, kind in _walk(SparseBPError)
@@ -40,7 +36,7 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     known = {int(number) for number, _ in CODES}
     assert all(kind.exit_code in known for _, kind in _walk(SparseBPError)), "an exit code is not explained here"
     parts = [head("Errors and exit codes", TEXT), "## Exit codes\n", table(("code", "meaning"), CODES)]
-    parts += ["## Errors\n", f"All are in `{errors.__name__}`; each is also of every kind above it.\n"]
+    parts += ["## Errors\n", f"All are in `{errors.__name__}`; an indented class is a subclass of the one above it.\n"]
     return "\n".join([*parts, table(("error", "exit code", "meaning"), rows)])
 
 

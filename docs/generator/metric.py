@@ -1,4 +1,4 @@
-"""The metrics' reference, from the one file that names them."""
+"""The metrics' reference, from the table of metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ gives another one; all others are repeated bit for bit on one machine with one t
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the page.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page."""
     rows = [
         (code(metric.name), metric.unit, metric.better, "yes" if metric.timing else "") for metric in METRICS.values()
     ]

@@ -1,4 +1,4 @@
-"""The policies' reference: options from their classes, claims by asking them."""
+"""The policies' reference: options from their classes, claims from policies made with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ one. *Unbiased*: a site's selected gradient has the dense one as its mean over r
 gradient's entries kept. *Backward*: share of a linear's dense multiplications that is left with that. The conformance
 suite compares each claim with what is executed."""
 
-NUMBERS = (0.25, 0.5, 1.0)  # at which a share is asked
+NUMBERS = (0.25, 0.5, 1.0)  # values of a share for which claims are shown
 
 BY_KIND = {
     "EdgeRouter": "Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
@@ -38,16 +38,12 @@ BY_KIND = {
 
 
 def built_in() -> dict[str, FoundPolicy]:
-    """Return the policies of the distribution ``sparsebp``; what else is installed here is not in any page."""
+    """Return the policies of the distribution ``sparsebp``; other installed policies are on no page."""
     return {name: found for name, found in find_policies().items() if found.source.split()[0] == "sparsebp"}
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the page.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page."""
     parts = [head("Policies", TEXT)]
     for name, found in built_in().items():
         assert found.policy_class is not None, found.problem
@@ -81,7 +77,9 @@ def _module(policy_class: type[Policy]) -> ModuleType:
 
 
 def _claims(policy_class: type[Policy]) -> str:
-    """Ask the policy with every value of its choices that it takes; the options that all selectors have stay out."""
+    """Describe the policy's claims for every valid value of its choices, without the options that all selectors
+    have.
+    """
     common = GradientSelector.model_fields
     options = {k: o for k, o in policy_class.model_json_schema().get("properties", {}).items() if k not in common}
     shown = [name for name, option in options.items() if len(_examples(option)) > 1]
@@ -91,7 +89,7 @@ def _claims(policy_class: type[Policy]) -> str:
         try:
             policy = policy_class.model_validate_json(json.dumps(chosen))
         except ValidationError:
-            continue  # not every choice goes with every other
+            continue  # this choice is not valid with the others
         assert isinstance(policy, GradientSelector)
         claims = ("yes" if claim else "no" for claim in (policy.exact, policy.unbiased))
         shares = (f"{share:g}" for share in (policy.budget, kernel_share(policy.selection, policy.budget)))

@@ -1,4 +1,4 @@
-"""What is promised when things go wrong, with the trials of each promise that `make chaos` counted."""
+"""The page of promises about failures, with the trials of each promise that `make chaos` counted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMISES = {
     ),
     "R6": (
         "eight runs start at once on one new SQLite store",
-        "every point is in the store, or the run says that it is not",
+        "every point is in the store, or the run reports that it is not",
     ),
     "R7": ("NaN or Inf in a loss or a gradient", "the run stops before the update and names the step"),
     "R9": ("the clock steps back or forward between attempts", "steps alone order checkpoints; the result is the same"),
@@ -46,12 +46,12 @@ PROMISES = {
     ),
     "R12": ("a model, checkpoint, artifact or data folder is hostile", "one line refuses it; none of its code runs"),
     "R13": (
-        "secrets stand in the environment, the recipe, the address of the store, or uncommitted files",
+        "the environment, the recipe, the store's address or uncommitted files contain secrets",
         "none of them is found in the run's folder, the store, logs or error messages",
     ),
     "R14": ("the key of an SSH host is unknown or has changed", "the host is refused"),
     "R15": (
-        "a recipe asks for mounts, users or capabilities that lead out of a container",
+        "a recipe requests mounts, users or capabilities that lead out of a container",
         "it is refused before anything starts",
     ),
     "R16": ("the faults of R1 under each registered policy", "the promise of R1"),
@@ -87,11 +87,7 @@ trials of each. A failure is a trial that broke the promise. Counts are of the l
 
 
 def page(root: Path) -> str:
-    """Return the page.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page."""
     found: dict[str, dict[str, Any]] = json.loads((root / TRIALS).read_text(encoding="utf-8"))
     unknown = sorted(found.keys() - PROMISES.keys())
     assert not unknown, f"{TRIALS} counts trials of {unknown}, which docs/generator/promise.py does not name"
@@ -110,6 +106,6 @@ def _counted(row: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def _versions(found: dict[str, dict[str, Any]]) -> str:
-    told = {json.dumps({"Python": row["python"]} | row["versions"], sort_keys=True) for row in found.values()}
-    lines = [", ".join(f"{name} {version}" for name, version in json.loads(one).items()) for one in sorted(told)]
+    versions = {json.dumps({"Python": row["python"]} | row["versions"], sort_keys=True) for row in found.values()}
+    lines = [", ".join(f"{name} {version}" for name, version in json.loads(one).items()) for one in sorted(versions)]
     return "Versions: " + "; ".join(lines) + ".\n"

@@ -1,4 +1,4 @@
-"""The measured numbers in the README: parts of a recorded comparison, put between two comments.
+"""The measured numbers in the README: parts of a recorded comparison between two comments.
 
 `make picture` records it: `docs/picture/quickstart.md` is the output of `sparsebp compare -o md`, never edited.
 """
@@ -14,11 +14,7 @@ SHOWN = ("Quality", "Speed", "Backward work", "In words")
 
 
 def page(root: Path) -> str:
-    """Return the README with the recorded numbers in their place; as it is where nothing was recorded.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the README with the recorded numbers, or unchanged if nothing was recorded."""
     text = (root / "README.md").read_text(encoding="utf-8")
     assert PLACE.search(text), "README.md has lost the place of its numbers"
     recorded = root / RECORDED

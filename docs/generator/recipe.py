@@ -30,14 +30,10 @@ WORDS = {
 
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the reference.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the reference."""
     full = Recipe.model_json_schema()
     sections = full["$defs"]
-    base = ("`base`", "text", "", "A recipe that this one is laid over, relative to it; one level.")
+    base = ("`base`", "text", "", "Path of a recipe, relative to this one, whose keys this one overrides; one level.")
     parts = [head("Recipe keys", TEXT), "## Top level\n", _table(full, sections, [base])]
     for key, option in full["properties"].items():
         name = _reference(option)
@@ -49,11 +45,7 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
 
 
 def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page
-    """Return the JSON schema, with the options of the built-in policies.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the JSON schema, with the options of the built-in policies."""
     return json.dumps(recipe_schema(built_in(), built_in_targets()), indent=2, ensure_ascii=False) + "\n"
 
 
@@ -68,11 +60,7 @@ def _kind(kind: str, found: FoundTarget) -> list[str]:
 
 
 def describe_range(option: dict[str, Any]) -> str:
-    """Return type and range of one option in words.
-
-    Args:
-        option: Its JSON schema.
-    """
+    """Return type and range of an option, from its JSON schema, in words."""
     if "anyOf" in option:
         return " or ".join(describe_range(choice) for choice in option["anyOf"])
     if "enum" in option or "const" in option:
@@ -87,12 +75,7 @@ def describe_range(option: dict[str, Any]) -> str:
 
 
 def show_default(option: dict[str, Any], *, required: bool) -> str:
-    """Return an option's default.
-
-    Args:
-        option: Its JSON schema.
-        required: Whether it has none.
-    """
+    """Return the default of an option from its JSON schema; ``required`` options have none."""
     if required:
         return "required"
     return code(json.dumps(option["default"]).strip('"')) if "default" in option else ""
@@ -118,7 +101,7 @@ def _table(
         elif _reference(option) and "default" not in option:
             allowed, default = "mapping", "required" if key in required else ""
         else:
-            # A file's name stands in for a recipe's.
+            # A recipe without a name gets that of its file.
             stands_in = schema.get("title") == "Recipe" and key == "name"
             allowed, default = describe_range(option), show_default(option, required=key in required)
             default = "the file's name" if stands_in else default

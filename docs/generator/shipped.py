@@ -1,4 +1,4 @@
-"""The recipes of this repository, read by the real loader."""
+"""The recipes of this repository, read by the ordinary loader."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ two CPU cores."""
 
 
 def page(root: Path) -> str:
-    """Return the page.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page."""
     files = sorted((root / "recipes").glob("*.yaml"))
     rows = [_row(file, load_recipe(file)) for file in files]
     columns = ("recipe", "what", "model", "data", "policy", "steps")
@@ -35,7 +31,7 @@ def _row(file: Path, recipe: Recipe) -> tuple[str, ...]:
 
 
 def _comment(file: Path) -> str:
-    """Return the comment that a recipe begins with: it says what the recipe is for."""
+    """Return the comment at the beginning of a recipe, which describes its purpose."""
     lines = []
     for line in file.read_text(encoding="utf-8").splitlines():
         if not line.startswith("#"):

@@ -1,7 +1,7 @@
-"""What the reports of docs/results say, put into the guide's page: tables and verdicts as they are, and claims checked.
+"""Copies tables and verdicts of the reports in docs/results into the guide's page, and checks the page's claims.
 
 A sentence of the page that compares carries a claim: ``<!-- claim: REPORT GROUP[,GROUP] "words of the verdict" -->``,
-or ``... not "words" -->``. The verdict of each group has to hold these words, or to be without them.
+or ``... not "words" -->``. The verdict of each group must contain these words, or must not.
 """
 
 from __future__ import annotations
@@ -17,36 +17,22 @@ TABLES = ("Quality:", "Controls", "Dense at equal cost", "Speed")
 
 
 def page(root: Path) -> str:
-    """Return the page with what the reports say in its places.
-
-    Args:
-        root: Of the repository.
-    """
+    """Return the page with the content of the reports."""
     text = (root / PAGE).read_text(encoding="utf-8")
     return PLACE.sub(lambda match: f"{match[1]}{show_report(root, match[2])}{match[3]}", text)
 
 
 def show_report(root: Path, name: str) -> str:
-    """Return a report's main tables, and what it says of every group.
-
-    Args:
-        root: Of the repository.
-        name: Of the report.
-    """
+    """Return a report's main tables, and its verdict of every group."""
     text = _read(root, name)
     tables = [part.rstrip() for part in text.split("\n\n") if part.startswith(TABLES)]
     shown = "\n\n".join("\n".join(line.rstrip() for line in table.splitlines()) for table in tables)
-    said = "\n".join(f"- *{group}*: {verdict}" for group, verdict in find_verdicts(root, name).items())
-    return f"```text\n{shown}\n```\n\n{said}\n"
+    verdicts_text = "\n".join(f"- *{group}*: {verdict}" for group, verdict in find_verdicts(root, name).items())
+    return f"```text\n{shown}\n```\n\n{verdicts_text}\n"
 
 
 def find_verdicts(root: Path, name: str) -> dict[str, str]:
-    """Return group to verdict: of the report's JSON, or where there is none of its text.
-
-    Args:
-        root: Of the repository.
-        name: Of the report.
-    """
+    """Return group to verdict, from the report's JSON or, without one, from its text."""
     file = root / "docs" / "results" / f"{name}.json"
     if file.exists():
         groups = json.loads(file.read_text(encoding="utf-8"))["groups"]
@@ -63,12 +49,7 @@ def find_verdicts(root: Path, name: str) -> dict[str, str]:
 
 
 def find_broken(root: Path, text: str) -> list[str]:
-    """Return the claims of a page that its reports do not support.
-
-    Args:
-        root: Of the repository.
-        text: Of the page.
-    """
+    """Return the claims of a page that its reports do not support."""
     broken = []
     for name, groups, negated, words in CLAIM.findall(text):
         verdicts = find_verdicts(root, name)

@@ -1,8 +1,17 @@
-"""What ``sparsebp bench`` asks for and what it finds: forms of a policy, request, result, break-even, picture."""
+"""The data of ``sparsebp bench``: forms of a policy, request, result, break-even, picture."""
 
 from sparsebp_cli.bench.break_even import BreakEven, find_break_even
 from sparsebp_cli.bench.form import Form, find_forms
 from sparsebp_cli.bench.request import Request
-from sparsebp_cli.bench.result import Benchmark, Quartiles, Row
+from sparsebp_cli.bench.result import Benchmark, BenchmarkRow, RoundQuartiles
 
-__all__ = ["Benchmark", "BreakEven", "Form", "Quartiles", "Request", "Row", "find_break_even", "find_forms"]
+__all__ = [
+    "Benchmark",
+    "BenchmarkRow",
+    "BreakEven",
+    "Form",
+    "Request",
+    "RoundQuartiles",
+    "find_break_even",
+    "find_forms",
+]

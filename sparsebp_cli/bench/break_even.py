@@ -1,4 +1,4 @@
-"""From how small a share on a form is faster than dense, or than another form. Pure arithmetic."""
+"""The share below which a form is faster than dense or than another form. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class BreakEven(BaseModel):
-    """The share kept below which a form is faster than something else.
+    """The share kept below which a form is faster than another computation.
 
     Args:
         site: Of the form.
         label: Of the form.
-        against: The label of what it is faster than: plain PyTorch, or another form at that site.
-        kind: ``at`` a share; ``always`` or ``never`` faster, of the shares that were measured; ``unclear``: faster at
-            a larger share than one at which it is slower, as noise or overhead makes it.
+        against: Label of the slower computation: plain PyTorch, or another form at that site.
+        kind: ``at`` a share; ``always`` or ``never`` faster, among the shares measured; ``unclear``: faster at a larger
+            share than one at which it is slower, because of noise or overhead.
         keep: The share, where the kind is ``at``; between two that were measured.
-        smallest: Share that was measured.
-        largest: Share that was measured.
+        smallest: Smallest share measured.
+        largest: Largest share measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,7 +34,7 @@ class BreakEven(BaseModel):
 
     @property
     def words(self) -> str:
-        """In a few words."""
+        """The break-even as a short text."""
         if self.kind == "at":
             return f"below {self.keep:.3g}"
         if self.kind == "unclear":
@@ -44,21 +44,10 @@ class BreakEven(BaseModel):
 
 
 def find_break_even(site: str, label: str, against: str, points: Sequence[tuple[float, float]]) -> BreakEven:
-    """Find the share at which a form takes as long as another, on the straight line between the two next to it.
+    """Find the share at which a form takes as long as another, by linear interpolation between the two nearest points.
 
-    Time is a line in the share kept as long as it goes with FLOPs, so it is time that is interpolated, not speed-up.
-
-    Args:
-        site: Of the form.
-        label: Of the form.
-        against: Label of the other.
-        points: Share kept and time over the other's, at least one, in any order; no share twice.
-
-    Returns:
-        The break-even.
-
-    Raises:
-        ValueError: There is no point.
+    ``points`` are pairs of share kept and time ratio, at least one, in any order, no share twice. Time is interpolated
+    rather than speed-up: as long as it goes with FLOPs, time is linear in the share kept.
     """
     if not points:
         raise ValueError("there is nothing to interpolate")

@@ -1,7 +1,7 @@
-"""The forms of a policy: what its own options let it select, and the ways in which the engine carries that out.
+"""The forms of a policy: the selections that its options allow, and the engine's ways to execute them.
 
-No policy is named here. An option whose values change what kind of thing is selected makes a form of each value, and
-so does every way of executing one kind of selection.
+No policy is named here. An option whose values change the kind of selection makes one form a value, and so does each
+way to execute one kind of selection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparsebp_cli.policy.router import EdgeRouter
 
 SITES = ("linears", "branches", "nodes")
 KEEPS = (0.5, 0.25, 0.1)
-FEW_KEEPS = (0.05, 0.02, 0.01, 0.005)  # single entries pay where very few are left, if anywhere
+FEW_KEEPS = (0.05, 0.02, 0.01, 0.005)  # single entries pay, if at all, where very few are kept
 
 Execution = Literal["fast", "csr", "masked", "stored", "recomputed"]
 
@@ -29,12 +29,12 @@ class Form(BaseModel):
     """One form of a policy at one kind of site.
 
     Args:
-        site: Where it is asked: ``linears``, ``branches`` or ``nodes``.
-        label: What tells it from the others there: values of options, and how it is executed where there is a choice.
+        site: ``linears``, ``branches`` or ``nodes``.
+        label: Tells it from the other forms there: values of options, and the execution where there is a choice.
         options: The policy's options, without ``keep``.
-        execution: How the engine carries it out. ``fast``: in the one way that it has; ``csr`` or ``masked``: single
-            entries multiplied as a sparse matrix or as a dense one with zeros; ``stored`` or ``recomputed``: branches
-            keep what the backward of their kept rows reads, or compute it again.
+        execution: How the engine executes it. ``fast``: in its only way; ``csr`` or ``masked``: single entries
+            multiplied as a sparse matrix or as a dense one with zeros; ``stored`` or ``recomputed``: branches keep what
+            the backward of their kept rows reads, or compute it again.
         keeps: Shares that are measured, each in (0, 1); one None for a policy without the option.
     """
 
@@ -47,15 +47,7 @@ class Form(BaseModel):
     keeps: tuple[Annotated[float, Field(gt=0.0, lt=1.0)] | None, ...] = Field(min_length=1)
 
     def make(self, name: str, keep: float | None) -> Policy:
-        """Return the policy in this form.
-
-        Args:
-            name: Of the policy.
-            keep: One of ``keeps``.
-
-        Returns:
-            The policy.
-        """
+        """Return the policy of this name in this form; ``keep`` is one of ``keeps``."""
         return make_policy(name, **self.options, **({} if keep is None else {"keep": keep}))
 
 
@@ -68,18 +60,12 @@ def find_forms(
 ) -> tuple[Form, ...]:
     """Find the forms of a policy that could be faster than dense somewhere.
 
-    Args:
-        name: A name that ``sparsebp policies`` lists.
-        sites: Kinds of sites; None: every kind at which the policy has a fast form.
-        keeps: Shares to measure, each in (0, 1); None: a half, a quarter and a tenth, and fewer of single entries.
-        options: Options that every form has; forms that refuse them are left out.
+    Without ``sites``, every kind of site at which the policy has a fast form; without ``keeps``, a half, a quarter and
+    a tenth, and smaller shares of single entries. ``options`` hold for every form; forms that refuse them are left out.
+    Returns at least one form, in the order of the sites and of the policy's own options.
 
-    Returns:
-        At least one, in the order of the sites and of the policy's own options.
-
-    Raises:
-        PolicyError: The policy is unknown or broken, or an option wrong.
-        UsageError: A site where the policy is not asked, or where none of its forms is any faster.
+    Raises ``PolicyError`` if the policy is unknown or broken or an option is wrong, and ``UsageError`` for a site where
+    the policy has no site or no faster form.
     """
     found, options = find_policy(name), dict(options or {})
     assert found.policy_class is not None
@@ -117,7 +103,7 @@ def find_forms(
 def _router_forms(
     found: FoundPolicy, sites: Sequence[str] | None, keeps: Sequence[float] | None, options: dict[str, Any]
 ) -> tuple[Form, ...]:
-    """A router with its defaults, and with each other value of each option of its own."""
+    """A router with its defaults, and with each other value of each of its own options."""
     for site in sites or ():
         refuse(Setup([PolicyFacts(repr(found.name), {"kind": EdgeRouter.__name__})], {"sites": site}))
     if keeps:
@@ -140,14 +126,14 @@ def _router_forms(
         if _make(found, options | values, None) is not None
     ]
     if not forms:
-        make_policy(found.name, **options)  # tells what is wrong
+        make_policy(found.name, **options)  # raises the error that explains why
     return tuple(forms)
 
 
 def _variants(
     found: FoundPolicy, options: dict[str, Any], keeps: Sequence[float | None]
 ) -> Iterator[tuple[dict[str, Any], type[Selection] | None]]:
-    """Yield values of the options that change what is selected, each with what is selected."""
+    """Yield the values of the options that change the selection, each with the selection."""
     choices = {
         field: values
         for field, values in _choices(found, options).items()
@@ -160,7 +146,7 @@ def _variants(
         if made:
             num_yielded += 1
             yield variant, made[0].selection
-    if not num_yielded:  # no form is possible: say why, in the words that a recipe would get
+    if not num_yielded:  # no form is possible: raise the error that a recipe would get
         make_policy(found.name, **options, **({} if keeps[0] is None else {"keep": keeps[0]}))
         raise PolicyError(f"policy {found.name!r}: no form goes with the options {options}")
 
@@ -173,7 +159,7 @@ def _selections(
 
 
 def _choices(found: FoundPolicy, options: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the options that are one of a few words, and are not given."""
+    """Return the options that take one of a few words and are not given."""
     assert found.policy_class is not None
     fields = found.policy_class.model_fields
     return {

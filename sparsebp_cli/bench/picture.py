@@ -1,4 +1,4 @@
-"""A benchmark as a picture: how fast each form is at each share kept, and how fast it could be."""
+"""A benchmark as a picture: the speed-up of each form at each share kept, and its ceiling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.bench.result import Benchmark, Row
+from sparsebp_cli.bench.result import Benchmark, BenchmarkRow
 from sparsebp_cli.compare.draw.style import COLOURS, MARKERS, grid_lines
 from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
@@ -19,17 +19,10 @@ SPEEDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 
 
 def draw(benchmark: Benchmark, path: Path) -> Path:
-    """Draw speed-up against the share kept, one panel a kind of site; a ceiling is dashed.
+    """Draw speed-up against the share kept, one panel a kind of site, with dashed ceilings; return the path.
 
-    Args:
-        benchmark: What was found; forms without a share to keep are not in the picture.
-        path: Where to; ``.png``, ``.svg`` or ``.pdf``. It is replaced.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: The ending is another one, or the folder does not exist.
+    Forms without an option ``keep`` are left out. Raises ``UsageError`` unless the path ends in ``.png``, ``.svg`` or
+    ``.pdf`` and its folder exists.
     """
     check_path(path)
     import matplotlib as mpl
@@ -55,7 +48,7 @@ def draw(benchmark: Benchmark, path: Path) -> Path:
         return save(figure, path)
 
 
-def _draw_form(axes: Axes, rows: Sequence[Row], number: int) -> None:
+def _draw_form(axes: Axes, rows: Sequence[BenchmarkRow], number: int) -> None:
     keeps = [row.keep or 0.0 for row in rows]
     speed, colour = [row.speedup for row in rows], COLOURS[number % len(COLOURS)]
     low = [max(0.0, s - 1.0 / row.ratio.high) for s, row in zip(speed, rows, strict=True)]

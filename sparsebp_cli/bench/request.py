@@ -1,4 +1,4 @@
-"""What crosses to the process that measures."""
+"""The request that ``sparsebp bench`` sends to the process that measures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from sparsebp_cli.bench.form import Form
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 
-MODEL = "austen-llama"  # of the quickstart, with its length and batch
+MODEL = "austen-llama"  # model, length and batch are those of the quickstart
 LENGTH, BATCH = 128, 16
 
 
@@ -18,7 +18,7 @@ class Request(BaseModel):
 
     Args:
         policy: Name of the policy.
-        forms: What is measured beside dense.
+        forms: Measured in addition to dense.
         model: The model, as in a recipe.
         classification: Whether it has a classification head.
         batch: Examples a pass; None: 16, or the recipe's.
@@ -50,15 +50,8 @@ class Request(BaseModel):
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, policy: str, forms: tuple[Form, ...]) -> Request:
-        """Return the request for a recipe's model, at its shapes and on its threads.
-
-        Args:
-            recipe: Resolved; its policies and its data are not used.
-            policy: Name of the policy.
-            forms: Of the policy.
-
-        Returns:
-            The request.
+        """Return the request for a resolved recipe's model, at its shapes and threads; its policies and data are not
+        used.
         """
         return cls(
             policy=policy,

@@ -1,4 +1,4 @@
-"""What a benchmark found. ``Benchmark.model_json_schema()`` describes the file that is written."""
+"""The result of a benchmark. ``Benchmark.model_json_schema()`` describes the file that is written."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from sparsebp_cli.bench.request import Request
 
 
 class Part(BaseModel):
-    """A part of the result: unknown keys are refused, NaN too."""
+    """Base class of the result's parts: unknown keys and NaN are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class Quartiles(Part):
-    """Of the measured rounds; ``low`` and ``high`` are the first and third quartile."""
+class RoundQuartiles(Part):
+    """Median and quartiles over the measured rounds; ``low`` and ``high`` are the first and third quartile."""
 
     median: float
     low: float
     high: float
 
 
-class Row(Part):
-    """One form at one share kept, or a way to compute all gradients.
+class BenchmarkRow(Part):
+    """One form at one share kept, or one way to compute all gradients.
 
     Args:
         site: Kind of site; empty without an engine.
         label: Of the form, or of the way.
-        execution: How the engine carries it out; ``dense`` where every gradient is kept.
+        execution: How the engine executes it; ``dense`` where every gradient is kept.
         keep: Share that the policy keeps, in (0, 1); None where it has no such option.
         seconds: Forward plus backward.
         ratio: The same over plain PyTorch's in the same round: below 1 is faster.
         backward_ratio: The backward alone over plain PyTorch's.
         step_ratio: With the optimizer's step, plain SGD.
-        processor_ratio: Forward plus backward in seconds of processor time over plain PyTorch's; on a GPU the host's.
+        processor_ratio: Forward plus backward in CPU seconds over plain PyTorch's; on a GPU the host's.
         forward_flops: As executed.
-        backward_flops: As executed; what is computed again counts here.
+        backward_flops: As executed, recomputation included.
         flops_ratio: Executed backward over plain PyTorch's.
-        ceiling: Largest speed-up of forward plus backward if time went with FLOPs; None where nothing is claimed.
-        realised_share: Of the saving in time that the ceiling allows; None where none is claimed.
+        ceiling: Largest speed-up of forward plus backward if time were proportional to FLOPs; None without a claim.
+        realised_share: Share of the time saving at the ceiling that was reached; None without a claim.
         saved_bytes: Kept between forward and backward.
         saved_ratio: Over plain PyTorch's.
-        peak_bytes: Highest use of tensors in one pass, beyond what was there before it; None where it is not known.
+        peak_bytes: Peak use of tensors in one pass, above the use before it; None where unknown.
         peak_ratio: Over plain PyTorch's.
-        kept_share: Share of the sites' gradient entries that was kept; None where nothing was asked.
+        kept_share: Share of the sites' gradient entries that was kept; None without a site.
         cost_ratio: FLOPs of forward and backward over plain PyTorch's; None in files of older versions.
         unit_worth: How many dense units (rows, entries) a kept one must be worth, ``cost_ratio / kept_share``: plain
             PyTorch with that part of the batch costs the same. Choosing by norm can pay only where the gradients'
             effective sample size over their number is below its inverse. None where nothing is chosen.
-        note: What is to be known of it; empty when nothing.
+        note: A remark about this row; empty for none.
         passes: Seconds of every measured pass.
     """
 
@@ -59,11 +59,11 @@ class Row(Part):
     label: str
     execution: Literal["dense", "fast", "csr", "masked", "stored", "recomputed"]
     keep: float | None = None
-    seconds: Quartiles
-    ratio: Quartiles
-    backward_ratio: Quartiles
-    step_ratio: Quartiles
-    processor_ratio: Quartiles
+    seconds: RoundQuartiles
+    ratio: RoundQuartiles
+    backward_ratio: RoundQuartiles
+    step_ratio: RoundQuartiles
+    processor_ratio: RoundQuartiles
     forward_flops: int
     backward_flops: int
     flops_ratio: float
@@ -81,7 +81,7 @@ class Row(Part):
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as plain PyTorch."""
+        """Plain PyTorch's time over this row's."""
         return 1.0 / self.ratio.median
 
 
@@ -90,10 +90,10 @@ class Benchmark(Part):
 
     Args:
         format: Version of this file.
-        command: That gives such a file again.
-        request: What was asked for.
+        command: Command that writes such a file again.
+        request: The request.
         model: Class, parameters, dtype and device of the model.
-        machine: Packages and hardware, threads, load when it began.
+        machine: Packages and hardware, threads, load at the start.
         rows: Plain PyTorch first.
         break_evens: One a form with a share to keep, then one a choice between two executions of a form.
     """
@@ -103,5 +103,5 @@ class Benchmark(Part):
     request: Request
     model: dict[str, Any]
     machine: dict[str, Any]
-    rows: list[Row]
+    rows: list[BenchmarkRow]
     break_evens: list[BreakEven]

@@ -1,6 +1,6 @@
-"""The command ``sparsebp``: its verbs, and the one place where errors become one line and an exit code.
+"""The command ``sparsebp``: its verbs, and the place where errors become one line and an exit code.
 
-Nothing heavy is imported here or at the top of a verb's file: `sparsebp --help` has to answer at once.
+Nothing heavy is imported here or at the top of a verb's file, so that `sparsebp --help` answers at once.
 """
 
 from __future__ import annotations
@@ -50,23 +50,16 @@ VERBS = {
     "Recipes": (validate, export, schema, policies),
     "This machine and others": (doctor, audit, bench, targets),
 }
-# These write runs and the store. Others write nothing, or files for people where the user says.
+# Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
 WRITING = {"run", "resume", "cancel", "sync", "ui", "doctor"}
 for panel, verbs in VERBS.items():
     for verb in verbs:
         app.command(rich_help_panel=panel)(verb)
 
 
-def show_version(asked: bool) -> None:
-    """Print the version and end.
-
-    Args:
-        asked: Whether ``--version`` was given.
-
-    Raises:
-        Exit: It was.
-    """
-    if asked:
+def show_version(requested: bool) -> None:
+    """Print the version and end, if ``--version`` was given."""
+    if requested:
         print(f"sparsebp {installed_version('sparsebp')}")
         raise typer.Exit
 
@@ -74,7 +67,7 @@ def show_version(asked: bool) -> None:
 @app.callback()
 def _main(
     context: typer.Context,
-    version: Annotated[  # noqa: ARG001 - its callback does it all
+    version: Annotated[  # noqa: ARG001 - only its callback is used
         bool, typer.Option("--version", is_eager=True, callback=show_version, help="Print the version.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an unexpected error.")] = False,
@@ -85,10 +78,10 @@ def _main(
 
 
 def main() -> None:
-    """Run the command line of this process, and end the process."""
+    """Run the command line of this process and exit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without ± shows a question mark, and the rest
+            stream.reconfigure(errors="replace")  # a terminal that cannot encode ± shows a question mark instead
     try:
         app(prog_name="sparsebp")
     except SparseBPError as error:

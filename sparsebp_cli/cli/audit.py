@@ -1,4 +1,4 @@
-"""``sparsebp audit``: what a backward pass really executes and keeps, and what of it is wasted."""
+"""``sparsebp audit``: the work and memory of a backward pass, and the part of it that is wasted."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def audit(
         if not 0.0 <= share < 1.0:
             raise UsageError(f"{name} must be in [0, 1), got {share:g}")
     if html is not None:
-        from sparsebp_cli.finding.page import check_path
+        from sparsebp_cli.page import check_path
 
         check_path(html)
-    from sparsebp_cli.cli.auditing import run_watched
+    from sparsebp_cli.cli.audit_process import run_audited
 
     settings = {"steps": steps, "threshold": threshold, "stop": stop}
     with tempfile.TemporaryDirectory(prefix="sparsebp-audit-") as place:
@@ -63,29 +63,29 @@ def audit(
         if not is_recipe and changes:
             raise UsageError("--set changes a recipe; give the command its own options")
         settings |= {"stop": stop or is_recipe}
-        watched = run_watched(
+        audited = run_audited(
             command,
             settings,
             Path(place),
-            lambda report: _give(report, output, html, shlex.join(words)),
+            lambda report: _write_results(report, output, html, shlex.join(words)),
             quiet=output is Output.JSON,
         )
-    if watched.report is None and not watched.exit_code:
-        raise UsageError(watched.why_nothing)
-    if watched.report is None:
-        print_line(f"audit: {watched.why_nothing}", stderr=True)
-    if watched.exit_code:
-        raise typer.Exit(watched.exit_code)
-    assert watched.report is not None
-    if fail_if_waste is not None and watched.report.waste_share > fail_if_waste:
+    if audited.report is None and not audited.exit_code:
+        raise UsageError(audited.why_no_report)
+    if audited.report is None:
+        print_line(f"audit: {audited.why_no_report}", stderr=True)
+    if audited.exit_code:
+        raise typer.Exit(audited.exit_code)
+    assert audited.report is not None
+    if fail_if_waste is not None and audited.report.waste_share > fail_if_waste:
         print_line(
-            f"failed: {watched.report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True
+            f"failed: {audited.report.waste_share:.2%} could be left out, allowed {fail_if_waste:.2%}", stderr=True
         )
         raise typer.Exit(1)
 
 
 def _train_command(words: list[str], changes: list[str] | None, steps: int, place: Path) -> list[str]:
-    """The worker's own command for a recipe: without what it measures beside training, which is no part of a step."""
+    """The worker's command for a recipe, without evaluations, probes and checkpoints, which are no part of a step."""
     import sys
 
     from sparsebp_cli.plan import make_plan
@@ -119,11 +119,11 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
     return [sys.executable, "-P", "-m", "sparsebp_cli.worker", str(saved)]
 
 
-def _give(report: AuditReport, output: Output, html: Path | None, command: str) -> None:
-    """Print a report, and write what was asked for."""
+def _write_results(report: AuditReport, output: Output, html: Path | None, command: str) -> None:
+    """Print a report, and write the page that was requested."""
     from sparsebp_cli.finding import write_page
 
-    if html is not None:  # first: a closed pipe must not lose it
+    if html is not None:  # before printing: a closed pipe must not lose it
         write_page(report, html, command)
     if output is Output.JSON:
         print_json(json.loads(json.dumps(report.to_dict())))

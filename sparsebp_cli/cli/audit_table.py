@@ -14,11 +14,7 @@ MOST_MODULES = 24  # groups in the table; JSON and the page have all of them
 
 
 def print_audit(report: AuditReport) -> None:
-    """Print what was watched, the findings with what to do, the notes, and the work by module.
-
-    Args:
-        report: Of an audit.
-    """
+    """Print a summary, the findings with advice, the notes, and the work by module."""
     for line in summary(report):
         print_line(line)
     if report.findings:
@@ -58,7 +54,7 @@ def _cells(finding: Finding) -> tuple[str, ...]:
 
 
 def _print_finding(finding: Finding) -> None:
-    """What was seen and what to do, wrapped: these lines are for people alone."""
+    """Print what was found and what to do, wrapped, for people only."""
     named = where(finding.modules)
     hint = "" if finding.exact else " (not exactly: what is used would change)"
     out = console()

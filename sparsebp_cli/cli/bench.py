@@ -86,16 +86,16 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
         from sparsebp_cli.run.picture import check_path
 
         check_path(png)
-    from sparsebp_cli.cli.measuring import measure
+    from sparsebp_cli.cli.bench_process import measure
 
     found = measure(request)
     found = found.model_copy(update={"command": shlex.join(["sparsebp", *sys.argv[1:]])})
-    _give(found, output, out, png)
+    _write_results(found, output, out, png)
 
 
-def _give(found: Benchmark, output: Output, out: Path | None, png: Path | None) -> None:
-    """Print a benchmark, and write what was asked for."""
-    if out is not None:  # first: a closed pipe must not lose what took minutes
+def _write_results(found: Benchmark, output: Output, out: Path | None, png: Path | None) -> None:
+    """Print a benchmark, and write the files that were requested."""
+    if out is not None:  # before printing: a closed pipe must not lose minutes of measuring
         out.write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
     if output is Output.JSON:
         print_json(found.model_dump(mode="json"))

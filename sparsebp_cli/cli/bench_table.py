@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparsebp_cli.bench import Benchmark, Row
+from sparsebp_cli.bench import Benchmark, BenchmarkRow
 from sparsebp_cli.cli.quantity import show_count, show_seconds
 from sparsebp_cli.cli.screen import console, make_table, print_line
 
@@ -18,11 +18,7 @@ LEGEND = (
 
 
 def print_benchmark(found: Benchmark) -> None:
-    """Print the machine, the table, and the break-even of each form.
-
-    Args:
-        found: What to print.
-    """
+    """Print the machine, the table, and the break-even of each form."""
     request, model, machine = found.request, found.model, found.machine
     name = request.model.name or f"random {(request.model.config or {}).get('model_type', '')}"
     device = (
@@ -64,14 +60,14 @@ def print_benchmark(found: Benchmark) -> None:
             worths.setdefault((row.site, row.label), []).append(f"{row.unit_worth:.3g} at {share:.3g}")
     if worths:
         table = make_table("site", "form", "worth of what is kept, at each share")
-        for (site, label), told in worths.items():
-            table.add_row(site, label, ", ".join(told))
+        for (site, label), notes in worths.items():
+            table.add_row(site, label, ", ".join(notes))
         console().print(table)
     for line in LEGEND:
         print_line(line)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: BenchmarkRow) -> list[str]:
     ratio = row.ratio
     return [
         f"{row.label}, {row.site}" if row.execution == "dense" and row.site else row.label,

@@ -8,8 +8,8 @@ import typer
 
 from sparsebp_cli.cli.option import ManyRuns
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored import find_all
-from sparsebp_cli.cli.submitted import reattach
+from sparsebp_cli.cli.stored_run import find_all
+from sparsebp_cli.cli.submission import reattach
 
 
 def cancel(
@@ -19,7 +19,7 @@ def cancel(
     ] = 30.0,
 ) -> None:
     """Stop runs for good, with a last checkpoint. A run that is over stays as it is."""
-    for folder in reversed(find_all(runs)):  # the last first: of a queue, none is started in between
+    for folder in reversed(find_all(runs)):  # the last first, so that a queue starts none in between
         before = folder.state()
         if before.over:
             print_line(f"{folder.run_id} is {before} already")

@@ -1,4 +1,4 @@
-"""The single checks of ``sparsebp doctor``. torch is asked in a process of its own."""
+"""The checks of ``sparsebp doctor``. torch is imported in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import home
-from sparsebp_cli.target.contract import Finding
+from sparsebp_cli.target.contract import CheckResult
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "mlflow")
 LITTLE_SPACE = 5e9
@@ -32,19 +32,19 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
 """
 
 
-def check_all() -> list[Finding]:
-    """Return the findings of every check, in the order in which they are shown."""
+def check_all() -> list[CheckResult]:
+    """Return the results of every check, in the order in which they are shown."""
     checks = [check_python(), check_packages(), *check_torch(), check_home(), check_space(), check_store()]
     return [*checks, *check_policies(), check_schema()]
 
 
-def check_python() -> Finding:
-    """Which Python, and where."""
-    return Finding("ok", "python", f"{platform.python_version()} in {sys.prefix}")
+def check_python() -> CheckResult:
+    """Version and location of Python."""
+    return CheckResult("ok", "python", f"{platform.python_version()} in {sys.prefix}")
 
 
-def check_packages() -> Finding:
-    """Which versions of the main packages."""
+def check_packages() -> CheckResult:
+    """Versions of the main packages."""
     found, missing = [], []
     for name in PACKAGES:
         try:
@@ -52,43 +52,43 @@ def check_packages() -> Finding:
         except PackageNotFoundError:
             missing.append(name)
     if missing:
-        return Finding("fail", "packages", f"missing: {', '.join(missing)}", "install sparsebp again with pip")
-    return Finding("ok", "packages", ", ".join(found))
+        return CheckResult("fail", "packages", f"missing: {', '.join(missing)}", "install sparsebp again with pip")
+    return CheckResult("ok", "packages", ", ".join(found))
 
 
-def check_torch() -> list[Finding]:
-    """Whether torch can be imported, and what it computes on."""
+def check_torch() -> list[CheckResult]:
+    """Whether torch can be imported, and its devices."""
     done = subprocess.run([sys.executable, "-P", "-c", TORCH], capture_output=True, text=True, check=False)
     try:
         torch: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        reason = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        return [Finding("fail", "torch", reason, "install torch again for this machine")]
+        reason = (done.stderr.strip().splitlines() or ["it ended without any output"])[-1]
+        return [CheckResult("fail", "torch", reason, "install torch again for this machine")]
     build = f"CUDA {torch['cuda']}" if torch["cuda"] else "CPU only"
     gpus = ", ".join(torch["gpus"]) or "no GPU: the CPU is used"
     lost = bool(torch["cuda"]) and not torch["gpus"]
     hint = "this torch is built for CUDA, but no GPU answers: is the driver installed?" if lost else ""
     threads = f"{torch['threads']} threads of torch, {os.cpu_count()} processors"
     return [
-        Finding("warn" if lost else "ok", "torch", f"{torch['version']} ({build}); {gpus}", hint),
-        Finding("ok", "threads", threads),
+        CheckResult("warn" if lost else "ok", "torch", f"{torch['version']} ({build}); {gpus}", hint),
+        CheckResult("ok", "threads", threads),
     ]
 
 
-def check_home() -> Finding:
+def check_home() -> CheckResult:
     """Whether runs can be written."""
     try:
         home().mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=home()) as file:
             file.write(b"x" * 4096)
     except OSError as error:
-        return Finding(
+        return CheckResult(
             "fail", "home", f"{home()}: {error.strerror}", "set SPARSEBP_HOME to a folder that can be written"
         )
-    return Finding("ok", "home", str(home()))
+    return CheckResult("ok", "home", str(home()))
 
 
-def check_space() -> Finding:
+def check_space() -> CheckResult:
     """Whether there is room for checkpoints."""
     folder = home()
     while not folder.exists():
@@ -96,10 +96,10 @@ def check_space() -> Finding:
     free = shutil.disk_usage(folder).free
     few = free < LITTLE_SPACE
     hint = "checkpoints of a large model may not fit; remove old runs or set SPARSEBP_HOME" if few else ""
-    return Finding("warn" if few else "ok", "disk", f"{show_count(free, 'B')} free", hint)
+    return CheckResult("warn" if few else "ok", "disk", f"{show_count(free, 'B')} free", hint)
 
 
-def check_store() -> Finding:
+def check_store() -> CheckResult:
     """Whether the tracking store answers. Nothing is created."""
     from sparsebp_cli.run.visible import mask
     from sparsebp_cli.tracking import resolve_uri
@@ -108,15 +108,15 @@ def check_store() -> Finding:
     try:
         uri = resolve_uri(None)
     except SparseBPError as error:
-        return Finding("fail", "tracking", str(error), "correct MLFLOW_TRACKING_URI")
+        return CheckResult("fail", "tracking", str(error), "correct MLFLOW_TRACKING_URI")
     try:
         if is_sqlite(uri):
             if not sqlite_file(uri).exists():
-                return Finding("ok", "tracking", f"{mask(uri)} (made by the first run)")
+                return CheckResult("ok", "tracking", f"{mask(uri)} (made by the first run)")
             with sqlite3.connect(f"file:{sqlite_file(uri)}?mode=ro", uri=True, timeout=TIMEOUT_SECONDS) as database:
                 count = database.execute("select count(*) from runs").fetchone()[0]
             database.close()
-            return Finding("ok", "tracking", f"{mask(uri)} ({count} runs)")
+            return CheckResult("ok", "tracking", f"{mask(uri)} ({count} runs)")
         if is_server(uri):
             urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=TIMEOUT_SECONDS).close()
         else:
@@ -124,34 +124,37 @@ def check_store() -> Finding:
             socket.create_connection((place.hostname or "localhost", place.port or 5432), TIMEOUT_SECONDS).close()
     except (OSError, sqlite3.Error, ValueError) as error:
         hint = "runs go on without it; `sparsebp sync --all` sends them when it is back"
-        return Finding("warn", "tracking", f"{mask(uri)} does not answer: {error}", hint)
-    return Finding("ok", "tracking", mask(uri))
+        return CheckResult("warn", "tracking", f"{mask(uri)} does not answer: {error}", hint)
+    return CheckResult("ok", "tracking", mask(uri))
 
 
-def check_policies() -> list[Finding]:
+def check_policies() -> list[CheckResult]:
     """Whether every installed policy can be used."""
     from sparsebp_cli.policy import find_policies
 
     found = find_policies()
+    hint = "update or uninstall that package"
     broken = [
-        Finding("warn", "policy", f"{name} of {policy.source}: {policy.problem}", "update or uninstall that package")
+        CheckResult("warn", "policy", f"{name} of {policy.source}: {policy.problem}", hint)
         for name, policy in found.items()
         if policy.policy_class is None
     ]
     usable = [name for name, policy in found.items() if policy.policy_class is not None]
     level: Literal["ok", "fail"] = "ok" if usable else "fail"
     return [
-        Finding(level, "policies", ", ".join(usable) or "none", "" if usable else "install sparsebp again"),
+        CheckResult(level, "policies", ", ".join(usable) or "none", "" if usable else "install sparsebp again"),
         *broken,
     ]
 
 
-def check_schema() -> Finding:
-    """Whether the schema of recipes can be made with all installed policies."""
+def check_schema() -> CheckResult:
+    """Whether the recipe schema can be made with all installed policies."""
     from sparsebp_cli.recipe import recipe_schema
 
     try:
         schema = recipe_schema()
     except Exception as error:  # a plugin's options may break it in any way
-        return Finding("fail", "recipes", f"{type(error).__name__}: {error}".splitlines()[0], "see `sparsebp policies`")
-    return Finding("ok", "recipes", f"schema with {len(schema['$defs'])} sections")
+        return CheckResult(
+            "fail", "recipes", f"{type(error).__name__}: {error}".splitlines()[0], "see `sparsebp policies`"
+        )
+    return CheckResult("ok", "recipes", f"schema with {len(schema['$defs'])} sections")

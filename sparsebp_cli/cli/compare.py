@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
 
 
-class Form(StrEnum):
-    """How a comparison is given."""
+class ComparisonFormat(StrEnum):
+    """Output formats of a comparison."""
 
     TABLE = "table"
     JSON = "json"
@@ -29,14 +29,14 @@ class Form(StrEnum):
 
 
 class Direction(StrEnum):
-    """Which way a metric is better."""
+    """The better direction of a metric."""
 
     LOWER = "lower"
     HIGHER = "higher"
 
 
 class Axis(StrEnum):
-    """Against what a curve is drawn."""
+    """The x axis of a curve."""
 
     STEP = "step"
     TOKENS = "tokens"
@@ -81,8 +81,8 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         str | None, typer.Option("--seed-param", metavar="NAME", help=SEED_PARAM, rich_help_panel=GROUPS)
     ] = None,
     output: Annotated[
-        Form, typer.Option("-o", "--output", help="How the comparison is given.", rich_help_panel=SHOW)
-    ] = Form.TABLE,
+        ComparisonFormat, typer.Option("-o", "--output", help="How the comparison is given.", rich_help_panel=SHOW)
+    ] = ComparisonFormat.TABLE,
     curves: Annotated[
         str | None, typer.Option(metavar="METRIC", help="Only this metric, as it went.", rich_help_panel=SHOW)
     ] = None,
@@ -117,10 +117,10 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     chosen, left_out = find_runs(runs or [], where, place)
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
-    if where is not None and (asked := find_outcomes(where)):
-        told = f"runs were chosen by how they ended ({', '.join(asked)}): those left out are in no number here"
-        comparison = replace(comparison, warnings=(told, *comparison.warnings))
-    # What may be refused comes before anything is printed.
+    if where is not None and (outcomes := find_outcomes(where)):
+        warning = f"runs were chosen by how they ended ({', '.join(outcomes)}): those left out are in no number here"
+        comparison = replace(comparison, warnings=(warning, *comparison.warnings))
+    # Everything that can raise an error runs before anything is printed.
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
     written = [("picture", picture(comparison, path, view)) for path in png or []]
     if html is not None:
@@ -135,37 +135,29 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 
 def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[list[LoadedRun], list[str]]:
-    """Read the runs that were chosen, and say which cannot be read, and which seeds of theirs were not chosen.
+    """Read the runs that the words and the condition choose, from ``place`` or from this machine.
 
-    Args:
-        words: That name them; none: all that the condition leaves.
-        where: A condition; None: none.
-        place: Where they are; None: on this machine.
-
-    Returns:
-        The runs, a line for each that cannot be read, and one for each name of which seeds are left out.
-
-    Raises:
-        UsageError: Nothing chooses any.
+    Returns the runs; and a warning for each that cannot be read and for each name of which some seeds were not chosen.
+    Raises ``UsageError`` if nothing chooses any run.
     """
-    from sparsebp_cli.compare import choose, load_all, local_candidates, store_candidates, tell_left_out
+    from sparsebp_cli.compare import choose, describe_left_out, load_all, local_candidates, store_candidates
     from sparsebp_cli.run import home
     from sparsebp_cli.run.visible import mask
 
     if not words and where is None and place is None:
         raise UsageError("name the runs to compare, or choose them by --where; `sparsebp runs` lists them")
     if place is not None and "://" in place:
-        found, told = store_candidates(place), mask(place)
+        found, origin = store_candidates(place), mask(place)
     else:
         folder = None if place is None else Path(place).expanduser()
         if folder is not None and not folder.is_dir():
             raise UsageError(f"--from must be a folder of runs or an MLflow store's address, got {place!r}")
-        found, told = local_candidates(folder), str(folder or home())
+        found, origin = local_candidates(folder), str(folder or home())
     if not found and place is not None:
-        raise UsageError(f"--from {told}: there are no runs")
-    chosen = choose(found, words, where, told)
+        raise UsageError(f"--from {origin}: there are no runs")
+    chosen = choose(found, words, where, origin)
     loaded, unreadable = load_all(chosen)
-    return loaded, [*unreadable, *tell_left_out(found, chosen)]
+    return loaded, [*unreadable, *describe_left_out(found, chosen)]
 
 
 def _question(
@@ -187,16 +179,16 @@ def _question(
     return Question(baseline, metric or named, allowed, Reducer.parse(reduce), reach, tuple(wanted))
 
 
-def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool, output: Form) -> View:
+def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool, output: ComparisonFormat) -> View:
     from sparsebp_cli.compare import View
 
     chosen = {"curves": curves is not None, "pareto": pareto, "layers": layers, "memory": memory}
-    kinds = [kind for kind, asked in chosen.items() if asked]
+    kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
     if len(kinds) > 1:
         raise UsageError(f"choose one of --curves, --pareto, --layers, --memory, got {len(kinds)}")
     if x is not Axis.STEP and curves is None:
         raise UsageError("--x goes with --curves METRIC")
-    if kinds not in ([], ["curves"]) and output in {Form.JSON, Form.CSV}:
+    if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:
         raise UsageError(f"-o {output} holds everything: leave out --{kinds[0]}")
     match kinds:
         case ["curves"]:
@@ -210,10 +202,10 @@ def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool,
     return View()
 
 
-def _print(comparison: Comparison, output: Form, view: View) -> None:
+def _print(comparison: Comparison, output: ComparisonFormat, view: View) -> None:
     from sparsebp_cli.compare import render, table
 
-    if output is Form.TABLE:
-        console().print(*table(comparison, view), sep="\n", crop=False)  # commands stay whole, to be copied
+    if output is ComparisonFormat.TABLE:
+        console().print(*table(comparison, view), sep="\n", crop=False)  # keep commands whole for copying
     else:
         print_line(render(comparison, output.value, view).rstrip("\n"))

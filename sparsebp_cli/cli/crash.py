@@ -1,4 +1,4 @@
-"""What is said of an error that nobody foresaw: one line, and where the traceback is."""
+"""The error line of an unexpected exception, and the place of its traceback."""
 
 from __future__ import annotations
 
@@ -10,25 +10,14 @@ from sparsebp_cli.run import home
 
 @dataclass
 class Crash:
-    """How unexpected errors are told.
-
-    Args:
-        shown: Whether the traceback goes to the screen.
-    """
+    """How unexpected errors are shown; ``shown`` prints the traceback to the screen."""
 
     shown: bool = False
 
     def describe(self, error: Exception) -> str:
-        """Return one line, after the traceback was shown or written to a file.
-
-        Args:
-            error: What nobody foresaw.
-
-        Returns:
-            A line for the user.
-        """
+        """Show the traceback or write it to a file, and return one line for the user."""
         line = " ".join(f"{type(error).__name__}: {error}".split())
-        if isinstance(error, OSError):  # a full disk, a missing permission: the line says it all
+        if isinstance(error, OSError):  # a full disk or a missing permission: its text is enough
             line = " ".join(str(error).split())
         trace = "".join(traceback.format_exception(error))
         if self.shown:

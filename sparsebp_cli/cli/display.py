@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live picture in a terminal, a line every few seconds elsewhere."""
+"""The progress display of a run: a live picture in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -18,34 +18,22 @@ class Display(ABC):
     """Shows one run."""
 
     def __init__(self, progress: Progress) -> None:
-        """Begin.
-
-        Args:
-            progress: Of the run; this display feeds it.
-        """
+        """Keep the progress, which this display feeds."""
         self.progress = progress
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Take in one record of the journal, and say its notes.
-
-        Args:
-            record: As ``run.read`` yields it.
-        """
-        self.progress.take(record)
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add one record of the journal, and print its notes."""
+        self.progress.add(record)
         if record["kind"] == "note":
-            self.say(record["text"] if record["level"] == "info" else f"{record['level']}: {record['text']}")
+            self.print_text(record["text"] if record["level"] == "info" else f"{record['level']}: {record['text']}")
 
     @abstractmethod
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
+    def print_text(self, text: str) -> None:
+        """Print a line that stays on the screen."""
 
     @abstractmethod
     def refresh(self, waiting_for: str = "") -> None:
-        """Show how things are now.
-
-        Args:
-            waiting_for: What is still to come after the last record, if anything.
-        """
+        """Show the current progress; ``waiting_for`` names what comes after the last record, if anything."""
 
     @abstractmethod
     def __enter__(self) -> Self: ...
@@ -56,7 +44,7 @@ class Display(ABC):
 
 @final
 class LiveDisplay(Display):
-    """A picture that is drawn over and over at the bottom of the terminal."""
+    """A picture at the bottom of the terminal that is redrawn."""
 
     def __enter__(self) -> Self:
         from rich.live import Live
@@ -71,7 +59,7 @@ class LiveDisplay(Display):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def say(self, text: str) -> None:
+    def print_text(self, text: str) -> None:
         self._live.console.print(text)
 
     def refresh(self, waiting_for: str = "") -> None:
@@ -86,18 +74,20 @@ class PlainDisplay(Display):
     def __enter__(self) -> Self:
         self._shown, self._last, self._evaluated = time.monotonic(), "", False
         name = f"{self.progress.name} {self.progress.run_id}"
-        self.say(f"{name}: {self.progress.max_steps} steps; times are of a step (forward/backward/optimizer in ms)")
+        self.print_text(
+            f"{name}: {self.progress.max_steps} steps; times are of a step (forward/backward/optimizer in ms)"
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
         self._show()
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        super().take(record)
+    def add(self, record: Mapping[str, Any]) -> None:
+        super().add(record)
         if record["kind"] == "metrics" and EVAL_LOSS.name in record["values"]:
             self._show()
 
-    def say(self, text: str) -> None:
+    def print_text(self, text: str) -> None:
         print_line(text)
 
     def refresh(self, waiting_for: str = "") -> None:
@@ -108,16 +98,9 @@ class PlainDisplay(Display):
         self._shown = time.monotonic()
         if (line := self.progress.line()) != self._last:
             self._last = line
-            self.say(line)
+            self.print_text(line)
 
 
 def make_display(progress: Progress) -> Display:
-    """Return the display that fits where the output goes.
-
-    Args:
-        progress: Of the run.
-
-    Returns:
-        A live picture for a terminal, lines for everything else.
-    """
+    """Return a live display for a terminal, lines for everything else."""
     return LiveDisplay(progress) if console().is_terminal else PlainDisplay(progress)

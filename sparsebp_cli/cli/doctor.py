@@ -1,4 +1,4 @@
-"""``sparsebp doctor``: is this machine ready, and if not, what to do."""
+"""``sparsebp doctor``: checks this machine, and says how to mend it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.targets import complete_target
 
 
-class Form(StrEnum):
-    """For whom the file is."""
+class ExportFormat(StrEnum):
+    """The scheduler that the file is for."""
 
     SBATCH = "sbatch"
     K8S = "k8s"
@@ -24,7 +24,7 @@ class Form(StrEnum):
 
 def export(
     recipes: Recipes,
-    form: Annotated[Form, typer.Option("--format", "-f", help="Slurm, Kubernetes, SkyPilot or dstack.")],
+    form: Annotated[ExportFormat, typer.Option("--format", "-f", help="Slurm, Kubernetes, SkyPilot or dstack.")],
     changes: Changes = None,
     seeds: Seeds = None,
     target: Annotated[
@@ -38,12 +38,12 @@ def export(
 
     plans = make_plans(recipes, [*([f"target={target}"] if target else []), *(changes or [])], seeds)
     match form:
-        case Form.SBATCH:
+        case ExportFormat.SBATCH:
             text = export_sbatch(plans, max_parallel)
-        case Form.K8S:
+        case ExportFormat.K8S:
             text = export_kubernetes(plans)
-        case Form.SKY:
+        case ExportFormat.SKY:
             text = export_sky(plans)
-        case Form.DSTACK:
+        case ExportFormat.DSTACK:
             text = export_dstack(plans)
     print_line(text.rstrip("\n"))

@@ -1,4 +1,4 @@
-"""Follows runs that were submitted, from their journals, until they are over or the user has seen enough."""
+"""Follows submitted runs by their journals until they are over or the user interrupts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparsebp_cli.cli.display import Display, PlainDisplay, make_display
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console, make_table, print_line
-from sparsebp_cli.cli.stored import read_recipe
+from sparsebp_cli.cli.stored_run import read_recipe
 from sparsebp_cli.errors import DivergedError, UsageError
 from sparsebp_cli.run import History, RunFolder, State, read
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 EXIT_CODES = {State.FINISHED: 0, State.FAILED: 100, State.CANCELLED: 103}
-FAILED_WITH = {3: DivergedError.exit_code}  # the worker's exit codes
+FAILED_WITH = {3: DivergedError.exit_code}  # the worker's exit code to this command's
 NOT_FINISHED = 101
 WAITING_FOR = {
     State.RUNNING: "",
@@ -30,35 +30,26 @@ KILLING = "ending it at once"
 
 
 def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = ()) -> int:
-    """Show the runs of jobs one after the other, each with a summary. Ctrl-C and SIGTERM are handed on to the worker.
+    """Show the runs of jobs in order, each with a summary. Ctrl-C and SIGTERM are forwarded to the worker.
 
-    Args:
-        jobs: In the order in which they run.
-        interrupts: The context in which the jobs were submitted, so that no signal is lost in between.
-        seen: Bytes of each journal that belong to earlier attempts; none: all journals are new.
-
-    Returns:
-        The exit code: that of the first run that did not finish, or 130, 143 after a signal.
+    ``interrupts`` is the context in which the jobs were submitted, so that no signal is lost in between. ``seen`` are
+    the bytes of each journal that belong to earlier attempts; empty: all journals are new. Returns the exit code of the
+    first run that did not finish; 130 or 143 after a signal.
     """
     codes: list[int] = []
     for number, job in enumerate(jobs):
         _follow(job, interrupts, seen[number] if seen else 0)
-        codes.append(conclude(job, together=len(jobs) if number == len(jobs) - 1 else 0))
+        codes.append(print_end(job, together=len(jobs) if number == len(jobs) - 1 else 0))
         if interrupts.received:
-            _tell_rest(jobs[number + 1 :])
+            _print_not_started(jobs[number + 1 :])
             return interrupts.exit_code
     return next((code for code in codes if code), 0)
 
 
 def watch(job: Job, *, follow: bool) -> int:
-    """Show a run that somebody else submitted. Ctrl-C leaves it alone.
+    """Show a run that another command submitted, so far or with ``follow`` until it is over. Ctrl-C leaves it running.
 
-    Args:
-        job: The run.
-        follow: Go on until it is over; else what there is so far.
-
-    Returns:
-        0, or 130, 143 after a signal.
+    Returns 0; 130 or 143 after a signal.
     """
     progress = begin_progress(job.run)
     with Interrupts() as interrupts, make_display(progress) if follow else PlainDisplay(progress) as display:
@@ -68,7 +59,7 @@ def watch(job: Job, *, follow: bool) -> int:
             offset = _show_new(job, display, offset)
             printed = list(job.logs())
             for line in printed[lines:]:
-                display.say(line)
+                display.print_text(line)
             lines = len(printed)
             display.refresh()
             if over or not follow or interrupts.received:
@@ -88,7 +79,7 @@ def begin_progress(run: RunFolder) -> Progress:
 
 
 def describe_end(job: Job) -> str:
-    """Return the state of a run, and why it ended where the journal says so, in one line."""
+    """Return the state of a run, and the reason for its end where the journal has one, in one line."""
     ends = History.load(job.run.path).ends
     text = ends[-1]["text"] if ends and job.status().over else ""
     return f"{job.status()}: {text}" if text else str(job.status())
@@ -98,17 +89,17 @@ def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
     progress = begin_progress(job.run)
     for record, offset in read(job.run.path):
         if offset <= seen:
-            progress.take(record)
+            progress.add(record)
     with make_display(progress) as display:
         offset, handled, lost = seen, 0, False
-        # After a signal, nobody waits for the last numbers to be sent: that goes on by itself.
+        # After a signal do not wait for the last upload: the watcher finishes it by itself.
         while not (job.status().over if interrupts.received else job.settled()):
             offset = _show_new(job, display, offset)
             for _ in interrupts.received[handled:]:
                 job.stop() if handled == 0 else job.kill()
-                display.say(STOPPING if handled == 0 else KILLING)
+                display.print_text(STOPPING if handled == 0 else KILLING)
                 handled += 1
-            lost = _tell_connection(job, display, lost)
+            lost = _report_connection(job, display, lost)
             display.refresh(WAITING_FOR.get(job.status(), "sending the last numbers to MLflow"))
             interrupts.wait(POLL_SECONDS)
         _show_new(job, display, offset)
@@ -116,30 +107,27 @@ def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
 
 def _show_new(job: Job, display: Display, offset: int) -> int:
     end = offset
-    for record, end in read(job.run.path, offset):  # noqa: B007 - where the last record ends is where to go on
-        display.take(record)
+    for record, end in read(job.run.path, offset):  # noqa: B007 - the end of the last record is returned
+        display.add(record)
     return end
 
 
-def _tell_connection(job: Job, display: Display, lost: bool) -> bool:
-    """Say once when a target stops answering, and when it answers again; return whether it is lost."""
+def _report_connection(job: Job, display: Display, lost: bool) -> bool:
+    """Print once when a target stops answering and when it answers again; return whether it is lost."""
     is_lost = job.status() is State.UNREACHABLE
     if is_lost and not lost:
-        display.say(f"warning: {job.warning() or 'the target does not answer'}; the run may go on there, trying again")
+        display.print_text(
+            f"warning: {job.warning() or 'the target does not answer'}; the run may go on there, trying again"
+        )
     if lost and not is_lost:
-        display.say("the target answers again")
+        display.print_text("the target answers again")
     return is_lost
 
 
-def conclude(job: Job, *, together: int = 0) -> int:
-    """Print how a run ended, or why nothing is known of it.
+def print_end(job: Job, *, together: int = 0) -> int:
+    """Print the summary of a finished run, or how else it ended, and return the exit code.
 
-    Args:
-        job: The run.
-        together: See :func:`~sparsebp_cli.cli.summary.summarise`.
-
-    Returns:
-        The exit code.
+    ``together``: see :func:`~sparsebp_cli.cli.summary.summarise`.
     """
     from sparsebp_cli.cli.summary import summarise
 
@@ -167,13 +155,13 @@ def conclude(job: Job, *, together: int = 0) -> int:
 
 
 def _find_changes(run: RunFolder) -> list[list[str]]:
-    """Return what a resume was refused for: field, then, now."""
+    """Return the changes for which a resume was refused: field, then, now."""
     ends = History.load(run.path).ends
     found = ends[-1].get("changes") if ends else None
     return [[str(value) for value in change] for change in found] if isinstance(found, list) else []
 
 
-def _tell_rest(jobs: Sequence[Job]) -> None:
+def _print_not_started(jobs: Sequence[Job]) -> None:
     if waiting := [job for job in jobs if not History.load(job.run.path).environments]:
         names = " ".join(job.run.run_id for job in waiting)
         print_line(f"not started: {names}; `sparsebp resume` starts them", stderr=True)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, counted instead of raised, so that the worker can be asked to stop in order."""
+"""Ctrl-C and SIGTERM, recorded instead of raised, so that the worker can be stopped in order."""
 
 from __future__ import annotations
 
@@ -9,25 +9,20 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """A context in which SIGINT and SIGTERM are only noted. The second one still ends a wait at once."""
+    """A context in which SIGINT and SIGTERM are only recorded. Each of them ends a wait at once."""
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.received: list[int] = []
         self._arrived = threading.Event()
         self._before: dict[int, Any] = {}
 
     @property
     def exit_code(self) -> int:
-        """What a process ends with that the first of these signals ended: 130 or 143; 0 without one."""
+        """The exit code of a process ended by the first of these signals: 130 or 143; 0 without one."""
         return 128 + self.received[0] if self.received else 0
 
     def wait(self, seconds: float) -> None:
-        """Sleep, or return as soon as a signal arrives.
-
-        Args:
-            seconds: At most.
-        """
+        """Sleep so many seconds, or until a signal arrives."""
         self._arrived.wait(seconds)
         self._arrived.clear()
 

@@ -1,4 +1,4 @@
-"""``sparsebp logs``: what a run did and printed; with ``-f``, the way back to a run that goes on."""
+"""``sparsebp logs``: the progress and output of a run; with ``-f``, until it is over."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import typer
 
 from sparsebp_cli.cli.follow import watch
 from sparsebp_cli.cli.option import OneRun
-from sparsebp_cli.cli.stored import find_one
-from sparsebp_cli.cli.submitted import reattach
+from sparsebp_cli.cli.stored_run import find_one
+from sparsebp_cli.cli.submission import reattach
 
 
 def logs(

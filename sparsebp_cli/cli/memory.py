@@ -1,4 +1,4 @@
-"""The memory of a run's watched step: a table for the terminal, and its curves as a picture."""
+"""The memory of a run's watched step: a table for the terminal, and a picture of its curves."""
 
 from __future__ import annotations
 
@@ -17,22 +17,14 @@ if TYPE_CHECKING:
 
 
 def memory_table(values: dict[str, Any], step: int) -> Table:
-    """Return a table for the terminal.
-
-    Args:
-        values: A watched step's, from the journal.
-        step: Which.
-
-    Returns:
-        A table of rich: every part at the peak, where it is highest by itself, and at the peak of each phase.
-    """
+    """Return a table of a watched step's parts: at the peak, at their own highest, and at the peak of each phase."""
     curve = MemoryCurve.from_values(values)
     peak, highest = curve.peak, dict(zip(PARTS, values["highest"], strict=True))
     by_phase = {phase: point.split for phase in PHASES if (point := curve.within(phase)) is not None}
     columns = ("at the peak", "share", "highest", *by_phase)
     title = f"memory: live tensors of step {step}; its peak is in the {peak.phase}; beside it the peak of each phase"
     if values.get("allocator_peak_bytes"):
-        title += f" (the device's allocator tells {show_count(values['allocator_peak_bytes'], 'B')})"
+        title += f" (the device's allocator reports {show_count(values['allocator_peak_bytes'], 'B')})"
     table = make_table("part", *columns, numbers=list(columns), title=title)
     for part in PARTS:
         here = getattr(peak.split, part)
@@ -45,17 +37,9 @@ def memory_table(values: dict[str, Any], step: int) -> Table:
 
 
 def draw_run_memory(folder: RunFolder, path: Path) -> Path:
-    """Draw the curves of all steps of a run that were watched.
+    """Draw the memory curves of all watched steps of a run to ``.png``, ``.svg`` or ``.pdf``.
 
-    Args:
-        folder: The run.
-        path: Where to; ``.png``, ``.svg`` or ``.pdf``.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: No step was watched, or the path cannot be one of a picture.
+    Raises ``UsageError`` if no step was watched, or the path is not one of a picture.
     """
     found = History.load(folder.path).memory
     if not found:

@@ -1,4 +1,4 @@
-"""Arguments and options that several verbs share, and what the shell completes them to."""
+"""Arguments and options that several verbs share, and their shell completions."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ MOST_COMPLETIONS = 50
 
 
 def complete_run(incomplete: str) -> list[tuple[str, str]]:
-    """Return runs that begin with what was typed.
-
-    Args:
-        incomplete: What was typed.
-
-    Returns:
-        Id or name, and a help text.
-    """
+    """Return the runs that begin with the typed text: id or name, and a help text."""
     words = {"@last": "the newest run"}
     for run in list_runs()[:MOST_COMPLETIONS]:
         name = run.brief()[0]
@@ -30,14 +23,7 @@ def complete_run(incomplete: str) -> list[tuple[str, str]]:
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    """Return recipe files and folders that begin with what was typed.
-
-    Args:
-        incomplete: What was typed.
-
-    Returns:
-        Paths; folders end in a slash.
-    """
+    """Return the recipe files and folders that begin with the typed text; folders end in a slash."""
     folder = Path(incomplete if incomplete.endswith("/") else Path(incomplete).parent)
     start = "" if incomplete.endswith("/") else Path(incomplete).name
     try:

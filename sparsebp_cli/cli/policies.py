@@ -1,4 +1,4 @@
-"""``sparsebp policies``: what can be put under ``policy:`` in a recipe."""
+"""``sparsebp policies``: the policies that a recipe can name under ``policy:``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _print_all(described: list[dict[str, Any]]) -> None:
 
     table = make_table("name", "kind", "options", "exact", "unbiased", "source")
     for column in table.columns[:2]:
-        column.no_wrap = True  # words to copy
+        column.no_wrap = True  # names to copy
     for line in described:
         own = [option["name"] for option in line["options"] if not option["common"]]
         cells = [line["name"], line["kind"], ", ".join(own) or "none", *_word_claims(line), line["source"]]
@@ -70,13 +70,9 @@ def _word_claims(line: dict[str, Any]) -> list[str]:
 
 
 def describe_policy(found: FoundPolicy) -> dict[str, Any]:
-    """Return what a recipe's author needs to know of a policy.
+    """Return a policy's properties for the author of a recipe, as plain values.
 
-    Args:
-        found: The policy.
-
-    Returns:
-        Plain values; ``exact`` and ``unbiased`` are None where they depend on options that have no default.
+    ``exact`` and ``unbiased`` are None where they depend on options that have no default.
     """
     line: dict[str, Any] = {"name": found.name, "kind": found.kind, "source": found.source, "problem": found.problem}
     line |= {"summary": "", "options": [], "exact": None, "unbiased": None}

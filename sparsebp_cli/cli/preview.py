@@ -1,4 +1,4 @@
-"""Rehearses the first step of a plan in a process of its own, which ends with all that it loaded."""
+"""Rehearses the first step of a plan in a process of its own, which frees everything that it loaded."""
 
 from __future__ import annotations
 
@@ -18,26 +18,20 @@ COMMAND = [sys.executable, "-m", "sparsebp_cli.worker.preview"]
 
 
 def preview(plan: Plan) -> list[str]:
-    """Return what a step costs against dense, and what choosing could gain at most; nothing is trained.
+    """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Nothing is
+    trained.
 
-    Args:
-        plan: Rehearsed on this machine, in one process, whatever its target is.
-
-    Returns:
-        One or two lines.
-
-    Raises:
-        UsageError: Model or data cannot be had as the recipe says.
-        RunFailedError: The process failed.
+    The plan is rehearsed on this machine in one process, whatever its target. Raises ``UsageError`` if model or data
+    cannot be loaded as the recipe says, ``RunFailedError`` if the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         command = [*COMMAND, str(plan.save(Path(folder)))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     try:
-        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise RunFailedError(f"the process that rehearses a step ended with {done.returncode}: {last}") from None
-    if "error" in told:
-        raise UsageError(told["error"]) if told["code"] == UsageError.exit_code else RunFailedError(told["error"])
-    return [str(line) for line in told["lines"]]
+    if "error" in answer:
+        raise UsageError(answer["error"]) if answer["code"] == UsageError.exit_code else RunFailedError(answer["error"])
+    return [str(line) for line in answer["lines"]]

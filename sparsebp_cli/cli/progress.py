@@ -1,4 +1,4 @@
-"""How far a run is: taken from its journal, record by record, and shown as one line or as a live picture."""
+"""The progress of a run, built up from the records of its journal and shown as one line or as a live picture."""
 
 from __future__ import annotations
 
@@ -22,21 +22,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 RECENT_STEPS = 50
-EACH_STEP = {TRAIN_LOSS.name, STEP_SECONDS.name}  # a step whose memory is watched tells no time
+EACH_STEP = {TRAIN_LOSS.name, STEP_SECONDS.name}  # a step whose memory is watched has no step time
 PHASES = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZER_SECONDS, "optimizer"))
 
 
 class Progress:
-    """The newest of every number, and when the end is to be expected."""
+    """The latest value of every metric, and the expected time to the end."""
 
     def __init__(self, name: str, run_id: str, max_steps: int) -> None:
-        """Begin with nothing known.
-
-        Args:
-            name: The recipe's.
-            run_id: The run's.
-            max_steps: Optimizer steps in all.
-        """
+        """Start without any record; ``max_steps`` are the optimizer steps in all."""
         self.name, self.run_id, self.max_steps = name, run_id, max_steps
         self.step = 0
         self.phase = "starting"
@@ -44,12 +38,8 @@ class Progress:
         self.first_eval: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
 
-    def take(self, record: Mapping[str, Any]) -> None:
-        """Take in one record of the journal.
-
-        Args:
-            record: As ``run.read`` yields it.
-        """
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Add one record of the journal."""
         match record["kind"]:
             case "attempt":
                 self._recent.clear()
@@ -67,7 +57,7 @@ class Progress:
                 self.phase = ""
 
     def seconds_left(self) -> float | None:
-        """Return the time to the end at the pace of the last steps, evaluations included; None when it is not known."""
+        """Return the time to the end at the pace of the last steps, evaluations included; None when unknown."""
         if len(self._recent) < 2:
             return None
         (begin, first), (end, last) = self._recent[0], self._recent[-1]
@@ -94,7 +84,7 @@ class Progress:
         return f"step {show_seconds(self.latest[STEP_SECONDS.name])}: {', '.join(parts)}"
 
     def line(self) -> str:
-        """Return everything in one plain line that fits 100 columns; the split of a step without its words."""
+        """Return everything in one plain line of at most 100 columns; the phases of a step without their names."""
         left, numbers = self.seconds_left(), self.numbers()
         parts = [
             f"step {self.step}/{self.max_steps}",
@@ -110,14 +100,7 @@ class Progress:
         return "  ".join(parts)
 
     def picture(self, spinner: RenderableType) -> RenderableType:
-        """Return a bar and two lines of numbers.
-
-        Args:
-            spinner: Turns while there is no number to show.
-
-        Returns:
-            Something that rich prints.
-        """
+        """Return a bar and two lines of numbers for rich; the spinner turns while there is no number."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

@@ -1,4 +1,4 @@
-"""What a run's backward executed and stored, module by module: the journal's proof as a table."""
+"""The journal's proof as a table: what a run's backward executed and stored, module by module."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ Row = dict[str, float | None]
 
 @dataclass
 class Modules:
-    """Modules of one name but for their layer's number.
-
-    Args:
-        name: With a star for the layers' name and number.
-        rows: One a module.
-    """
+    """Modules whose names differ only in the layer's number; ``name`` has a star in its place."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -44,25 +39,13 @@ class Modules:
 
 
 def read_rows(proof: Mapping[str, Any]) -> dict[str, Row]:
-    """Return a journal's proof by module.
-
-    Args:
-        proof: ``columns`` and ``modules``.
-
-    Returns:
-        Column to value, by module.
-    """
+    """Return a journal's proof as column to value, by module."""
     return {name: dict(zip(proof["columns"], row, strict=False)) for name, row in proof["modules"].items()}
 
 
 def gather(proof: Mapping[str, Any]) -> Iterator[Modules]:
-    """Put the modules of all layers together.
-
-    Args:
-        proof: ``columns`` and ``modules``.
-
-    Yields:
-        Modules: Those that computed or stored anything, those of largest dense backward first.
+    """Group the modules of all layers, and yield those that computed or stored anything, largest dense backward
+    first.
     """
     found: dict[str, Modules] = {}
     for name, row in read_rows(proof).items():
@@ -74,15 +57,7 @@ def gather(proof: Mapping[str, Any]) -> Iterator[Modules]:
 
 
 def proof_table(proof: Mapping[str, Any], step: int) -> Table:
-    """Return a table for the terminal.
-
-    Args:
-        proof: ``columns`` and ``modules``.
-        step: When it was counted.
-
-    Returns:
-        A table of rich; the shares are of the dense pass on the same batch.
-    """
+    """Return the proof of this step as a table of rich; shares are of the dense pass on the same batch."""
     gathered = list(gather(proof))
     columns = {
         "FLOP": [_count(modules.sum("backward_flops")) for modules in gathered],

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats numbers for people."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def show_share(share: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Format with three digits, without an exponent."""
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if abs(value) < 99.95 else f"{value:.0f}"

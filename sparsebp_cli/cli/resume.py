@@ -1,4 +1,4 @@
-"""``sparsebp resume``: go on where a run was left."""
+"""``sparsebp resume``: continue a run from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from sparsebp_cli.cli.follow import conclude, follow_all
+from sparsebp_cli.cli.follow import follow_all, print_end
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Detach, ManyRuns
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored import find_all
-from sparsebp_cli.cli.submitted import submit_all
+from sparsebp_cli.cli.stored_run import find_all
+from sparsebp_cli.cli.submission import submit_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 
@@ -51,15 +51,15 @@ def resume(
         if detach:
             for job in jobs:
                 print_line(job.run.run_id)
-            # One that has come to its end, or whose target does not answer, is told as without --detach.
-            codes = [conclude(job) for job in jobs if job.status() not in {State.QUEUED, State.RUNNING}]
+            # For a run that is over, or whose target does not answer, print the same as without --detach.
+            codes = [print_end(job) for job in jobs if job.status() not in {State.QUEUED, State.RUNNING}]
             raise typer.Exit(next((code for code in codes if code), 0))
         code = follow_all(jobs, interrupts, seen=seen)
     raise typer.Exit(code)
 
 
 def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
-    """A run that somebody stopped for good goes on only if somebody says so; no run is started before all are asked."""
+    """Ask whether to resume runs that were cancelled, all of them before any run is started."""
     names = [folder.run_id for folder in folders if folder.state() is State.CANCELLED]
     if names:
         shown, word = " ".join(names), "were" if len(names) > 1 else "was"
@@ -67,7 +67,7 @@ def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
 
 
 def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
-    """Write into the journal which changes the next attempt accepts. It travels with the run to wherever that is."""
+    """Write the changes that the next attempt accepts into the journal, which goes with the run to its target."""
     if not folder.state().over:
         raise RunBusyError(f"run {folder.run_id} is {folder.state()}: changes are allowed to a run that is over")
     with folder.lock("target"), JournalWriter(folder.path) as journal:

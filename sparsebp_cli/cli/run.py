@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli.cli.checked import load_checked
 from sparsebp_cli.cli.follow import follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.option import Changes, Detach, Like, OptionalRecipes, Seeds
+from sparsebp_cli.cli.recipe_check import load_checked
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored import find_one
-from sparsebp_cli.cli.submitted import check_plans, submit_all
+from sparsebp_cli.cli.stored_run import find_one
+from sparsebp_cli.cli.submission import check_plans, submit_all
 from sparsebp_cli.cli.sweep import add_baselines, check_sweep
 from sparsebp_cli.cli.targets import complete_target
 from sparsebp_cli.errors import UsageError
@@ -81,15 +81,10 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 
 def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | None) -> list[Plan]:
-    """Resolve recipes, every one before any is started.
+    """Make the plans of all recipes before any is started: all seeds of the first recipe, then those of the second.
 
-    Args:
-        recipes: Files; of a ``plan.json``, the recipe that it keeps.
-        changes: ``--set`` options, applied to each.
-        seeds: One plan for each of these; None: the recipe's own seed.
-
-    Returns:
-        The plans: all seeds of the first recipe, then those of the second.
+    A ``plan.json`` stands for its recipe; ``--set`` changes apply to each. Without ``seeds``, one plan with the
+    recipe's own seed.
     """
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds, with_seed
@@ -105,8 +100,8 @@ def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | Non
 
 def _find_recipes(recipes: Sequence[Path], like: str | None) -> list[Path]:
     if (like is None) == (not recipes):
-        told = "both" if recipes else "neither"
-        raise UsageError(f"run needs recipe files, or --like RUN for the recipe of a stored run; got {told}")
+        given = "both" if recipes else "neither"
+        raise UsageError(f"run needs recipe files, or --like RUN for the recipe of a stored run; got {given}")
     return [find_one(like).plan_file] if like is not None else list(recipes)
 
 

@@ -1,4 +1,4 @@
-"""``sparsebp runs``: what was run on this machine."""
+"""``sparsebp runs``: the runs of this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
-from sparsebp_cli.cli.stored import describe_policies, read_plan
+from sparsebp_cli.cli.stored_run import describe_policies, read_plan
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.run import RunFolder, home, list_runs
 from sparsebp_cli.run.journal import describe_unreadable, find_outline
@@ -36,7 +36,7 @@ def runs(
     table = make_table(
         "run", "name", "policy", "state", "step", "eval loss", "age", numbers=("step", "eval loss", "age")
     )
-    for column in table.columns:  # an id is copied whole, a number is read whole
+    for column in table.columns:  # never wrap an id, which is copied, or a number
         column.no_wrap = column.header in {"run", "step", "eval loss"}
     for line in lines:
         loss = "" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
@@ -53,14 +53,7 @@ def runs(
 
 
 def describe_run(folder: RunFolder) -> dict[str, Any]:
-    """Return what is known of a run, for a line of the table.
-
-    Args:
-        folder: The run.
-
-    Returns:
-        Plain values; a damaged plan gives a line with state ``damaged``.
-    """
+    """Return a run's line of the table as plain values; the state of a run with a damaged plan is ``damaged``."""
     line: dict[str, Any] = {"run_id": folder.run_id, "name": "?", "policy": "?", "state": "damaged"}
     line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}
     line["problem"] = ""

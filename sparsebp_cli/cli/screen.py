@@ -1,8 +1,8 @@
-"""Where everything is printed: results on standard output, the rest on standard error.
+"""Prints everything: results on standard output, the rest on standard error.
 
-Much of what is printed was written elsewhere: by a run's worker, by a store, by another machine. So whatever goes
-through here has its control characters and marks of writing direction written out, and nothing in it is read as markup
-or as the name of an emoji: colours are those of `Text` and of styles alone.
+Many of the texts come from elsewhere: a run's worker, a store, another machine. So everything that is printed here has
+its control characters and marks of writing direction escaped, and nothing in it is read as markup or as the name of an
+emoji; only `Text` and styles set colours.
 """
 
 from __future__ import annotations
@@ -27,56 +27,31 @@ WIDTH_WITHOUT_TERMINAL = 100
 
 
 class Output(StrEnum):
-    """How a verb gives its result."""
+    """Output formats of most verbs."""
 
     TABLE = "table"
     JSON = "json"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return where to print: as wide as the terminal, 100 columns where there is none.
-
-    Args:
-        stderr: Standard error in place of standard output.
-
-    Returns:
-        A console of rich.
-    """
+    """Return a console of rich, as wide as the terminal, or 100 columns where there is none."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else WIDTH_WITHOUT_TERMINAL
     return _console_class()(stderr=stderr, width=width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 def print_line(text: str, *, stderr: bool = False) -> None:
-    """Print plain text that is never wrapped: it may go into a pipe.
-
-    Args:
-        text: What to print.
-        stderr: On standard error.
-    """
+    """Print plain text that is never wrapped, because it may go into a pipe."""
     print(make_visible(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
 def print_json(content: Any) -> None:
-    """Print JSON for another program.
-
-    Args:
-        content: Anything that JSON can hold; other values become text, numbers that are not finite null.
-    """
+    """Print JSON for another program; unknown values become text, numbers that are not finite null."""
     print_line(json.dumps(_finite(content), indent=2, default=str, ensure_ascii=False, allow_nan=False))
 
 
 def make_table(*columns: str, numbers: Sequence[str] = (), title: str = "") -> Table:
-    """Return an empty table in the house's looks.
-
-    Args:
-        *columns: Headings.
-        numbers: Headings of the columns that hold numbers, aligned to the right.
-        title: Above it.
-
-    Returns:
-        A table of rich.
-    """
+    """Return an empty table with these headings; columns named in ``numbers`` are aligned to the right."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -88,7 +63,7 @@ def make_table(*columns: str, numbers: Sequence[str] = (), title: str = "") -> T
 
 @cache
 def _console_class() -> type[Console]:
-    """Return a console of rich that writes out control characters in what it prints; its own commands stay."""
+    """Return a console of rich that escapes control characters in the texts, but not in rich's own commands."""
     from rich.console import Console
 
     class VisibleConsole(Console):

@@ -1,4 +1,4 @@
-"""``sparsebp show``: everything about one run."""
+"""``sparsebp show``: all data of one run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sparsebp_cli.cli.memory import draw_run_memory, memory_table
 from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
 from sparsebp_cli.cli.screen import console, print_json, print_line
-from sparsebp_cli.cli.stored import find_one, read_plan
+from sparsebp_cli.cli.stored_run import find_one, read_plan
 from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
 
 
-class Form(StrEnum):
-    """How a run is shown."""
+class ShowFormat(StrEnum):
+    """Output formats of a run."""
 
     TABLE = "table"
     JSON = "json"
@@ -29,8 +29,9 @@ class Form(StrEnum):
 def show(
     run: OneRun,
     output: Annotated[
-        Form, typer.Option("-o", "--output", help="For people; JSON: everything; YAML: the recipe alone, for diff.")
-    ] = Form.TABLE,
+        ShowFormat,
+        typer.Option("-o", "--output", help="For people; JSON: everything; YAML: the recipe alone, for diff."),
+    ] = ShowFormat.TABLE,
     layers: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Only draw kept share and fidelity by layer and step (.png, .svg, .pdf)."),
@@ -49,25 +50,16 @@ def show(
     if layers is not None or memory is not None:
         return
     plan, history = read_plan(folder), History.load(folder.path)
-    if output is Form.YAML:
+    if output is ShowFormat.YAML:
         print_line(_to_yaml(plan["recipe"]))
-    elif output is Form.JSON:
+    elif output is ShowFormat.JSON:
         print_json(describe(folder, plan, history))
     else:
         _print(folder, plan, history)
 
 
 def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[str, Any]:
-    """Return everything about a run as plain data.
-
-    Args:
-        folder: The run.
-        plan: As it is stored.
-        history: Its journal.
-
-    Returns:
-        What ``-o json`` prints.
-    """
+    """Return everything about a run as plain data, for ``-o json``."""
     metrics = {}
     for name in sorted(history.metrics):
         series = history.series(name)

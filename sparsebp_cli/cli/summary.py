@@ -1,4 +1,4 @@
-"""What a finished run comes to: one small table, and the command to type next."""
+"""The summary of a finished run: one small table, and the command to type next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
-from sparsebp_cli.cli.stored import describe_policies, read_recipe
+from sparsebp_cli.cli.stored_run import describe_policies, read_recipe
 from sparsebp_cli.run import History, RunFolder, list_runs, metric
 from sparsebp_cli.run.metric import Metric
 
@@ -43,15 +43,9 @@ STEP_MEMORY = (
 
 
 def summarise(run: RunFolder, *, together: int = 0, warning: str = "") -> RenderableType:
-    """Return a table of what a run has shown.
+    """Return the summary for rich. ``warning`` is a problem apart from the run, such as metrics that were not sent.
 
-    Args:
-        run: The run.
-        together: It is the last of so many that one command ran: what to type next is named; 0: nothing is.
-        warning: What went wrong beside the run, such as numbers that were not sent; empty when nothing did.
-
-    Returns:
-        Something that rich prints.
+    ``together`` is the number of runs of this command after its last one, which names the next command; else 0.
     """
     from rich.console import Group
     from rich.table import Table
@@ -76,14 +70,7 @@ def summarise(run: RunFolder, *, together: int = 0, warning: str = "") -> Render
 
 
 def summary_rows(history: History) -> Iterator[tuple[str, str]]:
-    """Yield what is known, as label and text.
-
-    Args:
-        history: Of the run.
-
-    Yields:
-        Label, text.
-    """
+    """Yield the known values of a run as label and text."""
     for key, label in ((metric.EVAL_LOSS, "eval loss"), (metric.EVAL_ACCURACY, "eval accuracy")):
         if values := list(history.series(key.name).values()):
             yield label, f"{values[0]:.4f} -> {values[-1]:.4f}"
@@ -108,7 +95,7 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
 
 
 def _proof(history: History) -> str:
-    """Held against the claim at every probe: one that was not kept is told whenever it was."""
+    """Describe the proof; a claim that any probe found broken is reported whenever it was."""
     claimed, executed = history.last(metric.CLAIMED_SHARE.name), history.last(metric.EXECUTED_SHARE.name)
     parts = []
     if claimed is not None and executed is not None:
@@ -122,7 +109,7 @@ def _proof(history: History) -> str:
 
 
 def _fidelity(history: History) -> str:
-    """Medians over the steps, as a comparison shows them; one step alone may be an unusual one."""
+    """Describe medians over the steps, as a comparison does: a single step may be unusual."""
     parts = [f"{word} {value:.4f}" for which, word in FIDELITY if (value := history.median(which.name)) is not None]
     bias, chance, variance = (
         history.median(which.name) for which in (metric.BIAS, metric.BIAS_STANDARD_ERROR, metric.VARIANCE)
@@ -153,14 +140,16 @@ def _training(history: History) -> str:
 
 
 def _after_warmup(history: History, key: Metric) -> list[float]:
-    """The first steps of every attempt are slower; a run of nothing but warm-up is shown all the same."""
+    """Leave out the first steps of every attempt, which are slower; a run of warm-up steps alone keeps them."""
     warmup, series = int(history.facts.get("warmup_steps", 0)), history.series(key.name)
     cold = {step for _, start in history.warm for step in range(start + 1, start + 1 + warmup)}
     return [value for step, value in series.items() if step not in cold] or list(series.values())
 
 
 def _speed(history: History) -> str:
-    """Probes time dense and policy in turn: the median of them, for a single one may have been disturbed."""
+    """Describe the median over the probes, which time dense and policy in turn: a single one may have been
+    disturbed.
+    """
     speedups, shares = (list(history.series(key.name).values()) for key in (metric.SPEEDUP, metric.REALISED_SHARE))
     ceiling = history.last(metric.CEILING.name)
     parts = [f"{median(speedups):.2f}x against dense in this run"] if speedups else []

@@ -1,4 +1,4 @@
-"""Several runs in one command: dense ones beside sparse ones, in an order that is fair to both."""
+"""Several runs in one command: interleaves dense and sparse runs in an order that is fair to both."""
 
 from __future__ import annotations
 
@@ -17,21 +17,11 @@ MakePlans = Callable[[Sequence[Path], Sequence[str], "str | None"], "list[Plan]"
 def add_baselines(
     plans: Sequence[Plan], make_plans: MakePlans, recipes: Sequence[Path], changes: Sequence[str]
 ) -> list[Plan]:
-    """Put beside each plan the dense one of the same recipe and seed, and interleave the two.
+    """Add the dense plan of the same recipe and seed to each plan, and interleave the two.
 
-    A machine drifts: it grows warm, others use it. So dense and sparse take turns, and who is first changes each time.
-
-    Args:
-        plans: All seeds of the first recipe, then those of the second.
-        make_plans: Makes plans of recipes, changes and seeds.
-        recipes: Their files.
-        changes: Made to each.
-
-    Returns:
-        The plans and their baselines, one baseline for all that share it.
-
-    Raises:
-        UsageError: Every plan is dense already.
+    A machine drifts: it gets warm, and others use it. So dense and sparse alternate, and the first of a pair changes
+    each time. ``plans`` are all seeds of the first recipe, then those of the second; plans with the same baseline share
+    it. Raises ``UsageError`` if every plan is dense already.
     """
     num_seeds = len(plans) // len(recipes)
     ordered: list[Plan] = []
@@ -48,20 +38,12 @@ def add_baselines(
         ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
     if len(ordered) == len(plans):
         raise UsageError("--with-baseline: every recipe is dense or has its dense one beside it already")
-    times = sorted(plan.created for plan in ordered)  # runs are listed in the order in which they go
+    times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep it their order of start
     return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]
 
 
 def check_sweep(max_parallel: int, *, with_baseline: bool) -> None:
-    """Refuse what would make a comparison unfair.
-
-    Args:
-        max_parallel: Runs at once.
-        with_baseline: Whether dense and sparse are interleaved.
-
-    Raises:
-        UsageError: Both are asked for.
-    """
+    """Raise ``UsageError`` for parallel runs with interleaved baselines, which would make step times unfair."""
     if with_baseline and max_parallel > 1:
         raise UsageError("--with-baseline interleaves on one device, one run at a time; it takes no --max-parallel")
 

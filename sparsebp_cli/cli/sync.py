@@ -1,4 +1,4 @@
-"""``sparsebp sync``: send to the tracking store what it has not got yet."""
+"""``sparsebp sync``: send the missing data of runs to the tracking store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typer
 
 from sparsebp_cli.cli.option import RUN_HELP, complete_run
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored import find_all
+from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import TrackingError, UsageError
 from sparsebp_cli.run import list_runs
 

@@ -1,4 +1,4 @@
-"""``sparsebp targets``: where plans can be run, and whether that works."""
+"""``sparsebp targets``: the targets for plans, and whether they work."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 class Action(StrEnum):
-    """What is done with targets."""
+    """Actions on targets."""
 
     CHECK = "check"
 
 
 def complete_target(incomplete: str) -> list[str]:
-    """Return kinds and names that begin with what was typed.
-
-    Args:
-        incomplete: What was typed.
-
-    Returns:
-        Names.
-    """
+    """Return the kinds and names that begin with the typed text."""
     return [line["name"] for line in describe_targets() if line["name"].startswith(incomplete)]
 
 
@@ -56,7 +49,7 @@ def targets(
 
 
 def describe_targets() -> list[dict[str, Any]]:
-    """Return every kind that is installed and every target that has a name, as plain values."""
+    """Return every installed kind and every named target as plain values."""
     from sparsebp_cli.recipe.target import find_targets, named_targets
 
     lines: list[dict[str, Any]] = []

@@ -29,13 +29,13 @@ def ui(
 
     chosen = find_port(port)
     command = ui_command(resolve_uri(None), chosen)
-    # Not in the user's working folder: a server of Python may take modules from there.
+    # Not in the user's working folder, from which the server could import modules.
     process = subprocess.Popen(command, cwd=home() if home().is_dir() else "/", env=os.environ | ui_environment())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
     try:
         while process.poll() is None and not is_listening(process.pid, chosen):
             time.sleep(POLL_SECONDS)
-        if process.poll() is None:  # it is our server that answers there, and nobody else's
+        if process.poll() is None:  # the listener is this server, not one of another process
             print_line(f"http://127.0.0.1:{chosen} (Ctrl-C ends it)")
         code = process.wait()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``sparsebp run --until-ci``: more seeds, until a margin is decided or the seeds or the time are spent."""
+"""``sparsebp run --until-ci``: adds seeds until a margin is decided, or seeds or time run out."""
 
 from __future__ import annotations
 
@@ -24,20 +24,12 @@ Execute = Callable[[Sequence["Plan"]], int]
 def run_until(
     condition: str, seeds: str | None, max_minutes: float | None, make_plans: MakePlans, execute: Execute
 ) -> int:
-    """Run recipes with more and more seeds.
+    """Run recipes with more and more seeds until ``METRIC=MARGIN`` is decided.
 
-    Args:
-        condition: ``METRIC=MARGIN``.
-        seeds: Those that may be used; None: ten.
-        max_minutes: No further round begins after so long; None: no limit.
-        make_plans: A list of seeds to the plans of all recipes.
-        execute: Runs plans to their end; returns the exit code.
-
-    Returns:
-        0 when every group is decided or nothing is left to spend, else the code of the run that did not finish.
-
-    Raises:
-        UsageError: There are too few seeds, nothing to hold against the baseline, or the metric has no direction.
+    ``seeds`` may be used, None: ten. No further round starts after ``max_minutes``. ``make_plans`` makes the plans of
+    all recipes from a list of seeds; ``execute`` runs plans to their end and returns the exit code. Returns 0 when
+    every group is decided or nothing is left to spend, else the exit code of the run that did not finish. Raises
+    ``UsageError`` for too few seeds, no recipe besides the baseline, or a metric without a better direction.
     """
     from sparsebp_cli.compare import parse_margin
     from sparsebp_cli.compare.direction import better
@@ -53,7 +45,7 @@ def run_until(
     if not better(metric):
         raise UsageError(f"--until-ci: whether more of {metric} is better is not known")
     first = make_plans(str(pool[0]))
-    baseline, *groups = _order(first)
+    baseline, *groups = _baseline_first(first)
     if not groups:
         raise UsageError("--until-ci compares: give a recipe for the baseline and one beside it")
     trial = Trial(groups, len(pool), margin, worse_is_up=better(metric) == "lower")
@@ -70,19 +62,19 @@ def run_until(
         chosen = [runs[key] for plan in plans if (key := (plan.group, plan.recipe.training.seed)) in runs]
         made = (*made, count)
         looks = Looks(metric, margin, baseline, tuple(groups), tuple(pool), made)
-        trial.answers = _look(looks, chosen)
+        trial.answers = _compare_at(looks, chosen)
         if not trial.open:
             break
         if max_minutes is not None and time.monotonic() - began > 60.0 * max_minutes:
             print_line(f"--max-minutes {max_minutes:g} are over; {len(trial.open)} not decided", stderr=True)
             break
-    _send(chosen)
-    _tell(trial, {plan.group: plan.recipe.name for plan in first}, metric)
+    _send_looks(chosen)
+    _print_answers(trial, {plan.group: plan.recipe.name for plan in first}, metric)
     return 0
 
 
-def _order(plans: Sequence[Plan]) -> list[str]:
-    """The groups of the plans, the first whose policies are all exact in front: compare's own rule."""
+def _baseline_first(plans: Sequence[Plan]) -> list[str]:
+    """The groups of the plans, first the one whose policies are all exact, by the rule of compare."""
     from sparsebp_cli.policy import make_policy
 
     groups = list(dict.fromkeys(plan.group for plan in plans))
@@ -93,7 +85,7 @@ def _order(plans: Sequence[Plan]) -> list[str]:
 
 
 def _finished() -> dict[tuple[str, int], RunFolder]:
-    """Group and seed to the first finished run, the one that counts: what is there is not run again."""
+    """Group and seed to the first finished run, which is the one that counts and is not repeated."""
     from sparsebp_cli.errors import RunNotFoundError
     from sparsebp_cli.plan import Plan
 
@@ -108,8 +100,10 @@ def _finished() -> dict[tuple[str, int], RunFolder]:
     return found
 
 
-def _look(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse | None]:
-    """Ask compare, which reads the looks from the runs: its answer and this one are the same."""
+def _compare_at(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse | None]:
+    """Save the looks into the runs and compare them; ``sparsebp compare`` reads the looks there and answers the
+    same.
+    """
     from sparsebp_cli.compare import compare_runs
 
     for run in runs:
@@ -119,7 +113,7 @@ def _look(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse | None]
     return {group: answers.get(group) for group in looks.groups}
 
 
-def _send(runs: Sequence[RunFolder]) -> None:
+def _send_looks(runs: Sequence[RunFolder]) -> None:
     """Send the looks to the stores that have the runs, so that a comparison there gives the same answer."""
     from sparsebp_cli.tracking import sync
     from sparsebp_cli.tracking.sent import FILE
@@ -129,7 +123,7 @@ def _send(runs: Sequence[RunFolder]) -> None:
             print_line(f"warning: {run.run_id}: {advice}", stderr=True)
 
 
-def _tell(trial: Trial, names: dict[str, str], metric: str) -> None:
+def _print_answers(trial: Trial, names: dict[str, str], metric: str) -> None:
     for group, found in trial.answers.items():
         answer = "inconclusive" if found is None else found.answer
         more = f"; about {found.more_seeds} seeds more would decide" if found and found.more_seeds else ""

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from sparsebp_cli.cli.checked import load_checked
 from sparsebp_cli.cli.option import Changes, Recipes, Seeds
+from sparsebp_cli.cli.recipe_check import load_checked
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored import describe_policies
+from sparsebp_cli.cli.stored_run import describe_policies
 from sparsebp_cli.errors import SparseBPError, UsageError
 
 Probing = Annotated[

@@ -1,7 +1,7 @@
-"""Several runs side by side: what they differ in, how good, how fast, how large, and what may be concluded."""
+"""Compares runs: differences of their recipes, quality, speed, memory, and the statements that the numbers allow."""
 
 from sparsebp_cli.compare.build import compare_runs
-from sparsebp_cli.compare.choose import Candidate, choose, find_outcomes, local_candidates, tell_left_out
+from sparsebp_cli.compare.choose import RunCandidate, choose, describe_left_out, find_outcomes, local_candidates
 from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
 from sparsebp_cli.compare.gate import check
 from sparsebp_cli.compare.grouping import Grouping
@@ -19,18 +19,19 @@ from sparsebp_cli.compare.view import View
 __all__ = [
     "FORMATS",
     "REPORT_CURVES",
-    "Candidate",
     "Comparison",
     "Group",
     "Grouping",
     "LoadedRun",
     "Question",
     "Reducer",
+    "RunCandidate",
     "RunLine",
     "View",
     "check",
     "choose",
     "compare_runs",
+    "describe_left_out",
     "find_outcomes",
     "load_all",
     "local_candidates",
@@ -39,6 +40,5 @@ __all__ = [
     "render",
     "store_candidates",
     "table",
-    "tell_left_out",
     "write_report",
 ]

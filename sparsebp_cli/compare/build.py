@@ -11,7 +11,7 @@ from sparsebp_cli.compare.busy import find_busy
 from sparsebp_cli.compare.change import find_changes, thin
 from sparsebp_cli.compare.comparison import Comparison, Control, Group, RunLine
 from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_sources, find_warnings
-from sparsebp_cli.compare.control import EQUAL_COST, Search, find_controls
+from sparsebp_cli.compare.control import EQUAL_COST, ControlSearch, find_controls
 from sparsebp_cli.compare.equal import compare_at_equal, find_unequal
 from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
 from sparsebp_cli.compare.family import CLAIMS, Family, correct_family, count_statements
@@ -34,15 +34,15 @@ from sparsebp_cli.compare.question import (
 )
 from sparsebp_cli.compare.reach import Goal, find_common_steps, measure_reach
 from sparsebp_cli.compare.statistics import Difference, correct_all, paired_difference, spread
-from sparsebp_cli.compare.verdict import Doubts, give_verdict, tell_lost
+from sparsebp_cli.compare.verdict import Doubts, describe_lost, give_verdict
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
 DIVERGED = "diverged"
-NO_CHANGE = ("name", "policy.", "tracking.", "target.", "checkpoint.", "measure.")  # of which a result does not depend
-BROKEN = 1e150  # its square is no number any more: a run that came to this has diverged as well as one at infinity
-MOST_POINTS_IN_ALL = 40_000  # of one metric over all runs: what a page can hold
+NO_CHANGE = ("name", "policy.", "tracking.", "target.", "checkpoint.", "measure.")  # keys that do not change a result
+BROKEN = 1e150  # its square overflows, so a run that reached it counts as diverged
+MOST_POINTS_IN_ALL = 40_000  # points of one metric over all runs that a page can hold
 
 
 def compare_runs(
@@ -53,20 +53,11 @@ def compare_runs(
     metric: str | None = None,
     margin: float | None = None,
 ) -> Comparison:
-    """Compare runs: those that differ only in seed form a group, and each group is held against the baseline.
+    """Compare runs: those that differ only in seed form a group, and each group is compared with the baseline.
 
-    Args:
-        runs: Any runs, in the order in which groups are to be shown.
-        question: What is asked; None: the usual. The three others stand in for its fields of the same name.
-        baseline: See :class:`Question`.
-        metric: See :class:`Question`.
-        margin: See :class:`Question`.
-
-    Returns:
-        Everything that is shown, as plain data.
-
-    Raises:
-        UsageError: There are no runs, or the baseline or a metric is not among theirs.
+    Groups are shown in the order of the runs. ``baseline``, ``metric`` and ``margin`` replace the fields of
+    :class:`Question` with these names. Raises ``UsageError`` if there are no runs, or none has the baseline or the
+    metric.
     """
     question = question or Question(baseline, metric, margin)
     loaded = load(runs, question.grouping)
@@ -81,19 +72,19 @@ def compare_runs(
 
 
 class _Builder:
-    """What the parts of a comparison share."""
+    """The state that the parts of a comparison share."""
 
     def __init__(self, loaded: list[LoadedRun], members: Members, first: str, usual: str, question: Question) -> None:
         self.loaded, self.members, self.first, self.question = loaded, members, first, question
         self.usual = usual
         self.metric = choose_metric(loaded, question)
         for name in question.curves:
-            if name not in names.METRICS:  # one of ours that these runs do not have is an empty curve
+            if name not in names.METRICS:  # a metric of SparseBP that these runs lack gives an empty curve instead
                 check_logged(loaded, name, "--curves")
         self.way = choose_way(question, self.metric)
         self.labels = label_groups(members)
         self.values = {run.run_id: self._reduce(run) for run in loaded}
-        self.reasons = {run.run_id: self._why_not(run) for run in loaded}
+        self.reasons = {run.run_id: self._exclusion_reason(run) for run in loaded}
         self.counted = {g: [run for run in some if not self.reasons[run.run_id]] for g, some in members.items()}
         self.course = find_course(self.metric)
 
@@ -101,8 +92,8 @@ class _Builder:
         groups = [self._measure(group) for group in self.members]
         groups = self._correct(groups)
         controls = self._find_controls()
-        groups = [self._hold_at_equal(group, groups[0], controls) for group in groups]
-        groups = [self._conclude(group, groups[0], controls) for group in groups]
+        groups = [self._compare_at_equal(group, groups[0], controls) for group in groups]
+        groups = [self._add_verdict(group, groups[0], controls) for group in groups]
         return Comparison(
             schema=3,
             metric=self.metric,
@@ -120,8 +111,8 @@ class _Builder:
             warnings=(
                 *self._other_examples(),
                 *self._mixed(),
-                *self._tell_baseline(),
-                *self._tell_repeats(),
+                *self._baseline_warnings(),
+                *self._repeat_warnings(),
                 *find_warnings(self.loaded, groups, self.metric),
             ),
         )
@@ -132,7 +123,7 @@ class _Builder:
             values = [value for step, value in run.series(self.metric).items() if step in steps]
         return self.question.reducer.reduce(values, higher_is_better=self.way == "higher")
 
-    def _why_not(self, run: LoadedRun) -> str:
+    def _exclusion_reason(self, run: LoadedRun) -> str:
         """Why a run is not in its group's numbers; empty when it is."""
         if run.missing_steps:
             return f"half sent: the store has {run.steps} of {run.steps_planned} steps; `sparsebp sync` sends the rest"
@@ -151,7 +142,7 @@ class _Builder:
 
     def _difference(self, group: str, other: str) -> Difference | None:
         if have_other_examples(self.counted[group], self.counted[other]):
-            return None  # two means of different things: what lies between them is no difference of the models
+            return None  # means over different examples: their difference is not one of the models
         common = self._common_steps(group, other)
 
         def value(run: LoadedRun) -> float | None:
@@ -161,7 +152,9 @@ class _Builder:
         return paired_difference(here, there)
 
     def _preference(self, group: str, other: str) -> Difference | None:
-        """The difference by which a choice between runs is made: on the validation split, not the one reported."""
+        """The difference by which one of several runs is chosen: on the validation split, where the test split is
+        reported.
+        """
         if self.course == self.metric or have_other_examples(self.counted[group], self.counted[other]):
             return self._difference(group, other)
 
@@ -172,7 +165,9 @@ class _Builder:
         return paired_difference(here, there)
 
     def _common_steps(self, group: str, other: str) -> set[int] | None:
-        """The steps at which all runs of both were evaluated, where the reducer looks at several and theirs differ."""
+        """The steps at which all runs of both groups were evaluated, if the reducer needs several and the groups'
+        steps differ.
+        """
         if self.question.reducer.kind == "final":
             return None
         steps = [set(run.series(self.metric)) for g in (group, other) for run in self.counted[g]]
@@ -188,7 +183,7 @@ class _Builder:
         return [run for run in runs if self.reasons[run.run_id].startswith(DIVERGED) and not run.repeats]
 
     def _withhold(self, group: str, decision: NotWorse | None) -> NotWorse | None:
-        """A run that diverged is worse than any margin; of one that did not finish nobody knows."""
+        """Withhold an answer about survivors: a diverged run is worse than any margin, an unfinished one is unknown."""
         if self.question.margin is None or have_other_examples(self.counted[group], self.counted[self.first]):
             return decision
         seeds = {run.seed for run in self.counted[group]}
@@ -197,8 +192,10 @@ class _Builder:
         over = [run for run in self.members[group] if run.state.over and not run.repeats and run.seed not in seeds]
         return withhold(decision, self.question.margin, len(diverged), len(over) - len(diverged))
 
-    def _tell_repeats(self) -> list[str]:
-        """Every value of a seed that was run more than once: how far repeating it alone moves the result."""
+    def _repeat_warnings(self) -> list[str]:
+        """List every value of a seed that was run more than once, to show how much repeating it alone changes the
+        result.
+        """
         lines = []
         for group, runs in self.members.items():
             for first in (run for run in runs if any(other.repeats == run.run_id for other in runs)):
@@ -212,7 +209,7 @@ class _Builder:
                 )
         return lines
 
-    def _tell_baseline(self) -> list[str]:
+    def _baseline_warnings(self) -> list[str]:
         if self.usual == self.first:
             return []
         return [
@@ -273,7 +270,9 @@ class _Builder:
         )
 
     def _correct(self, groups: Sequence[Group]) -> list[Group]:
-        """Several groups against one baseline are several chances, and so are quality, step time and memory."""
+        """Correct for several chances: several groups against one baseline, and quality, step time and memory of
+        each.
+        """
         claims = ([g.quality.difference for g in groups], [g.speed.step_ratio for g in groups])
         kinds = (*claims, [group.cost.peak_ratio for group in groups])
         quality, step, peak = correct_family(kinds, ratios=(False, True, True))
@@ -283,8 +282,8 @@ class _Builder:
         decisions: list[NotWorse | None] = [None] * len(groups)
         if self.question.margin is not None:
             decisions = decide_all(quality, self.question.margin, worse_is_up=self.way == "lower")
-            asked = self._ask_trial()
-            decisions = [asked.get(g.group, d) if d else d for g, d in zip(groups, decisions, strict=True)]
+            answers = self._trial_answers()
+            decisions = [answers.get(g.group, d) if d else d for g, d in zip(groups, decisions, strict=True)]
         decisions[1:] = [self._withhold(g.group, d) for g, d in zip(groups[1:], decisions[1:], strict=True)]
         return [
             replace(
@@ -302,11 +301,11 @@ class _Builder:
             for i, group in enumerate(groups)
         ]
 
-    def _ask_trial(self) -> dict[str, NotWorse | None]:
-        """The answers of a trial that asked the same: whoever looked several times may not look once more at 5%."""
-        asked = {run.looks for run in self.loaded if run.looks is not None and not self.reasons[run.run_id]}
+    def _trial_answers(self) -> dict[str, NotWorse | None]:
+        """The answers of a trial with this question, after whose looks one more test at 5% would be wrong."""
+        trials = {run.looks for run in self.loaded if run.looks is not None and not self.reasons[run.run_id]}
         wanted = (self.metric, self.question.margin, self.first)
-        same = [looks for looks in asked if (looks.metric, looks.margin, looks.baseline) == wanted]
+        same = [looks for looks in trials if (looks.metric, looks.margin, looks.baseline) == wanted]
         if self.question.reducer.kind != "final":
             return {}
         values = {g: by_seed(some, lambda run: self.values[run.run_id]) for g, some in self.counted.items()}
@@ -340,17 +339,19 @@ class _Builder:
     def _find_controls(self) -> tuple[Control, ...]:
         sign = {"lower": 1.0, "higher": -1.0}.get(self.way, 0.0)
         controls = find_controls(
-            Search(self.members, self.counted, self.labels, self._difference, self._preference, sign)
+            ControlSearch(self.members, self.counted, self.labels, self._difference, self._preference, sign)
         )
         corrected: dict[int, Difference | None] = {}
-        # Of dense at equal cost the best is named: its p value has to count all that it was chosen from.
+        # The best dense control at equal cost is chosen from several, so its p value is corrected for all of them.
         for kinds in (("dense",), ("random",), EQUAL_COST):
             places = [i for i, control in enumerate(controls) if control.kind in kinds]
             corrected |= dict(zip(places, correct_all([controls[i].difference for i in places]), strict=True))
         return tuple(replace(control, difference=corrected[i]) for i, control in enumerate(controls))
 
-    def _hold_at_equal(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
-        """Pair by pair: what a third group had changes nothing. Controls of equal cost are in a table of their own."""
+    def _compare_at_equal(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
+        """Compare pairs of groups, so that a third group changes nothing. Controls of equal cost have a table of
+        their own.
+        """
         held = [baseline.label] if not group.baseline else []
         held += [c.found for c in controls if c.group == group.group and c.found and c.kind not in EQUAL_COST]
         names = {label: g for g, label in self.labels.items()}
@@ -364,7 +365,7 @@ class _Builder:
                 found.append(entry)
         return replace(group, quality=replace(group.quality, at_equal=tuple(found)))
 
-    def _conclude(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
+    def _add_verdict(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
         runs = self.members[group.group]
         diverged = len(self._diverged(group.group))
         here, there = self.counted[group.group], self.counted[self.first]
@@ -375,10 +376,10 @@ class _Builder:
         other_examples = have_other_examples(here, there)
         doubts = Doubts(lost, diverged, find_hardware(here, there), other_examples, sources, rounding)
         if group.baseline:
-            return replace(group, verdict="; ".join(filter(None, ("baseline", tell_lost(doubts)))) + ".")
+            return replace(group, verdict="; ".join(filter(None, ("baseline", describe_lost(doubts)))) + ".")
         mine = [control for control in controls if control.group == group.group]
-        said = give_verdict(group.quality, group.speed, baseline.speed, self.metric, self.way, mine, doubts)
-        return replace(group, verdict=said)
+        verdict = give_verdict(group.quality, group.speed, baseline.speed, self.metric, self.way, mine, doubts)
+        return replace(group, verdict=verdict)
 
     def _describe(self, run: LoadedRun) -> RunLine:
         reason, value = self.reasons[run.run_id], self.values[run.run_id]

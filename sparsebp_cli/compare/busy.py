@@ -1,9 +1,9 @@
-"""Whether a machine was busy while a run was timed: then its step times say more about the machine than the policy.
+"""Whether a machine was busy while a run was timed, so that step times describe the machine rather than the policy.
 
-On a CPU, threads that compute run all the time: their CPU seconds over the wall seconds of a step stay near what they
-are on a quiet machine, at least one second a second. What a run reaches in its best tenth of steps is its own quiet
-expectation, for how well a policy's kernels use several threads is the policy's business. A machine that was busy from
-the first step to the last may hide from that; the load average does not. On a GPU the host waits, so load alone tells.
+On a CPU, computing threads run all the time: their CPU seconds over the wall seconds of a step stay near the value of a
+quiet machine, at least 1. That value is taken from the run's own best tenth of steps, because how well kernels use
+several threads depends on the policy. A machine that was busy from the first step to the last can hide from this
+measure, but not from the load average. On a GPU the host waits, so only the load average counts.
 """
 
 from __future__ import annotations
@@ -15,19 +15,12 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import Busy
 from sparsebp_cli.run import metric
 
-LEAST_SHARE = 0.8  # of the expected CPU seconds; under this a fifth of the time went to others
-MOST_LOAD = 1.5  # threads that want to run, a CPU; a run that uses all CPUs makes 1
+LEAST_SHARE = 0.8  # of the expected CPU seconds; below it, other processes took a fifth of the time
+MOST_LOAD = 1.5  # runnable threads a CPU; a run that uses all CPUs makes 1
 
 
 def find_busy(runs: Sequence[LoadedRun]) -> Busy | None:
-    """Return whether runs were disturbed while they were timed.
-
-    Args:
-        runs: Of one group, that count.
-
-    Returns:
-        How much; None where no run was, or none recorded what would tell.
-    """
+    """Return how much the counting runs of a group were disturbed; None where none was, or none recorded it."""
     shares = {run.run_id: share for run in runs if (share := _cpu_share(run)) is not None}
     loads = {run.run_id: load for run in runs if (load := _load(run)) is not None}
     disturbed = [
@@ -39,7 +32,7 @@ def find_busy(runs: Sequence[LoadedRun]) -> Busy | None:
 
 
 def _cpu_share(run: LoadedRun) -> float | None:
-    """CPU seconds of a step over those that the run has when nothing disturbs it: the median over steps."""
+    """Median over steps of the CPU seconds of a step over those of the run's undisturbed steps."""
     if str(run.history.facts.get("device", "cpu")).startswith("cuda"):
         return None
     wall, used = (run.steady(name.name) for name in (metric.STEP_SECONDS, metric.STEP_CPU_SECONDS))

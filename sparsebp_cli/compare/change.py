@@ -1,4 +1,4 @@
-"""What is shown of runs as they are: where their recipes differ, and a curve with few points."""
+"""Differences between recipes, and curves thinned to a few points."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ from sparsebp_cli.compare.comparison import Change
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 
-MOST_POINTS = 400  # of one curve: more than a screen has room for
+MOST_POINTS = 400  # of one curve; a screen shows fewer
 NOT_A_CHANGE = ("name", "tracking.")
 
 Item = TypeVar("Item")
 
 
 def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
-    """Return some of the points, evenly, the first and the last among them.
-
-    Args:
-        points: In their order.
-        most: How many at most; never fewer than 20, never more than 400.
-
-    Returns:
-        All of them where they are few.
-    """
+    """Return at most ``most`` points, in [20, 400], evenly spaced, with the first and the last."""
     most = max(20, min(most, MOST_POINTS))
     if len(points) <= most:
         return tuple(points)
@@ -32,15 +24,9 @@ def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
 
 
 def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> tuple[Change, ...]:
-    """Return where two recipes differ, in the order of a recipe; names, tracking and seeds are no difference.
+    """Return the keys in which two recipes differ, in the order of a recipe, with both values.
 
-    Args:
-        baseline: One run.
-        other: Another.
-        grouping: What decides which runs form a group: what it passes over is no difference.
-
-    Returns:
-        Each key with both values.
+    Names, tracking, seeds and keys that the grouping ignores are no difference.
     """
     a, b = baseline.flat, other.flat
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]

@@ -1,7 +1,7 @@
-"""Which runs are compared: words that name them, and a condition that they meet.
+"""Chooses the runs to compare, by words that name them and by a condition.
 
-Runs on disk are listed once and described by their ``plan.json`` alone; a journal is read when a condition asks for the
-state or for a metric.
+Runs on disk are listed once and described by their ``plan.json`` alone; a journal is read only for a condition on the
+state or on a metric.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.folder import SHORTEST_PREFIX
 
 TAG = ("tag.", "tags.")
-OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # of a recipe, what decides no group
+OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # keys of a recipe that make no group
 
 
 @dataclass
-class Candidate:
-    """A run that may be chosen.
+class RunCandidate:
+    """A run that can be chosen.
 
     Args:
         run_id: Its id.
-        name: What it is called.
+        name: Its name in tables.
         created: Seconds since 1970.
-        recipe: The recipe as it is stored; of somebody else's run, its parameters.
+        recipe: The recipe as it is stored; for a run of another program, its parameters.
         tags: Those of its recipe or of the store.
         load: Reads it.
         other_id: A second id: that of the store.
-        metrics: Last values; None: they are in its journal.
-        known_state: As the store says; empty: the journal tells.
+        metrics: Last values; None: read them from its journal.
+        known_state: The state in the store; empty: read it from the journal.
         place: The store; empty: a folder.
     """
 
@@ -65,7 +65,7 @@ class Candidate:
         return flatten(self.recipe)
 
     def find(self, name: str) -> Sequence[Any]:
-        """Return every value that a name has in this run; none: it has no such thing."""
+        """Return every value of a name in this run; empty if it has none."""
         if name in SPECIAL:
             return SPECIAL[name](self)
         if name.startswith(TAG):
@@ -80,36 +80,33 @@ class Candidate:
     def _metric(self, name: str) -> list[float]:
         if self.metrics is not None:
             return [self.metrics[name]] if name in self.metrics else []
-        return self.ask(lambda loaded: loaded.history.last(name))
+        return self.read(lambda loaded: loaded.history.last(name))
 
-    def ask(self, what: Callable[[LoadedRun], Any]) -> list[Any]:
-        """Return what the run says once it is read; a run whose plan cannot be read says nothing."""
+    def read(self, what: Callable[[LoadedRun], Any]) -> list[Any]:
+        """Read the run and return ``what`` of it in a list; empty if its plan cannot be read."""
         try:
-            told = what(self.loaded)
+            found = what(self.loaded)
         except RunNotFoundError:
             return []
-        return [] if told is None else [told]
+        return [] if found is None else [found]
 
 
-SPECIAL: dict[str, Callable[[Candidate], Sequence[Any]]] = {
+SPECIAL: dict[str, Callable[[RunCandidate], Sequence[Any]]] = {
     "id": lambda run: [run.run_id, *([run.other_id] if run.other_id else [])],
     "name": lambda run: [run.name] if run.name else [],
     "created": lambda run: [run.created] if run.created else [],
-    "state": lambda run: [run.known_state] if run.known_state else run.ask(lambda loaded: str(loaded.state)),
+    "state": lambda run: [run.known_state] if run.known_state else run.read(lambda loaded: str(loaded.state)),
     "seed": lambda run: [run.flat[key] for key in (OUR_SEED, find_seed(run.flat)) if key in run.flat][:1],
     "policy": lambda run: [v for key, v in run.flat.items() if key.startswith("policy.") and key.endswith(".name")],
     "experiment": lambda run: run.named("tracking.experiment"),
 }
 
 
-def local_candidates(folder: Path | None = None) -> list[Candidate]:
-    """Return every run in a folder, newest first; one whose plan is damaged comes last, and only its id is known.
+def local_candidates(folder: Path | None = None) -> list[RunCandidate]:
+    """Return every run in a folder, newest first; None is this machine's own folder.
 
-    Args:
-        folder: That holds run folders, or is one, or is another machine's ``$SPARSEBP_HOME``; None: this machine's own.
-
-    Returns:
-        The runs.
+    The folder contains run folders, or is one, or is another machine's ``$SPARSEBP_HOME``. Runs with damaged plans come
+    last, with their ids alone.
     """
     root = home() if folder is None else folder
     root = root / "runs" if (root / "runs").is_dir() else root
@@ -118,24 +115,19 @@ def local_candidates(folder: Path | None = None) -> list[Candidate]:
     return sorted(found, key=lambda candidate: (candidate.created, candidate.run_id), reverse=True)
 
 
-def choose(candidates: Sequence[Candidate], words: Iterable[str], where: str | None, place: str) -> list[Candidate]:
-    """Return the runs that the words name, and of them those that meet the condition.
+def choose(
+    candidates: Sequence[RunCandidate], words: Iterable[str], where: str | None, place: str
+) -> list[RunCandidate]:
+    """Return the runs that the words name and that meet the condition, each once, in the order of the words.
 
-    Args:
-        candidates: All runs, newest first.
-        words: An id, the beginning of one (3 digits or more), a name (all its runs), ``@last``, ``@N`` (the newest N),
-            ``TAG=VALUE``, or a run's folder; none: all runs.
-        where: A condition over the recipe, state, tags and metrics; None: no condition.
-        place: Where the candidates are from, for errors.
+    ``candidates`` are all runs, newest first. A word is an id, the beginning of one (3 digits or more), a name (all its
+    runs, oldest first), ``@last``, ``@N`` (the newest N), ``TAG=VALUE``, or a run's folder; without words, all runs.
+    ``where`` is a condition over recipe, state, tags and metrics; ``place`` names the candidates' origin in errors.
 
-    Returns:
-        Each once, in the order of the words; of a name the oldest first.
-
-    Raises:
-        RunNotFoundError: A word names nothing, or nothing meets the condition.
-        UsageError: The condition cannot be read, or asks for what no run has.
+    Raises ``RunNotFoundError`` if a word names nothing or nothing meets the condition, and ``UsageError`` if the
+    condition cannot be read or needs a name that no run has.
     """
-    found: dict[str, Candidate] = {}
+    found: dict[str, RunCandidate] = {}
     listed = list(words)
     for word in listed:
         for candidate in _named(candidates, word, place):
@@ -151,9 +143,9 @@ def choose(candidates: Sequence[Candidate], words: Iterable[str], where: str | N
     return kept
 
 
-def tell_left_out(candidates: Sequence[Candidate], chosen: Sequence[Candidate]) -> list[str]:
-    """Return which seeds of the chosen runs' recipes were not chosen, a line a name: those chosen may be the best."""
-    taken: dict[tuple[tuple[str, str], ...], list[Candidate]] = {}
+def describe_left_out(candidates: Sequence[RunCandidate], chosen: Sequence[RunCandidate]) -> list[str]:
+    """Return a line for each chosen name of which some seeds were not chosen: the chosen ones may be the best."""
+    taken: dict[tuple[tuple[str, str], ...], list[RunCandidate]] = {}
     for candidate in chosen:
         taken.setdefault(_without_seed(candidate), []).append(candidate)
     ids, left = {candidate.run_id for candidate in chosen}, dict[str, dict[str, None]]()
@@ -170,26 +162,19 @@ def tell_left_out(candidates: Sequence[Candidate], chosen: Sequence[Candidate]) 
     ]
 
 
-def _without_seed(candidate: Candidate) -> tuple[tuple[str, str], ...]:
-    """What decides the group, as far as a recipe alone tells."""
+def _without_seed(candidate: RunCandidate) -> tuple[tuple[str, str], ...]:
+    """The part of a recipe that makes its group."""
     flat = candidate.flat.items()
     return tuple(sorted((key, str(value)) for key, value in flat if not key.startswith(OUTSIDE) and key != "name"))
 
 
 def find_outcomes(where: str) -> list[str]:
-    """Return what a condition asks of how runs ended: whoever chooses by it keeps survivors or winners.
-
-    Args:
-        where: A condition that can be read.
-
-    Returns:
-        Metrics and ``state``, each once.
-    """
-    asked = dict.fromkeys(names(parse(where, "--where")))
-    return [name for name in asked if name == "state" or ("/" in name and not name.startswith(TAG))]
+    """Return the metrics and ``state`` in a condition: choosing by them keeps survivors or winners."""
+    mentioned = dict.fromkeys(names(parse(where, "--where")))
+    return [name for name in mentioned if name == "state" or ("/" in name and not name.startswith(TAG))]
 
 
-def _named(candidates: Sequence[Candidate], word: str, place: str) -> list[Candidate]:
+def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[RunCandidate]:
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]
         if not count.isdecimal() or not 0 < int(count) <= len(candidates):
@@ -215,10 +200,10 @@ def _named(candidates: Sequence[Candidate], word: str, place: str) -> list[Candi
     if prefixed:
         raise RunNotFoundError(f"{word} is not unique: {', '.join(c.run_id for c in prefixed[:5])}")
     near = did_you_mean(word, [c.run_id for c in candidates] + [c.name for c in candidates if c.name])
-    raise RunNotFoundError(f"no run answers to {word!r} in {place}{near}; `sparsebp runs` lists those of this machine")
+    raise RunNotFoundError(f"no run matches {word!r} in {place}{near}; `sparsebp runs` lists those of this machine")
 
 
-def _check_names(condition: Condition, candidates: Sequence[Candidate]) -> None:
+def _check_names(condition: Condition, candidates: Sequence[RunCandidate]) -> None:
     for name in names(condition):
         if name in SPECIAL or any(candidate.find(name) for candidate in candidates):
             continue
@@ -230,13 +215,13 @@ def _check_names(condition: Condition, candidates: Sequence[Candidate]) -> None:
         )
 
 
-def _describe(run: RunFolder) -> Candidate:
+def _describe(run: RunFolder) -> RunCandidate:
     try:
         plan = json.loads(run.plan_file.read_bytes())
         recipe = plan["recipe"]
         tags = recipe.get("tracking", {}).get("tags") or {}
-        return Candidate(
+        return RunCandidate(
             run.run_id, str(recipe["name"]), float(plan["created"]), recipe, dict(tags), lambda: load_folder(run)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return Candidate(run.run_id, "", 0.0, {}, {}, lambda: load_folder(run))  # which says what is wrong
+        return RunCandidate(run.run_id, "", 0.0, {}, {}, lambda: load_folder(run))  # load_folder raises the error

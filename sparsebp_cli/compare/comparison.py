@@ -1,7 +1,7 @@
-"""What a comparison holds: plain frozen data, from which every output is made and nothing is computed again.
+"""The data of a comparison: plain frozen dataclasses from which every output is made without further computation.
 
-As JSON it is the stable interface to other programs: ``schema`` grows when a field changes its meaning or goes away;
-new fields may come without that. The committed JSON schema is ``docs/comparison.schema.json``.
+As JSON it is the stable interface to other programs: ``schema`` grows when a field changes its meaning or is removed;
+new fields may be added without that. The committed JSON schema is ``docs/comparison.schema.json``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Kind = Literal["dense", "random", "fewer_steps", "smaller_batch", "fewer_example
 
 @dataclass(frozen=True)
 class Control:
-    """A run beside which a policy has to be seen before anything is believed.
+    """A run with which a policy has to be compared before its result can be believed.
 
     Args:
         kind: ``dense`` (as many steps without the policy), ``random`` (drawn at random at the same budget), or dense
@@ -37,10 +37,10 @@ class Control:
             ``own_learning_rate``.
         group: Hash of the group that needs it.
         label: Of that group.
-        found: Label of the group that is it; empty when it is missing.
+        found: Label of the group that is this control; empty when it is missing.
         difference: The policy's quality minus the control's; None when it is missing.
-        command: What makes it; empty when it is there.
-        cost: Of the control at equal cost, as a multiple of the policy's, at least 1; None of the others.
+        command: Command that makes it; empty when it exists.
+        cost: Cost of a control at equal cost, as a multiple of the policy's, at least 1; None for the others.
         is_best: Whether it is the best of those of equal cost, on the seeds that it shares with the policy.
     """
 
@@ -60,19 +60,19 @@ class Group:
 
     Args:
         group: Content hash of what they share.
-        label: What it is called in tables: the recipe's name, made unique.
-        baseline: Whether the others are held against it.
+        label: Name in tables: the recipe's name, made unique.
+        baseline: Whether the others are compared with it.
         policies: Names, in the recipe's order.
-        exact: Whether every policy is exact; None when no run came far enough to say and a plugin is missing.
+        exact: Whether every policy is exact; None when no run recorded it and a plugin is missing.
         seeds: Those that count, in order.
         states: State to number of runs, repeated ones left out.
-        changes: To the baseline's recipe.
-        recipe: The resolved recipe of the newest run; of somebody else's run, its parameters.
+        changes: Differences from the baseline's recipe.
+        recipe: The resolved recipe of the newest run; for a run of another program, its parameters.
         quality: See :class:`Quality`.
         speed: See :class:`Speed`.
         cost: See :class:`Cost`.
         layers: See :class:`Layers`.
-        memory: Of the last step of the newest run that was watched; None when none was, or only a store has the runs.
+        memory: Of the last watched step of the newest run; None without one, or where only a store has the runs.
         verdict: In words, never stronger than the numbers.
     """
 
@@ -99,10 +99,10 @@ class RunLine:
 
     Args:
         run_id: Its id.
-        group: Of which it is part.
+        group: Hash of its group.
         label: Of the group.
-        seed: Its seed; None when it does not say.
-        state: What it is doing, or how it ended.
+        seed: Its seed; None when unknown.
+        state: Its state.
         counts: Whether it is in the group's numbers.
         reason: Why not, in one line; empty when it counts.
         steps: Optimizer steps done.
@@ -110,10 +110,10 @@ class RunLine:
         created: Seconds since 1970.
         source: Where it was read: empty for its folder, else the store.
         version: Of the package that made its plan.
-        git_sha: Commit that it was run from.
+        git_sha: Commit of the code that made its plan.
         dirty: Whether the code had uncommitted changes.
         environment: Of its last attempt: packages, hardware.
-        quality: The metric as the reducer takes it; None when there is none or it is not finite.
+        quality: The metric after the reducer; None when there is none or it is not finite.
         step_seconds: Median step after warm-up.
         curves: Metric to [step, tokens, seconds of training, value], thinned to at most 400 points.
     """
@@ -140,10 +140,10 @@ class RunLine:
 
 @dataclass(frozen=True)
 class Confound:
-    """Something beside the recipe that differs, and could explain a difference.
+    """Something other than the recipe that differs and could explain a difference.
 
     Args:
-        name: What.
+        name: What differs.
         values: (value, labels of the groups that have it).
     """
 
@@ -162,13 +162,13 @@ class Comparison:
         better: ``lower``, ``higher``, or empty when neither.
         reducer: How a run's evaluations become one number, in words.
         margin: How much worse still counts as not worse; None: no such statement.
-        target: Value whose first reaching is looked for; None: none.
+        target: Value whose first reaching is measured; None: none.
         baseline: Content hash of the baseline group.
-        groups: The baseline first, the others in the order in which their runs were given.
+        groups: The baseline first, the others in the order of their first runs.
         runs: Every run that was given.
-        controls: What each policy has to be seen beside, found or missing.
+        controls: The controls that each policy needs, found or missing.
         confounds: See :class:`Confound`.
-        families: Statements that are corrected together. Any false one in a family has a chance of at most 5%.
+        families: Statements that are corrected together. The chance of any false one in a family is at most 5%.
         warnings: One line each.
     """
 
@@ -189,7 +189,7 @@ class Comparison:
 
     @property
     def shared_seeds(self) -> tuple[int, ...]:
-        """Seeds that the groups share, where they do not all have the same: means over them are means of one thing.
+        """The seeds that all groups share, so that means are comparable; empty where all groups have the same seeds.
 
         A group that shares none with the baseline is in no pair, and does not count here.
         """
@@ -198,14 +198,9 @@ class Comparison:
         shared = base.intersection(*with_seeds)
         return () if all(seeds == shared for seeds in with_seeds) else tuple(sorted(shared))
 
-    def beside(self, group: Group) -> list[RunLine]:
-        """Return the runs of a group that count and may stand beside those of other groups.
-
-        Args:
-            group: One of the groups.
-
-        Returns:
-            Those with shared seeds; all of a group that has no such seed, or where all groups have the same.
+    def comparable_runs(self, group: Group) -> list[RunLine]:
+        """Return the counting runs of a group that have shared seeds; all of them if none has, or if all groups have
+        the same.
         """
         mine = [run for run in self.runs if run.group == group.group and run.counts]
         shared = set(self.shared_seeds)

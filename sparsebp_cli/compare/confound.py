@@ -1,4 +1,4 @@
-"""What differs beside the recipe: a difference in a number may come from there."""
+"""Finds differences other than those of the recipes, which could explain a difference in a number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparsebp_cli.recipe.earlier import rename_keys
 from sparsebp_cli.run import metric
 
 MOST_NOTES = 5
-TOLERANCE = 1.05  # executed over claimed FLOPs; counts are exact, claims leave out small layers
+TOLERANCE = 1.05  # executed over claimed FLOPs: counts are exact, claims omit small layers
 
 
 def _fact(name: str) -> Callable[[LoadedRun], Any]:
@@ -29,7 +29,7 @@ def _package(name: str) -> Callable[[LoadedRun], Any]:
 
 
 def _joined(values: Any) -> str | None:
-    """A run that was resumed elsewhere has more than one."""
+    """Join the values of a run that was resumed elsewhere and has more than one."""
     return ", then ".join(dict.fromkeys(str(value) for value in values if value not in (None, ""))) or None
 
 
@@ -61,13 +61,9 @@ HARDWARE = ("device", "GPU", "CPU", "cores", "threads")
 
 
 def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound, ...]:
-    """Return everything beside the recipe in which runs that count differ, between groups or inside one.
+    """Return everything but the recipe in which counting runs differ, between groups or within one.
 
-    Args:
-        members: Label of a group to its runs that count.
-
-    Returns:
-        One entry a thing; a run that does not say is left out of it.
+    ``members`` maps a group's label to its counting runs. Runs without a value are left out of its entry.
     """
     found = []
     for name, source in SOURCES.items():
@@ -82,14 +78,8 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
 
 
 def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
-    """Return in what the machines of two groups differ, of all that decides how long a step takes.
-
-    Args:
-        runs: That count.
-        others: That count.
-
-    Returns:
-        Names; what one of them does not say is left out.
+    """Return the names of the differences between the machines of two groups that affect step time; unknown ones are
+    left out.
     """
     found = []
     for name in HARDWARE:
@@ -103,14 +93,9 @@ SOFTWARE = ("torch", "transformers")
 
 
 def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
-    """Return what beside recipe and hardware could explain a difference in quality: data, libraries, code.
+    """Return a sentence on each difference in data, libraries or code that could explain a difference in quality.
 
-    Args:
-        runs: That count.
-        others: Of the baseline, that count.
-
-    Returns:
-        A sentence each; what one side does not say is left out.
+    ``others`` are the baseline's runs; what one side does not record is left out.
     """
     found = []
     digests = [_values("dataset digest", some) for some in (runs, others)]
@@ -131,16 +116,7 @@ def _values(name: str, runs: Sequence[LoadedRun]) -> set[str]:
 
 
 def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: str) -> tuple[str, ...]:
-    """Return what a reader must know before believing the numbers, one line each.
-
-    Args:
-        runs: All that were given.
-        groups: The groups with their figures.
-        quality: Name of the quality metric.
-
-    Returns:
-        Lines.
-    """
+    """Return the warnings about all runs and the groups' figures for the metric ``quality``, one line each."""
     lines = [f"run {run.run_id}: {text}" for run in runs if (text := run.history.describe_unreadable())]
     for run in runs:
         for change in run.history.facts.get("changes", []):
@@ -159,8 +135,8 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
         lines.append(f"the machine was busy while {', '.join(busy)} ran: no statement about their step times")
     for group in groups:
         mine = [run for run in counted if run.group == group.group]
-        told = _claim_warning(group, mine), _saving_warning(group), _recipe_warning(group)
-        lines += [line for line in told if line]
+        warnings = _claim_warning(group, mine), _saving_warning(group), _recipe_warning(group)
+        lines += [line for line in warnings if line]
     seeds = {group.seeds for group in groups if group.seeds}
     if len(seeds) > 1:
         shown = "; ".join(f"{group.label}: {_listed(group.seeds)}" for group in groups)
@@ -179,26 +155,26 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
 
 
 def _hint(runs: Sequence[LoadedRun]) -> str:
-    """A parameter that may be a seed is named, never taken."""
+    """Name a parameter that may be a seed, but do not treat it as one."""
     found = dict.fromkeys(key for run in runs for key in run.flat if key.lower().endswith("seed"))
     return f"; --seed-param takes one of their parameters: {', '.join(found)}" if found else ""
 
 
 def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
-    """What runs warned of themselves, each text once."""
+    """The runs' own warnings, each text once."""
     labels = {group.group: group.label for group in groups}
-    said: dict[str, dict[str, None]] = {}
+    groups_by_text: dict[str, dict[str, None]] = {}
     for run in runs:
         for _, level, text in run.history.notes:
             if level != "info":
-                said.setdefault(text, {})[labels[run.group]] = None
-    lines = [f"{', '.join(where)}: {text}" for text, where in said.items()]
+                groups_by_text.setdefault(text, {})[labels[run.group]] = None
+    lines = [f"{', '.join(where)}: {text}" for text, where in groups_by_text.items()]
     more = len(lines) - MOST_NOTES
     return lines if more <= 0 else [*lines[:MOST_NOTES], f"{more} more warnings are in the journals of the runs"]
 
 
 def _recipe_warning(group: Group) -> str:
-    """A policy is blamed or praised for what another key did, unless that key is named."""
+    """Warn of a change to another key of the recipe, to which the policy's effect could be due."""
     keys = [c.key for c in group.changes if not c.key.startswith(("policy.", "measure.", "checkpoint.", "target."))]
     if not keys or not any(change.key.startswith("policy.") for change in group.changes):
         return ""
@@ -215,7 +191,7 @@ def _listed(seeds: Sequence[int]) -> str:
 
 
 def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
-    """A policy that claims to skip and does not is named; runs that prove it know better than a tolerance does."""
+    """Name a policy that claims to skip work and does not. A run's own proof takes precedence over the tolerance."""
     cost = group.cost
     if any(run.values(metric.EXCESS_SHARE.name) for run in runs):
         return _broken_claim(group, [run for run in runs if max(run.values(metric.EXCESS_SHARE.name), default=0) > 0])
@@ -229,7 +205,7 @@ def _claim_warning(group: Group, runs: Sequence[LoadedRun]) -> str:
 
 
 def _saving_warning(group: Group) -> str:
-    """More saved than there was to save, beyond the spread of the probes: the ceiling or the clock is wrong."""
+    """Warn of more time saved than possible, beyond the spread of the probes: the ceiling or the clock is wrong."""
     share = group.speed.realised_share
     if share is None or share.low <= 1.0:
         return ""

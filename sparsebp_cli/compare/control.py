@@ -1,8 +1,8 @@
-"""What a policy has to be seen beside: dense, random at the same budget, and dense at the same cost.
+"""The controls that a policy needs: dense, random at the same budget, and dense at the same cost.
 
 Published gains have vanished against each of them. Dense can spend a cost in several ways: on fewer steps, on smaller
-batches, on fewer examples as often, and with a learning rate of its own. The best of those that are there counts. What
-is missing is named, with the command that makes it.
+batches, on fewer examples as often, and with its own learning rate. The best of the existing ones counts. A missing
+control is reported with the command that makes it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.discovery import find_policy
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
-# What dense may have of its own and still be a control: it is its data and its cost that make it one.
+# Keys in which a dense control may differ: its data and its cost make it a control.
 OWN = (
     "policy.",
     "backward.",
@@ -57,16 +57,16 @@ Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Search:
-    """Where controls are looked for.
+class ControlSearch:
+    """The groups among which controls are searched, and how they are compared.
 
     Args:
         members: Group to all its runs.
         counted: Group to its runs that count.
-        labels: Group to what it is called.
+        labels: Group to its label.
         compare: The quality of a group minus that of another, on the seeds that both have.
         prefer: The same on the split by which choices are made: validation, where there is a test split.
-        sign: 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where nobody knows.
+        sign: 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where unknown.
     """
 
     members: Members
@@ -79,28 +79,21 @@ class Search:
     def control(
         self, kind: Kind, group: str, found: str, command: Callable[[], str], cost: float | None = None
     ) -> Control:
-        """Put together what was found, or what would make it."""
+        """Make the entry of a control that was found, or of a missing one with the command that makes it."""
         if found:
             return Control(kind, group, self.labels[group], self.labels[found], self.compare(group, found), "", cost)
         return Control(kind, group, self.labels[group], command=command())
 
 
-def find_controls(search: Search) -> tuple[Control, ...]:
-    """Look for the controls of every group whose policies are not exact.
-
-    Args:
-        search: Where.
-
-    Returns:
-        One entry a group and control that it needs.
-    """
-    _make_once.cache_clear()  # what is installed may have changed
+def find_controls(search: ControlSearch) -> tuple[Control, ...]:
+    """Return one entry for each control that a group with policies that are not all exact needs."""
+    _make_once.cache_clear()  # the installed plugins may have changed
     members = search.members
     needing = [g for g, runs in members.items() if runs[-1].policies and all(run.exact is False for run in runs)]
     return tuple(control for group in needing for control in _find(group, search))
 
 
-def _find(group: str, search: Search) -> list[Control]:
+def _find(group: str, search: ControlSearch) -> list[Control]:
     runs, newest = search.members[group], search.members[group][-1]
     others = {other: some for other, some in search.members.items() if other != group and some[-1].policies}
     dense = {other: some for other, some in others.items() if _is_dense_on_the_same(some, runs)}
@@ -117,8 +110,10 @@ def _find(group: str, search: Search) -> list[Control]:
     return controls + _find_equal(group, search, cost, dense, search.members[plain][-1] if plain else None)
 
 
-def _find_equal(group: str, search: Search, cost: StepCost, dense: Members, start: LoadedRun | None) -> list[Control]:
-    """Dense at the same cost, in each way to spend it that this recipe leaves."""
+def _find_equal(
+    group: str, search: ControlSearch, cost: StepCost, dense: Members, start: LoadedRun | None
+) -> list[Control]:
+    """Find dense at the same cost, in each way to spend it that this recipe allows."""
     runs, newest = search.members[group], search.members[group][-1]
     found: dict[Kind, list[tuple[str, float]]] = {}
     for other, some in dense.items():
@@ -137,8 +132,8 @@ def _find_equal(group: str, search: Search, cost: StepCost, dense: Members, star
     return _mark_best(group, controls, search)
 
 
-def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: Search) -> tuple[str, float]:
-    """The nearest by cost; of several learning rates the best: that is what tuning means."""
+def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: ControlSearch) -> tuple[str, float]:
+    """Choose the nearest by cost; among several learning rates the best, which is what tuning means."""
 
     def lead(other: str) -> float:
         difference = search.prefer(group, other)
@@ -149,7 +144,7 @@ def _choose(kind: Kind, group: str, found: Sequence[tuple[str, float]], search: 
     return min(found, key=lambda pair: (pair[1], -lead(pair[0])))
 
 
-def _mark_best(group: str, controls: list[Control], search: Search) -> list[Control]:
+def _mark_best(group: str, controls: list[Control], search: ControlSearch) -> list[Control]:
     """Mark the control against which the policy looks worst, among those with enough seeds if there are any."""
     groups = {label: other for other, label in search.labels.items()}
     held = [(c, d) for c in controls if c.found and (d := search.prefer(group, groups[c.found])) and d.n > 0]
@@ -167,12 +162,12 @@ def _relative_cost(
     steps, num_steps, examples = newest.steps_planned, some[-1].steps_planned, count_examples(some[-1])
     if not steps or not num_steps or not examples:
         return None
-    own = find_step_cost(counted)  # a policy may be exact and save
+    own = find_step_cost(counted)  # an exact policy may save, too
     if own is None and any(entry.get("name") != "dense" for entry in some[-1].policies):
         return None
     ratio = 1.0 if own is None else own.ratio.median
     relative = cost.relative(steps, examples, num_steps, ratio)
-    if num_steps == steps:  # the batch was fitted to the cost: one example less in each forward pass
+    if num_steps == steps:  # the batch was fitted to the cost, so the next smaller one has one example less
         size = int(some[-1].flat["training.per_device_train_batch_size"])
         one_less = cost.relative(steps, examples - examples // size, num_steps, ratio)
     else:
@@ -181,7 +176,7 @@ def _relative_cost(
 
 
 def _kind_of(dense: LoadedRun, run: LoadedRun) -> Kind:
-    """By what dense saves; another learning rate comes first, for whatever else it has was chosen with it."""
+    """Classify dense by the way it saves; its own learning rate comes first, because the rest was chosen with it."""
     if dense.flat.get("training.learning_rate") != run.flat.get("training.learning_rate"):
         return "own_learning_rate"
     if _num_train(dense) < _num_train(run):
@@ -190,8 +185,8 @@ def _kind_of(dense: LoadedRun, run: LoadedRun) -> Kind:
 
 
 def _num_train(run: LoadedRun) -> float:
-    told = run.flat.get("dataset.max_train_examples")
-    return float(told) if isinstance(told, int) else math.inf
+    value = run.flat.get("dataset.max_train_examples")
+    return float(value) if isinstance(value, int) else math.inf
 
 
 def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
@@ -204,7 +199,7 @@ def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
     if 1 <= smaller < size:
         ways["smaller_batch"] = [f"training.per_device_train_batch_size={smaller}"]
     seen, there = steps * cost.examples, run.history.facts.get("train_examples")
-    if isinstance(there, int) and seen > there:  # with less than an epoch, fewer steps are fewer examples
+    if isinstance(there, int) and seen > there:  # within the first epoch, fewer steps already mean fewer examples
         ways["fewer_examples"] = [*shorter, f"dataset.max_train_examples={math.ceil(there * fewer / steps)}"]
     rate = float(run.flat.get("training.learning_rate") or 0.0)
     ways["own_learning_rate"] = [*shorter, f"training.learning_rate={2 * rate:g}"]
@@ -212,8 +207,8 @@ def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
 
 
 def _warmup(run: LoadedRun, share: float) -> list[str]:
-    told = run.flat.get("training.warmup_steps") or 0
-    return [f"training.warmup_steps={max(1, round(told * share))}"] if told else []
+    value = run.flat.get("training.warmup_steps") or 0
+    return [f"training.warmup_steps={max(1, round(value * share))}"] if value else []
 
 
 def _name(kind: Kind, changes: Sequence[str]) -> str:
@@ -239,7 +234,7 @@ def _is_dense_on_the_same(some: Sequence[LoadedRun], runs: Sequence[LoadedRun]) 
 
 
 def _find_plain(dense: Members, run: LoadedRun) -> str:
-    """Dense with as many steps of as many examples: the same recipe if it is there, else one with its own options."""
+    """Find dense with as many steps of as many examples: the same recipe if it exists, else one with other options."""
     equal = [
         group
         for group, some in dense.items()
@@ -252,7 +247,7 @@ def _find_plain(dense: Members, run: LoadedRun) -> str:
 
 
 def _start_of_dense(members: Members, run: LoadedRun) -> LoadedRun:
-    """Of groups that share their dense run, one and the same: it is made once for all of them."""
+    """Choose one run for all groups that share their dense control, so that it is made once."""
     return next(some[-1] for some in members.values() if some[-1].policies and _same_but(some[-1], run, ("policy.",)))
 
 
@@ -261,11 +256,11 @@ def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
     return all(key.startswith((*NOT_THE_RESULT, *allowed)) for key in keys)
 
 
-UNKNOWN: Entry = {"name": ""}  # the control of a policy that is not installed here
+UNKNOWN: Entry = {"name": ""}  # stands for the control of a policy that is not installed here
 
 
 def _control_of(entry: Mapping[str, Any]) -> Entry | None:
-    """Return what would choose as much at random; None where nothing does."""
+    """Return the policy that chooses as much at random; None where the policy has no such control."""
     made = _make(entry)
     if made is None:
         return UNKNOWN
@@ -278,16 +273,16 @@ def _make(entry: Mapping[str, Any]) -> Policy | None:
 
 @cache
 def _make_once(text: str) -> Policy | None:
-    """Every group is held against every other: the entry points are looked through once a policy, not once a pair."""
+    """Make a policy, cached: every group is compared with every other, and the search of entry points is slow."""
     entry = json.loads(text)
     try:
         return find_policy(entry.pop("name")).make(entry)
-    except (PolicyError, ValidationError):  # a plugin that is not installed here, or another version of it
+    except (PolicyError, ValidationError):  # the plugin is not installed here, or in another version
         return None
 
 
 def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entry | None]) -> bool:
-    """The same recipe, and each policy that has a control gave way to it."""
+    """Whether a run has the same recipe with each policy replaced by its random control."""
     if len(random.policies) != len(drawn) or not _same_but(random, run, ("policy.",)):
         return False
     wanted = [control or entry for control, entry in zip(drawn, run.policies, strict=True)]
@@ -295,7 +290,7 @@ def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entr
 
 
 def _has(entry: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a policy has at least these options; those that its recipe leaves out are its defaults."""
+    """Whether a policy's entry has at least these options; options that its recipe omits are defaults."""
     made = _make(entry)
     options = {} if made is None else made.model_dump(mode="json")
     found = {**options, **entry}
@@ -303,7 +298,7 @@ def _has(entry: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
 
 
 def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str:
-    """The command for the control; empty where one of the policies is not installed here."""
+    """The command that makes the random control; empty where one of the policies is not installed here."""
     if UNKNOWN in drawn:
         return ""
     wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
@@ -312,9 +307,9 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str
 
 
 def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> str:
-    """The stored recipe of a run is the starting point: its file may have changed since, or be elsewhere.
+    """The command that makes a control from a run's stored recipe, whose file may have changed or be elsewhere.
 
-    No printed command writes a file: a name such as ``dense.yaml`` may well be one that the reader has.
+    The command writes no file: a name such as ``dense.yaml`` may be one that the reader has.
     """
     seeds = ",".join(str(seed) for seed in sorted({run.seed for run in runs if run.seed is not None}))
     given = " ".join(f"--set {shlex.quote(change)}" for change in changes)

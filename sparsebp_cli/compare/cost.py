@@ -1,13 +1,13 @@
-"""What a run costs, counted in dense steps, so that dense can be given as much and not less.
+"""The cost of a run counted in dense steps, so that dense can be given as much and not less.
 
-The cost of a step of a policy is ``B P + u`` in units of what dense pays forward and backward for one example: B
-examples a step, P the time of forward and backward with the policy over that of dense, u the update. A dense step of b
-examples costs ``b + u``, whatever its learning rate; a run costs its steps times that.
+The cost of a policy's step is ``B P + u``, in units of dense forward and backward of one example: B examples a step, P
+the time of forward and backward with the policy over that of dense, u the update. A dense step of b examples costs
+``b + u``, whatever its learning rate; a run costs its steps times that.
 
-P is from the run's own probes, where dense and policy take turns on one batch, so that a busy machine slows down both:
-the median over all probes of all seeds. Without probes, counted FLOPs stand in. Work that was counted as equal to dense
-costs as much as dense: two clocks that disagree about equal work measured the machine. u is the time of the update over
-that of forward and backward in the same steps. Seconds of one run are never held against seconds of another.
+P is the median over all probes of all seeds. In a probe, dense and policy alternate on one batch, so that a busy
+machine slows down both. Without probes, counted FLOPs stand in. Work that was counted as equal to dense costs as much
+as dense: if two clocks disagree about equal work, they measured the machine. u is the time of the update over that of
+forward and backward in the same steps. Seconds of different runs are never compared.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.statistics import Quartiles, quartiles
 from sparsebp_cli.run import metric
 
-MOST_OVER = 0.02  # a control may cost so much more than the policy, and nothing less
-SAVES = 0.98  # over this share of a dense step's cost, a policy saves nothing that dense could use
+MOST_OVER = 0.02  # a control may cost this share more than the policy, and nothing less
+SAVES = 0.98  # above this share of a dense step's cost, a policy saves nothing that dense could use
 EQUAL_WORK = 1e-3  # FLOPs that differ by less are the same work
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """What an optimizer step costs.
+    """The cost of an optimizer step.
 
     Args:
         ratio: Forward and backward, as a multiple of dense on the same batch: median and quartiles over probes.
-        by: How that is known: ``probe`` (timed in turns with dense), ``flops`` (counted), or ``dense`` (the same work).
+        by: How it is known: ``probe`` (timed in turns with dense), ``flops`` (counted), or ``dense`` (the same work).
         update: The update, in units of dense forward and backward of one example.
         examples: Examples a step.
     """
@@ -45,17 +45,17 @@ class StepCost:
 
     @property
     def units(self) -> float:
-        """In units of dense forward and backward of one example."""
+        """The cost in units of dense forward and backward of one example."""
         return self.examples * self.ratio.median + self.update
 
     @property
     def dense_steps(self) -> float:
-        """As a multiple of a dense step of the same batch."""
+        """The cost as a multiple of a dense step of the same batch."""
         return self.units / (self.examples + self.update)
 
     @property
     def spread(self) -> Quartiles:
-        """The same with quartiles over probes; the update is added alike."""
+        """``dense_steps`` with quartiles over probes; the update is added to each."""
         dense, fixed = self.examples + self.update, self.update
         low, middle, high = (
             (self.examples * x + fixed) / dense for x in (self.ratio.low, self.ratio.median, self.ratio.high)
@@ -63,29 +63,16 @@ class StepCost:
         return Quartiles(middle, low, high, self.ratio.n)
 
     def relative(self, steps: int, examples: int, num_steps: int, ratio: float = 1.0) -> float:
-        """Return the cost of another run as a multiple of this policy's.
+        """Return the cost of another run as a multiple of this policy's over ``steps``; 1.0 is equal cost.
 
-        Args:
-            steps: Of this policy.
-            examples: A step of the other run.
-            num_steps: Of the other run.
-            ratio: Of its forward and backward to dense; 1.0 is dense.
-
-        Returns:
-            1.0 where they cost the same.
+        The other run has ``num_steps`` of ``examples`` each, and forward and backward of ``ratio`` to dense; 1.0 is
+        dense.
         """
         return num_steps * (examples * ratio + self.update) / (steps * self.units)
 
 
 def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
-    """Return what a step of a group costs.
-
-    Args:
-        runs: Of one group, that finished.
-
-    Returns:
-        The cost; None where neither a probe nor a count tells, or the batch is not known.
-    """
+    """Return the step cost of a group's finished runs; None without probe and count, or where the batch is unknown."""
     if not runs:
         return None
     examples, found = count_examples(runs[-1]), _ratio(runs)
@@ -97,7 +84,7 @@ def find_step_cost(runs: Sequence[LoadedRun]) -> StepCost | None:
 
 
 def count_examples(run: LoadedRun) -> int | None:
-    """Return how many examples a run trains on in a step; None of a run without a recipe of ours."""
+    """Return the examples a step of a run; None without a recipe."""
     size = run.flat.get("training.per_device_train_batch_size")
     if not isinstance(size, int):
         return None
@@ -106,21 +93,17 @@ def count_examples(run: LoadedRun) -> int | None:
 
 
 def is_near(cost: float, one_less: float) -> bool:
-    """Return whether a control costs at least as much as the policy, and hardly more.
+    """Whether a control costs at least as much as the policy, and hardly more.
 
-    Args:
-        cost: Of the control, as a multiple of the policy's.
-        one_less: The same with one step, or one example a step, less: steps and examples are whole numbers, so where
-            they are few the next above counts as near, however far that is.
-
-    Returns:
-        Whether it may stand for dense at equal cost.
+    ``cost`` is the control's, as a multiple of the policy's; ``one_less`` the same with one step, or one example a
+    step, less. Steps and examples are whole numbers: where there are few, the next larger one is near, however far it
+    is.
     """
     return cost >= 1.0 - 1e-9 and (cost <= 1.0 + MOST_OVER or one_less < 1.0 - 1e-9)
 
 
 def whole(needed: float) -> int:
-    """Return the steps or examples to ask for: 1 % more than needed, inside what :func:`is_near` takes."""
+    """Return the steps or examples of a control: 1 % more than needed, within the limit of :func:`is_near`."""
     most = max(math.ceil(needed - 1e-9), math.floor(needed * (1.0 + MOST_OVER)))
     return max(1, min(math.ceil(needed * (1.0 + MOST_OVER / 2)), most))
 
@@ -145,7 +128,9 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
 
 
 def _counted(run: LoadedRun) -> list[float]:
-    """FLOPs of forward and backward over those of dense; the forward's, without what only chooses, is dense's too."""
+    """FLOPs of forward and backward over those of dense; the forward's count as dense's, without those spent on
+    choosing.
+    """
     forward, scoring, executed, dense = (
         run.series(x.name)
         for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)

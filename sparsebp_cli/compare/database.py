@@ -1,6 +1,6 @@
-"""Reads MLflow's sqlite file by SQL: MLflow's own client builds an object a value, which takes 40 times as long.
+"""Reads MLflow's sqlite file by SQL: MLflow's client builds one object a value, which takes 40 times as long.
 
-The tables are MLflow's and may change: a file without the columns that are read here is left to MLflow's client.
+The tables are MLflow's and may change: a file without the expected columns is read through MLflow's client.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from sparsebp_cli.compare.stored import Point, Row, StoredRun
+from sparsebp_cli.compare.stored import MetricRow, Point, StoredRun
 
 ReadArtifact = Callable[[StoredRun, str], dict[str, Any] | None]
 
@@ -26,7 +26,7 @@ COLUMNS = {  # seen in MLflow 2.0 to 3.17
     "metrics": {"run_uuid", "key", "value", "timestamp", "step", "is_nan"},
     "latest_metrics": {"run_uuid", "key", "value", "timestamp", "step", "is_nan"},
 }
-AT_ONCE = 500  # ids in one question; old builds of sqlite take 999
+AT_ONCE = 500  # ids in one query; old builds of sqlite take 999
 LARGEST_ARTIFACT_BYTES = 256 * 2**20
 NAN = float("nan")
 BUSY_SECONDS = 30.0  # a run may be writing
@@ -41,15 +41,10 @@ SERIES = "SELECT run_uuid, step, timestamp, value, is_nan FROM metrics WHERE key
 
 
 class Database:
-    """An MLflow store in a sqlite file, opened for reading alone."""
+    """An MLflow store in a sqlite file, opened read-only."""
 
     def __init__(self, file: Path, elsewhere: ReadArtifact) -> None:
-        """Open nothing yet.
-
-        Args:
-            file: The database.
-            elsewhere: Reads an artifact that is in no folder of this machine.
-        """
+        """Keep the file; ``elsewhere`` reads artifacts that are in no folder of this machine."""
         self._elsewhere = elsewhere
         self._address = f"{file.absolute().as_uri()}?mode=ro"
 
@@ -70,7 +65,7 @@ class Database:
             params, tags = (
                 _pairs(database.execute(f"SELECT run_uuid, key, value FROM {t}")) for t in ("params", "tags")
             )
-            latest: dict[str, dict[str, Row]] = defaultdict(dict)
+            latest: dict[str, dict[str, MetricRow]] = defaultdict(dict)
             for run_id, key, *row in database.execute(LATEST):
                 latest[run_id][key] = _row(*row)
             rows = list(database.execute(RUNS))
@@ -118,8 +113,8 @@ class Database:
         return sqlite3.connect(self._address, uri=True, timeout=BUSY_SECONDS)
 
 
-def _row(step: Any, time_ms: Any, value: Any, is_nan: Any) -> Row:
-    return Row(int(step or 0), int(time_ms or 0), float("nan") if is_nan else float(value))
+def _row(step: Any, time_ms: Any, value: Any, is_nan: Any) -> MetricRow:
+    return MetricRow(int(step or 0), int(time_ms or 0), float("nan") if is_nan else float(value))
 
 
 def _pairs(rows: Iterator[tuple[str, str, Any]]) -> dict[str, dict[str, str]]:

@@ -1,5 +1,7 @@
-"""Which way a metric is better. Of ours the table of metrics says it; of others the last word of the name, where it can
-mean one thing only. Where it says nothing, the user does: a wrong guess would turn "worse" into "better".
+"""The better direction of a metric.
+
+For SparseBP's metrics the table of metrics has it, for others the last word of the name, where it can mean one thing
+only. Otherwise the user gives it: a wrong guess would turn "worse" into "better".
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ Way = Literal["lower", "higher", ""]
 
 LOWER = {"loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae", "nll", "bpb", "bpc", "bpw"}
 HIGHER = {"accuracy", "acc", "f1", "bleu", "chrf", "rouge", "auc", "auroc", "precision", "recall", "mcc", "iou"}
-# What turns the meaning round, or makes it another: scikit-learn's neg_log_loss is better when higher, time_to_accuracy
-# is a time, and the spread of a loss is not a loss.
+# Words that reverse or change the meaning: scikit-learn's neg_log_loss is better when higher, time_to_accuracy is a
+# time, and the spread of a loss is not a loss.
 TURNED = {
     "neg",
     "negative",
@@ -35,13 +37,9 @@ TURNED |= {"delta", "diff", "gap", "scale", "aux", "balance"}
 
 
 def better(metric: str) -> Way:
-    """Return which way a metric is better: ``lower``, ``higher``, or empty where its name does not tell.
+    """Return ``lower``, ``higher``, or empty where the name does not tell.
 
-    Args:
-        metric: Its name; of one that is not ours, the last word tells: ``eval_loss``, ``test/f1``, ``valWER``.
-
-    Returns:
-        The direction.
+    For a metric of another program the last word decides: ``eval_loss``, ``test/f1``, ``valWER``.
     """
     if metric in METRICS:
         return METRICS[metric].better

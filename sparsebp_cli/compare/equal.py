@@ -1,4 +1,4 @@
-"""Two groups held against each other after as much work, as much time, or as many steps: never more than two."""
+"""Compares two groups after equal work, equal time or equal steps: never more than two."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from sparsebp_cli.compare.loaded import LoadedRun, Point
 from sparsebp_cli.compare.measured import AtEqual, Unequal
 from sparsebp_cli.compare.statistics import Spread, paired_difference, spread
 
-LATEST = 1.05  # runs of equal work differ by a few percent; without this the slower would lose its last evaluation
-EARLIEST = 0.9  # an older value is that of less work: dense at step 20 says nothing about dense at step 38
+LATEST = 1.05  # runs of equal work differ by a few percent; a lower limit would drop the slower one's last evaluation
+EARLIEST = 0.9  # an earlier value belongs to less work: dense at step 20 says nothing about dense at step 38
 
 Place = Callable[[Point], float]
 Values = tuple[list[float], dict[int, float]]  # of all runs, and by seed
@@ -21,18 +21,11 @@ Values = tuple[list[float], dict[int, float]]  # of all runs, and by seed
 def compare_at_equal(
     runs: Sequence[LoadedRun], others: Sequence[LoadedRun], label: str, name: str, *, is_timed: bool
 ) -> AtEqual | None:
-    """Hold two groups against each other after as much as the shorter of them had.
+    """Compare the counting runs of two groups after as much work or time as the shorter of the two had.
 
-    Args:
-        runs: Of the group, that count.
-        others: Of the other, that count.
-        label: Of the other.
-        name: Of the metric.
-        is_timed: Whether seconds may stand in where the cost is not known: not on a busy machine.
-
-    Returns:
-        Both at their evaluation nearest to the end of that, without values where one of them has none in its last
-        tenth; None where neither cost nor time is known.
+    ``is_timed`` allows seconds where the cost is unknown, which a busy machine makes meaningless. Both groups have
+    their evaluation nearest to that point, or no value where one has none in its last tenth; None where neither cost
+    nor time is known.
     """
     if not runs or not others:
         return None
@@ -52,15 +45,10 @@ def compare_at_equal(
 
 
 def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: str) -> Unequal | None:
-    """Return whether two groups were trained for as many steps of as many examples.
+    """Return how the training of a group differs from the baseline's in steps or examples a step; None where it does
+    not.
 
-    Args:
-        runs: Of the group, that count.
-        others: Of the baseline, that count.
-        name: Of a metric that is evaluated during training.
-
-    Returns:
-        In what they differ, and the metric at the last step that both evaluated; None where they do not differ.
+    It holds the metric ``name``, which is evaluated during training, at the last step that both evaluated.
     """
     if not runs or not others:
         return None
@@ -85,7 +73,9 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
 
 
 def _count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
-    """The cost of a step of each in one unit, and that of a dense step of the first; None where none fits both."""
+    """The cost of a step of each group in one unit, and of a dense step of the first; None without a unit that fits
+    both.
+    """
     models = [
         {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
     ]
@@ -98,7 +88,7 @@ def _count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple
 
 
 def _last(runs: Sequence[LoadedRun], name: str, budget: float, place: Place) -> Values:
-    """Each run's last value at about the end of a budget, never one in between: nothing was measured there."""
+    """Each run's last value near the end of a budget. Nothing is interpolated."""
     found: dict[str, float] = {}
     for run in runs:
         if near := [p.value for p in run.curve(name) if EARLIEST * budget <= place(p) <= LATEST * budget]:
@@ -117,5 +107,5 @@ def _entry(label: str, by: Literal["cost", "time"], amount: float, mine: Values,
 
 
 def _tokens(run: LoadedRun) -> float | None:
-    told = run.history.facts.get("tokens_per_step")
-    return float(told) if isinstance(told, int | float) else None
+    tokens = run.history.facts.get("tokens_per_step")
+    return float(tokens) if isinstance(tokens, int | float) else None

@@ -1,4 +1,4 @@
-"""Two trained models on the same held-out examples, example by example."""
+"""Compares two trained models on the same held-out examples, example by example."""
 
 from __future__ import annotations
 
@@ -11,19 +11,14 @@ from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import ExampleDifference
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, correct_all, summarise_clusters
 
-FEWEST_DOCUMENTS = 10  # under this the t quantile grows fast and one long document decides
+FEWEST_DOCUMENTS = 10  # below this the t quantile grows fast and one long document decides
 NUM_BLOCKS = 10  # of consecutive examples, each longer than most documents
 
 
 def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> tuple[ExampleDifference, ...]:
-    """Pair runs of one seed, and in each pair the examples.
+    """Pair the runs of a group and of the baseline by seed, and the examples within each pair.
 
-    Args:
-        runs: Of a group, that count.
-        baseline: The baseline's.
-
-    Returns:
-        One entry a shared seed of which both runs kept the losses of the same examples after their last step.
+    Returns one entry for each shared seed whose runs kept the losses of the same examples after their last step.
     """
     here, there = ({run.seed: run for run in some if run.seed is not None} for some in (runs, baseline))
     found = []
@@ -37,14 +32,7 @@ def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -
 
 
 def correct_examples(groups: Sequence[tuple[ExampleDifference, ...]]) -> list[tuple[ExampleDifference, ...]]:
-    """Correct the statements on examples for their number, over all seeds and groups.
-
-    Args:
-        groups: The statements of each group.
-
-    Returns:
-        Them, in the same order.
-    """
+    """Correct the statements on examples of all groups for their number, over all seeds and groups."""
     corrected = iter(correct_all([entry.difference for entries in groups for entry in entries]))
     return [
         tuple(replace(entry, difference=found) for entry in entries if (found := next(corrected))) for entries in groups
@@ -52,16 +40,9 @@ def correct_examples(groups: Sequence[tuple[ExampleDifference, ...]]) -> list[tu
 
 
 def have_other_examples(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> bool:
-    """Whether runs are known to have been evaluated on other examples, by their number or their numbers of targets.
+    """Whether runs are known to have been evaluated on other examples, by the number of examples or of their targets.
 
-    The dataset's digest does not tell: it also covers what runs were trained on.
-
-    Args:
-        runs: That count.
-        others: That count.
-
-    Returns:
-        False where nothing is known.
+    The dataset's digest does not tell: it covers the training examples, too. False where nothing is known.
     """
     for what in (_count_examples, _list_targets):
         here, there = ({what(run) for run in some} - {None} for some in (runs, others))
@@ -80,7 +61,7 @@ def _list_targets(run: LoadedRun) -> tuple[float, ...] | None:
 
 
 def _subtract(run: LoadedRun, other: LoadedRun) -> dict[int, float]:
-    """Place of an example to the difference of its losses."""
+    """Position of an example to the difference of its losses."""
     here, there = (some.history.examples.get(some.steps, {}) for some in (run, other))
     digests = {some.history.facts.get("dataset_digest") for some in (run, other)}
     if len(digests) > 1 or here.get("targets") != there.get("targets"):

@@ -6,8 +6,8 @@
     comparison  = NAME ("=" | "==" | "!=" | "<" | "<=" | ">" | ">=" | "~") VALUE
 
 A value is a number, ``true``, ``false``, ``null``, a word, or text in quotes; ``~`` matches a glob (``name~topk-*``).
-Nothing is evaluated but this. What is not known is neither true nor false (Kleene's logic), so that nothing passes by
-being absent.
+Nothing else is evaluated. A comparison with an unknown value is neither true nor false (Kleene's logic), so that
+nothing passes because it is absent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.g
 OPERATORS = {"=", "==", "!=", "~", *ORDER}
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None}
 
-Find = Callable[[str], Sequence[Any]]  # a name to every value that it has there; none: not known
+Find = Callable[[str], Sequence[Any]]  # a name to all of its values; empty: unknown
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Predicate:
     """``NAME OPERATOR VALUE``."""
 
     name: str
@@ -76,31 +76,20 @@ class Not:
         return None if found is None else not found
 
 
-Condition = Comparison | Joined | Not
+Condition = Predicate | Joined | Not
 
 
 def parse(text: str, option: str) -> Condition:
-    """Read a condition.
-
-    Args:
-        text: What the user wrote, at most 500 characters.
-        option: Of the command line, for errors.
-
-    Returns:
-        The condition.
-
-    Raises:
-        UsageError: It is not one.
-    """
+    """Parse a condition of at most 500 characters; raises ``UsageError``, which names the command line's ``option``."""
     if len(text) > LONGEST:
         raise UsageError(f"{option}: at most {LONGEST} characters are allowed, got {len(text)}")
     return _Parser(text, option).parse()
 
 
 def names(condition: Condition) -> Iterator[str]:
-    """Yield every name that a condition asks for."""
+    """Yield every name in a condition."""
     match condition:
-        case Comparison():
+        case Predicate():
             yield condition.name
         case Not():
             yield from names(condition.part)
@@ -155,7 +144,7 @@ class _Parser:
         finally:
             self.depth -= 1
 
-    def _comparison(self) -> Comparison:
+    def _comparison(self) -> Predicate:
         kind, name = self._next()
         if kind == "sign" or not name:
             raise self._expected("a name")
@@ -168,7 +157,7 @@ class _Parser:
         if kind not in {"word", "text"}:
             raise self._expected(f"a value after {name} {sign}")
         self.place += 1
-        return Comparison(name, sign, value if kind == "text" else _constant(value))
+        return Predicate(name, sign, value if kind == "text" else _constant(value))
 
     def _next(self) -> tuple[str, str]:
         return self.tokens[self.place] if self.place < len(self.tokens) else ("end", "")
@@ -200,5 +189,5 @@ def _fits(sign: str, value: Any, wanted: Any) -> bool:
 
 
 def _as_written(wanted: Any) -> str:
-    """A name made of digits is read as a number: 5 and not 5.0."""
+    """Write a name of digits, which was parsed as a number, as it was: 5 and not 5.0."""
     return f"{wanted:g}" if isinstance(wanted, float) else str(wanted)

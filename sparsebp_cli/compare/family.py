@@ -1,12 +1,12 @@
-"""Statements that are made together: one chance of any false one, and a spread that groups share.
+"""Corrects statements that are made together for their number, and pools the spread that groups share.
 
 With 3 seeds a group's own spread has 2 degrees of freedom, and among 10 groups a difference of 3 standard deviations is
 found in 13% of studies. Groups held against one baseline on the same seeds mostly have like spreads, so a statement
 rests on the **larger of the group's own spread and the one pooled over groups**, with the degrees of freedom of the
 pooled variance (F. Satterthwaite, An Approximate Distribution of Estimates of Variance Components, 1946). The larger of
 the two protects a group that varies more than the others: moderated variances (G. Smyth, Linear Models and Empirical
-Bayes Methods, 2004) found false differences in up to 9% of simulated studies there. What it is worth, and what it
-costs, is in ``docs/reference/verdicts.md``.
+Bayes Methods, 2004) found false differences in up to 9% of simulated studies there. ``docs/reference/verdicts.md``
+gives its gain and its price.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Family:
     """Statements that are corrected together.
 
     Args:
-        name: What they are about.
+        name: Their subject.
         statements: How many there are. The chance that any of them is false is at most 5%.
     """
 
@@ -42,14 +42,10 @@ class Family:
 def correct_family(
     kinds: Sequence[Sequence[Difference | None]], *, ratios: Sequence[bool]
 ) -> list[list[Difference | None]]:
-    """Correct statements of several kinds as one family.
+    """Correct statements of several kinds, such as quality and step time, as one family.
 
-    Args:
-        kinds: Of each kind, such as quality and step time, one difference a group; None where there is none.
-        ratios: Of each kind, whether its differences are ratios.
-
-    Returns:
-        The same with ``p_holm`` and simultaneous intervals. One statement alone needs neither.
+    Each kind has one difference a group, None where there is none; ``ratios`` tells which kinds are ratios. The result
+    has ``p_holm`` and simultaneous intervals; a single statement needs neither.
     """
     shared = [_share_spread(some, ratio=ratio) for some, ratio in zip(kinds, ratios, strict=True)]
     count = count_statements([d for some in shared for d in some])
@@ -64,7 +60,7 @@ def correct_family(
 
 
 def count_statements(differences: Sequence[Difference | None]) -> int:
-    """Return how many statements there are: one a difference that can be tested."""
+    """Return the number of differences that can be tested."""
     return sum(d is not None and d.p is not None for d in differences)
 
 
@@ -84,7 +80,7 @@ def _share_spread(differences: Sequence[Difference | None], *, ratio: bool) -> l
 def _estimate_df(differences: Sequence[Difference], *, ratio: bool) -> float:
     """Satterthwaite's degrees of freedom of the pooled variance, (tr S)^2 / tr S^2 of its covariance, both unbiased.
 
-    A noisy baseline makes all differences vary alike, and then ten groups tell no more about the spread than one.
+    A noisy baseline correlates all differences, and then ten groups tell no more about the spread than one.
     """
     import numpy as np
 
@@ -119,7 +115,9 @@ def _test(difference: Difference | None, ratio: bool) -> float | None:
 
 
 def _widen(difference: Difference, p_holm: float | None, count: int, *, ratio: bool) -> Difference:
-    """Bonferroni's interval; Holm shows more than it, so of a difference that was shown it ends at none."""
+    """Widen to Bonferroni's interval; Holm rejects more than it, so the interval of a rejected difference ends at
+    zero.
+    """
     found = standard_error(difference)
     if p_holm is None or found is None:
         return replace(difference, family_low=difference.low, family_high=difference.high)

@@ -1,4 +1,4 @@
-"""A group's figures, from the runs of it that count."""
+"""Computes a group's speed and cost from its counting runs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,7 @@ from sparsebp_cli.run.metric import Metric
 
 
 def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Speed:
-    """Return how fast a group's steps are.
-
-    Args:
-        runs: That count.
-        baseline: The baseline's; empty for the baseline itself.
-
-    Returns:
-        The figures.
-    """
+    """Return a group's speed; ``baseline`` is empty for the baseline itself."""
     cost = find_step_cost(runs)
     return Speed(
         step=_times(runs, metric.STEP_SECONDS),
@@ -46,15 +38,7 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
 
 
 def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Cost:
-    """Return what a group's steps take beside time.
-
-    Args:
-        runs: That count.
-        baseline: The baseline's; empty for the baseline itself.
-
-    Returns:
-        The figures.
-    """
+    """Return a group's memory, FLOPs and gradient figures; ``baseline`` is empty for the baseline itself."""
     device, process = _largest(runs, metric.PEAK_ALLOCATED_BYTES), _largest(runs, metric.PEAK_RESIDENT_BYTES)
     peak_of: Literal["device", "process", ""] = "device" if device else "process" if process else ""
     peak = metric.PEAK_ALLOCATED_BYTES if device else metric.PEAK_RESIDENT_BYTES
@@ -80,7 +64,7 @@ def measure_cost(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Co
 
 
 def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) -> dict[int, float]:
-    """Return seed to value; runs without a seed or a value are left out, for nothing can be paired with them."""
+    """Return seed to value; runs without a seed or a value cannot be paired and are left out."""
     return {run.seed: value for run in runs if run.seed is not None and (value := of(run)) is not None}
 
 
@@ -111,11 +95,11 @@ def _choice(runs: Sequence[LoadedRun]) -> Choice | None:
 
 
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
-    """What the policy claims to leave of the whole backward.
+    """The FLOPs that the policy claims to leave of the whole backward.
 
-    A proof tells the shares, claimed and executed, of the same part of it; how large that part is follows from the work
-    that was saved. Where none was, or of a run without proof, the ceiling tells: (F + B) / (F + claimed), if the policy
-    leaves the forward alone.
+    A proof has the claimed and executed shares of the same part of the backward; the size of that part follows from the
+    work that was saved. Where none was saved, or without a proof, it follows from the ceiling, (F + B) / (F + claimed),
+    if the policy leaves the forward alone.
     """
     if proven := [claim for run in runs for claim in _proven_claims(run)]:
         return statistics.median(proven)

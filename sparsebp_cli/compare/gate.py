@@ -1,9 +1,9 @@
 """``--fail-if``: a condition over a comparison's numbers that ends the command with 1, for use in CI.
 
 Names: ``METRIC.mean``, ``METRIC.delta`` (and ``.low``, ``.high``, ``.p``), ``time/step_seconds.ratio``, and more:
-:func:`figures` has them all. A group is chosen by ``LABEL:NAME``; without, every group but the baseline is asked, and
-one that meets the condition is enough. A number that is not there cannot pass: the gate then fails, and says why. Step
-times that a busy machine slowed down are not there.
+:func:`figures` has them all. ``LABEL:NAME`` chooses a group; without a label, every group but the baseline is checked,
+and one that meets the condition is enough. A missing number fails as well, with the reason. Step times of a busy
+machine count as missing.
 """
 
 from __future__ import annotations
@@ -22,29 +22,17 @@ from sparsebp_cli.run import metric
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a gate is shut.
-
-    Args:
-        label: Of the group.
-        text: In one line.
-    """
+    """A group that meets the condition to fail, and the failure in one line."""
 
     label: str
     text: str
 
 
 def check(comparison: Comparison, expression: str) -> list[Failure]:
-    """Hold a condition against every group but the baseline.
+    """Return a failure for each group that meets the condition, or of which a needed number is missing.
 
-    Args:
-        comparison: What was compared.
-        expression: The condition under which to fail.
-
-    Returns:
-        One entry a group that meets it, or of which it cannot be said; empty when the gate is open.
-
-    Raises:
-        UsageError: The condition cannot be read, names no figure or no group, or there is nothing to check.
+    Raises ``UsageError`` if the condition cannot be read, names an unknown figure or group, or there is nothing to
+    check.
     """
     condition = parse(expression, "--fail-if")
     labels = _check_names(comparison, condition)
@@ -65,15 +53,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
 
 
 def figures(comparison: Comparison, group: Group) -> dict[str, Any]:
-    """Return every figure of a group by the name that a condition calls it by.
-
-    Args:
-        comparison: What was compared.
-        group: One of its groups.
-
-    Returns:
-        Name to value; None where there is none.
-    """
+    """Return every figure of a group by its name in conditions; None where it is missing."""
     quality, speed, cost = group.quality, group.speed, group.cost
     final = quality.final
     busy, base_busy = (some.speed.busy is not None for some in (group, comparison.groups[0]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# Control characters would steer a terminal, marks of direction turn a line around; and anybody may have written a name.
+# Names may come from anybody: control characters would drive the terminal, direction marks would reverse a line.
 UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]+")
 
 
 def tidy(text: str) -> str:
-    """Return a text in one line, without what no screen should be given: it may come from somebody else's store."""
+    """Return a text in one line without control characters and direction marks: it may come from another person's
+    store.
+    """
     return UNSEEN.sub(" ", text)
 
 
@@ -23,9 +25,9 @@ class Grid:
         columns: Headings.
         rows: Cells, as many as headings.
         note: Under it; empty for none.
-        aside: How many columns, from the left, hold words: the others hold numbers and are aligned right.
-        words_last: The last column holds words, too.
-        commands: Under the note, each to be copied as it is: never wrapped.
+        aside: Number of leading columns that hold words; the others hold numbers and are aligned right.
+        words_last: Whether the last column holds words, too.
+        commands: Under the note, never wrapped, so that they can be copied.
     """
 
     title: str
@@ -41,6 +43,6 @@ class Grid:
         return place < self.aside or (self.words_last and place == len(self.columns) - 1)
 
     def __post_init__(self) -> None:
-        """Leave nothing in a cell that would steer a terminal."""
+        """Remove the characters from every cell that a terminal would obey."""
         object.__setattr__(self, "columns", tuple(map(tidy, self.columns)))
         object.__setattr__(self, "rows", tuple(tuple(map(tidy, row)) for row in self.rows))

@@ -1,8 +1,8 @@
-"""Which runs repeat each other, and which parameter is their seed: by the recipe, or as the user says.
+"""Groups runs that repeat each other, and finds their seeds, by the recipe or by the user's options.
 
-A run of ours has a recipe, which says both. A run of another program has parameters, of which only the one that is
-called ``seed`` (or ``random_seed``) is taken for the seed: ``data_seed`` is often constant, and ``optimizer.state`` is
-a treatment. Where a program writes its results and what it calls a run do not make it another treatment.
+A run of SparseBP has a recipe with both. A run of another program has parameters, of which only ``seed`` (or
+``random_seed``) counts as the seed: ``data_seed`` is often constant, and ``optimizer.state`` is a treatment. The output
+folder and the name of a program's run make no other treatment.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ NOT_THE_RESULT = ("name", "target.", "tracking.", "checkpoint.")  # of our recip
 
 @dataclass(frozen=True)
 class Grouping:
-    """What decides which runs form a group.
+    """The keys that decide which runs form a group.
 
     Args:
-        by: Keys of the recipe that decide alone; empty: all but the seed decide.
+        by: The only keys of the recipe that decide; empty: all but the seed decide.
         ignore: Keys that do not decide.
         seed: Parameter that is the seed of other programs' runs; empty: ``seed``, else ``random_seed``.
     """
@@ -37,30 +37,14 @@ class Grouping:
 
     @classmethod
     def parse(cls, by: str | None, ignore: str | None, seed: str | None) -> Grouping:
-        """Read what the command line says: keys with commas between.
-
-        Args:
-            by: Of ``--group-by``.
-            ignore: Of ``--ignore``.
-            seed: Of ``--seed-param``.
-
-        Returns:
-            The grouping.
-        """
+        """Parse the comma-separated keys of ``--group-by``, ``--ignore`` and ``--seed-param``."""
         keys = [tuple(key.strip() for key in (text or "").split(",") if key.strip()) for text in (by, ignore)]
         return cls(keys[0], keys[1], seed or "")
 
     def apply(self, runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-        """Give every run its group, and those of other programs their seed.
+        """Set every run's group, and the seed of other programs' runs; changed runs are copies.
 
-        Args:
-            runs: All that are compared.
-
-        Returns:
-            Them; a run that changes is a copy.
-
-        Raises:
-            UsageError: No run has a key that is named.
+        Raises ``UsageError`` if no run has a named key.
         """
         for option, keys in (
             ("--group-by", self.by),
@@ -82,7 +66,7 @@ class Grouping:
             return replace(run, group=self._hash(kept)) if self.by or self.ignore else run
         seed = find_seed(run.flat, self.seed)
         kept = {k: v for k, v in run.flat.items() if k not in {seed, "name"} and (k not in PER_RUN or self._names(k))}
-        if set(kept) <= {"tracking.experiment"}:  # nothing but its name tells what it is
+        if set(kept) <= {"tracking.experiment"}:  # only its name identifies it
             kept["name"] = run.name
         return replace(run, seed_key=seed, seed=as_seed(run.flat.get(seed)), group=self._hash(kept))
 
@@ -94,19 +78,12 @@ class Grouping:
         return content_hash({k: v for k, v in kept.items() if not self.by or self._names(k)})
 
     def hides(self, run: LoadedRun, path: str) -> bool:
-        """Whether a key of a run is no difference to another run: its seed, or what the user or nobody looks at."""
+        """Whether a key of a run is no difference to another run: its seed, or an ignored key."""
         ignored = (*self.ignore, *(PER_RUN if not run.is_ours and not self._names(path) else ()))
         return path == run.seed_key or any(_is_named(path, key) for key in ignored)
 
     def find_mixed(self, members: Mapping[str, Sequence[LoadedRun]]) -> list[str]:
-        """Return a line a group whose runs differ in what the user said does not matter.
-
-        Args:
-            members: Label of a group to its runs.
-
-        Returns:
-            The lines; none where the recipe decides.
-        """
+        """Return a line for each group, by label, whose runs differ in keys that the user chose to ignore."""
         if not self.by and not self.ignore:
             return []
         lines = []
@@ -123,16 +100,16 @@ class Grouping:
 
 
 def find_seed(flat: Mapping[str, Any], named: str = "") -> str:
-    """Return the parameter that is the seed of another program's run; empty when none is."""
+    """Return the seed parameter of another program's run; empty when there is none."""
     return next((key for key in ((named,) if named else SEEDS) if key in flat), "")
 
 
 def as_seed(value: Any) -> int | None:
-    """Return a seed that was logged as text; None for what is no whole number."""
+    """Return a seed that was logged as text; None unless it is a whole number."""
     text = str(value).strip()
     return int(text) if text.removeprefix("-").isdecimal() and len(text) <= 20 else None
 
 
 def _is_named(path: str, key: str) -> bool:
-    """The whole path, its end, or a section of it."""
+    """Whether a key is the whole path, its end, or a section of it."""
     return path == key or path.endswith(f".{key}") or path.startswith(f"{key}.")

@@ -1,4 +1,4 @@
-"""What became of the gradient layer by layer: from the journal's ``layers`` records."""
+"""Figures of the gradient by layer, from the journal's ``layers`` records."""
 
 from __future__ import annotations
 
@@ -13,14 +13,7 @@ FIGURES = ("kept_share", "cosine", "relative_error", "sign_agreement")
 
 
 def measure_layers(runs: Sequence[LoadedRun]) -> Layers:
-    """Return each figure by layer and step, as the mean over the runs that measured it there.
-
-    Args:
-        runs: Of one group, that count.
-
-    Returns:
-        The figures; without any layer when no run recorded them.
-    """
+    """Return each figure by layer and step, as the mean over the runs that have it; empty when no run recorded any."""
     records = [run.history.layers for run in runs if run.history.layers]
     steps = sorted({step for record in records for step in record})
     names = list(dict.fromkeys(name for record in records for step in sorted(record) for name in record[step]))
@@ -35,6 +28,6 @@ def measure_layers(runs: Sequence[LoadedRun]) -> Layers:
 def _mean(
     records: Sequence[dict[int, dict[str, dict[str, float | None]]]], step: int, name: str, figure: str
 ) -> float | None:
-    told = [record.get(step, {}).get(name, {}).get(figure) for record in records]
-    numbers = [value for value in told if value is not None and math.isfinite(value)]
+    found = [record.get(step, {}).get(name, {}).get(figure) for record in records]
+    numbers = [value for value in found if value is not None and math.isfinite(value)]
     return fmean(numbers) if numbers else None

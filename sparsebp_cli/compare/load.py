@@ -1,4 +1,4 @@
-"""Reads runs from their folders, and says which of them count and which disturbed each other."""
+"""Reads runs from their folders, and finds repeated runs and runs that disturbed each other."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from sparsebp_cli.tracking.content import find_state
 
 
 def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[LoadedRun]:
-    """Read runs, in the order given; a run given twice is read once.
-
-    Args:
-        runs: Any runs; those that are read already are taken as they are.
-        grouping: What decides which of them form a group.
-
-    Returns:
-        Them, with those marked that repeat an earlier run of their seed.
-    """
+    """Read runs in the order given, each once; runs that are read already are kept. Repeats of a seed are marked."""
     loaded: dict[str, LoadedRun] = {}
     for run in runs:
         if run.run_id not in loaded:
@@ -33,17 +25,7 @@ def load(runs: Iterable[RunFolder | LoadedRun], grouping: Grouping) -> list[Load
 
 
 def load_folder(run: RunFolder) -> LoadedRun:
-    """Read a run's plan and journal.
-
-    Args:
-        run: Its folder, on this machine or copied from another.
-
-    Returns:
-        The run.
-
-    Raises:
-        RunNotFoundError: There is no readable plan in it.
-    """
+    """Read a run's plan and journal from its folder; raises ``RunNotFoundError`` without a readable plan."""
     plan, history = Plan.load(run.plan_file), History.load(run.path)
     loaded = LoadedRun.of_plan(plan, history, find_state(run, history))
     loaded.looks = Looks.load(run.path)
@@ -51,12 +33,9 @@ def load_folder(run: RunFolder) -> LoadedRun:
 
 
 def mark_repeats(runs: Sequence[LoadedRun]) -> None:
-    """Say of every run whether an earlier one has its seed; the first that finished or diverged counts.
+    """Set ``repeats`` of every run whose seed an earlier run has; the first that finished or diverged counts.
 
-    Were it the newest, a seed could be repeated until its result is good.
-
-    Args:
-        runs: All that are compared, with their groups; their ``repeats`` is set.
+    If the newest counted, a seed could be repeated until its result is good.
     """
     first: dict[tuple[str, int], LoadedRun] = {}
     for run in runs:
@@ -69,13 +48,9 @@ def mark_repeats(runs: Sequence[LoadedRun]) -> None:
 
 
 def ran_together(runs: Sequence[LoadedRun]) -> list[tuple[LoadedRun, LoadedRun]]:
-    """Return pairs of runs whose steps interleave in time: on one machine they slowed each other down.
+    """Return pairs of counting runs whose steps interleave in time: on one machine they slowed each other down.
 
-    Args:
-        runs: Runs that count.
-
-    Returns:
-        Each neighbouring pair in time once.
+    Each pair of neighbours in time is returned once.
     """
     timed = sorted((run for run in runs if run.step_times), key=lambda run: run.step_times[0])
     pairs = []
@@ -83,7 +58,7 @@ def ran_together(runs: Sequence[LoadedRun]) -> list[tuple[LoadedRun, LoadedRun]]
         for second in timed[index + 1 :]:
             if second.step_times[0] >= first.step_times[-1]:
                 break
-            # A run that did its work while the other was interrupted did not disturb it.
+            # A run that worked only while the other was interrupted did not disturb it.
             low = bisect_left(first.step_times, second.step_times[0])
             high = bisect_right(first.step_times, second.step_times[-1])
             if high > low:

@@ -1,4 +1,4 @@
-"""One run as a comparison sees it, whether it was read from its folder or from an MLflow store."""
+"""One run as a comparison reads it, from its folder or from an MLflow store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
 
-DIVERGED = re.compile(r"diverged: |the (loss|gradient norm) is (nan|-?inf)")  # older runs do not say the word
+DIVERGED = re.compile(r"diverged: |the (loss|gradient norm) is (nan|-?inf)")  # older runs lack the word
 
 
 class Point(NamedTuple):
-    """One value of a metric, and where on its way the run was."""
+    """One value of a metric, with the step, tokens and training seconds at which it was measured."""
 
     step: int
     tokens: float | None
@@ -35,23 +35,23 @@ class LoadedRun:
 
     Args:
         run_id: Its id.
-        name: What it is called.
-        seed: Its seed; None when it does not say.
+        name: Its name in tables.
+        seed: Its seed; None when unknown.
         group: Hash of all but the seed.
-        recipe: The resolved recipe; of a run that somebody else's program logged, its parameters.
+        recipe: The resolved recipe; for a run of another program, its parameters.
         created: Seconds since 1970.
         history: Its journal, or what a store has of it.
-        state: What it is doing, or how it ended.
+        state: Its state.
         steps_planned: Optimizer steps of the recipe; None when there is no recipe.
         version: Of the package that made the plan.
-        git_sha: Commit that it was run from.
+        git_sha: Commit of the code that made the plan.
         dirty: Whether there were uncommitted changes.
         recipe_file: Name of the recipe's file.
         source: Where it was read: empty for its folder, else the store's address without password.
         repeats: The first run of this seed in this group that came to an end; empty when this is that one.
-        seed_key: Where its recipe or its parameters say the seed; empty: nowhere.
+        seed_key: Key of the seed in its recipe or parameters; empty: none.
         looks: Those of the trial of ``run --until-ci`` that it was part of; None: it was in none.
-        steps_logged: The highest step of any metric, as a store says; None: the metrics tell.
+        steps_logged: The highest step of any metric in a store's list; None: take it from the metrics.
     """
 
     run_id: str
@@ -75,17 +75,7 @@ class LoadedRun:
 
     @classmethod
     def of_plan(cls, plan: Plan, history: History, state: State, source: str = "") -> LoadedRun:
-        """Put together a run of which the plan is known.
-
-        Args:
-            plan: The run's.
-            history: Its journal, or what a store has of it.
-            state: What it is doing.
-            source: Where it was read.
-
-        Returns:
-            The run.
-        """
+        """Make a run from its plan and its journal, or the part of the journal that a store has."""
         recipe = plan.recipe
         return cls(
             plan.run_id,
@@ -113,23 +103,23 @@ class LoadedRun:
 
     @property
     def is_ours(self) -> bool:
-        """Whether its recipe is known, so that it is not another program's run."""
+        """Whether its recipe is known, so that it is not a run of another program."""
         return self.steps_planned is not None
 
     @property
     def finished(self) -> bool:
-        """Whether it went to its end, and all of it was read."""
+        """Whether it finished, and all of it was read."""
         return self.state is State.FINISHED and not self.missing_steps
 
     @property
     def broke_down(self) -> str:
-        """What ended a run whose loss or gradient was no number any more; empty for every other run."""
+        """The non-finite loss or gradient that ended the run; empty for every other run."""
         text = str(self.history.ends[-1].get("text", "")) if self.history.ends else ""
         return text.removeprefix("diverged: ") if self.state is State.FAILED and DIVERGED.match(text) else ""
 
     @property
     def missing_steps(self) -> int:
-        """Steps of a finished run that its source does not have: it was not sent to the end."""
+        """Steps of a finished run that its source lacks, because it was not sent completely."""
         if self.state is not State.FINISHED or self.steps_planned is None or not self.source:
             return 0
         return max(0, self.steps_planned - self.steps)
@@ -150,27 +140,21 @@ class LoadedRun:
         return {}
 
     def series(self, name: str) -> dict[int, float]:
-        """Return a metric's values by step, in the order of steps: sorted once, for a comparison asks many times."""
+        """Return a metric's values by step, sorted once, because a comparison reads them many times."""
         if name not in self._series:
             self._series[name] = self.history.series(name)
         return self._series[name]
 
     def values(self, name: str, *, after_warmup: bool = False) -> list[float]:
-        """Return a metric's finite values in the order of steps.
-
-        Args:
-            name: Of the metric.
-            after_warmup: Leave out the first steps of every attempt, which are slower.
-
-        Returns:
-            The values; empty when it was never logged.
+        """Return a metric's finite values in the order of steps; ``after_warmup`` omits the slower first steps of
+        each attempt.
         """
         if after_warmup:
             return list(self.steady(name).values())
         return [value for value in self.series(name).values() if math.isfinite(value)]
 
     def steady(self, name: str) -> dict[int, float]:
-        """Return step to value of a metric, without the first steps of every attempt, which are slower."""
+        """Return step to value of a metric, without the slower first steps of every attempt."""
         if name not in self._steady:
             series, cold = self.series(name), self._warmup_steps
             found = {step: value for step, value in series.items() if step not in cold and math.isfinite(value)}
@@ -184,7 +168,7 @@ class LoadedRun:
     def evaluations(self, name: str) -> list[float]:
         """Return a metric's values, the last being that after the last step; empty when that one is missing.
 
-        Of a run without a recipe nobody knows what its last step was: its own last value stands for it.
+        The last step of a run without a recipe is unknown; its own last value stands in.
         """
         series = self.series(name)
         if not series or (self.steps_planned is not None and self.steps not in series):
@@ -192,9 +176,9 @@ class LoadedRun:
         return list(series.values())
 
     def curve(self, name: str) -> tuple[Point, ...]:
-        """Return a metric against steps, tokens and seconds of training: only steps count as training.
+        """Return a metric against steps, tokens and seconds of training, in which only steps count.
 
-        Steps of warm-up count as the median of the others: what a machine does once is not what a policy costs.
+        Steps of warm-up count as the median of the others: their extra time belongs to the machine, not to the policy.
         """
         done, seconds = self._clock
         tokens = self.series(names.TRAIN_TOKENS.name)
@@ -211,12 +195,12 @@ class LoadedRun:
 
     @property
     def training_seconds(self) -> float:
-        """How long its steps took together, those of warm-up as long as the median of the others."""
+        """Time of all steps together; those of warm-up count as the median of the others."""
         return self._clock[1][-1] if self._clock[1] else 0.0
 
     @property
     def is_timed(self) -> bool:
-        """Whether it logged the time of its steps; if not, the time of its values stands in."""
+        """Whether it logged step times; if not, the times of its values stand in."""
         return bool(self._clock[0])
 
     @cached_property
@@ -235,17 +219,17 @@ class LoadedRun:
 
     @cached_property
     def _warmup_steps(self) -> frozenset[int]:
-        told = self.recipe.get("measure")
-        default = told.get("warmup_steps", 0) if isinstance(told, dict) else 0
+        measure = self.recipe.get("measure")
+        default = measure.get("warmup_steps", 0) if isinstance(measure, dict) else 0
         num = int(self.history.facts.get("warmup_steps") or default or 0)
         starts = [start for _, start in self.history.warm] or [0]
         return frozenset(step for start in starts for step in range(start + 1, start + 1 + num))
 
     @cached_property
     def exact(self) -> bool | None:
-        """Whether every policy is exact, as the run said itself, else as the installed policies say; None: unknown."""
-        if told := self.history.facts.get("policies"):
-            return all(policy["exact"] for policy in told)
+        """Whether every policy is exact, by the run's own record, else by the installed policies; None: unknown."""
+        if recorded := self.history.facts.get("policies"):
+            return all(policy["exact"] for policy in recorded)
         if not self.policies:
             return None
         try:
@@ -254,17 +238,17 @@ class LoadedRun:
                 make_policy(name, **{key: value for key, value in entry.items() if key != "name"}).exact
                 for name, entry in names_and_options
             )
-        except Exception:  # a plugin that is gone, or whatever its own checks raise
+        except Exception:  # the plugin is not installed, or its own checks raise anything
             return None
 
     @cached_property
     def step_times(self) -> list[float]:
-        """When its steps ended, seconds since 1970, sorted."""
+        """End times of its steps, seconds since 1970, sorted."""
         return sorted(time for time, _ in self.history.metrics.get(names.STEP_SECONDS.name, {}).values())
 
 
 def flatten(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe by dotted path, in its order; empty lists and sections stay as they are."""
+    """Return a recipe by dotted path, in its order; empty lists and sections are kept."""
     found: dict[str, Any] = {}
     todo: list[tuple[str, Any]] = [("", recipe)]
     while todo:

@@ -1,11 +1,11 @@
-"""Not worse by more than a margin, and equal within it: yes, no, or not to be said yet.
+"""Tests whether a group is not worse by more than a margin, and equal within it: yes, no or inconclusive.
 
 The null hypothesis is that the true difference lies exactly on the margin. A two-sided t test of it, corrected like
 the others for the number of groups, decides for the side on which the mean lies. *Equal within the margin* asks the
 same of both margins at once (D. Schuirmann, A Comparison of the Two One-Sided Tests Procedure, 1987).
 
-These answers hold for a number of seeds that was fixed beforehand. The same question has a second answer that holds
-however often one looks: the t test's Bayes factor with a normal prior of the effect is an e-process (T. Lai, On
+These answers hold for a number of seeds that was fixed beforehand. A second answer holds after any number of interim
+looks: the t test's Bayes factor with a normal prior of the effect is an e-process (T. Lai, On
 Confidence Sequences, 1976; H. Wang and A. Ramdas, Anytime-valid t-tests and confidence sequences, 2023). Under the
 null hypothesis it ever exceeds 20 with a chance of at most 5%.
 """
@@ -21,7 +21,7 @@ from sparsebp_cli.compare.family import standard_error
 from sparsebp_cli.compare.statistics import Difference, holm, two_sided_p
 from sparsebp_cli.errors import UsageError
 
-POWER = 0.8  # chance that so many seeds decide, were the true difference the observed one
+POWER = 0.8  # chance that so many seeds decide, if the true difference were the observed one
 MOST_SEEDS = 200
 LEVEL = 0.05
 PRIOR = 1.0  # standard deviation of the e-process's prior, in standard deviations of the pairs
@@ -38,10 +38,10 @@ class NotWorse:
         answer: ``yes``, ``no`` or ``inconclusive``.
         p: Of the test, before correction; None when none could be made.
         p_holm: After correction over all groups; None where there is nothing to correct.
-        more_seeds: About how many more shared seeds would decide, at the mean and spread seen so far; None when the
-            answer is there, cannot be foretold, or would take more than 200.
+        more_seeds: About how many more shared seeds would decide, at the mean and spread seen so far; None when it is
+            decided, cannot be predicted, or would take more than 200.
         equivalent: Whether the difference is smaller than the margin either way.
-        anytime: The answer that holds however often one has looked while seeds were added.
+        anytime: The answer that holds for any number of interim looks while seeds were added.
         looks: Of a trial of ``run --until-ci`` whose answer this is: after how many seeds it looked; else empty.
         withheld: Why the answer is not that of the numbers; empty when it is.
     """
@@ -58,17 +58,9 @@ class NotWorse:
 
 
 def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float]:
-    """Read ``eval/loss=0.01`` or ``0.01``.
+    """Parse ``eval/loss=0.01`` or ``0.01`` into the metric, None when not named, and the margin.
 
-    Args:
-        text: What the user wrote.
-        option: Of the command line, for errors.
-
-    Returns:
-        The metric, None when not named; and the margin.
-
-    Raises:
-        UsageError: Not of this form, or not above 0.
+    Raises ``UsageError``, which names the command line's ``option``, for another form or a margin not above 0.
     """
     name, _, number = text.rpartition("=")
     try:
@@ -83,16 +75,10 @@ def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float
 def decide_all(
     differences: Sequence[Difference | None], margin: float, *, worse_is_up: bool, level: float = LEVEL
 ) -> list[NotWorse | None]:
-    """Answer for every group at once, for the correction needs all of them.
+    """Answer for every group at once, because the correction needs all of them.
 
-    Args:
-        differences: Of each group to the baseline; None where there is none.
-        margin: How much worse still counts as not worse, above 0.
-        worse_is_up: Whether a larger value is a worse one.
-        level: Chance of any wrong answer, in (0, 1).
-
-    Returns:
-        In the same order.
+    ``differences`` are of each group to the baseline, None where there is none. ``margin`` is above 0; ``worse_is_up``
+    tells whether a larger value is worse; ``level`` in (0, 1) is the chance of any wrong answer.
     """
     worsenings = [None if d is None else _worsening(d, worse_is_up) for d in differences]
     raw = [
@@ -128,20 +114,14 @@ def decide_all(
 
 
 def withhold(decision: NotWorse | None, margin: float, diverged: int, lost: int) -> NotWorse | None:
-    """Take back an answer that is of survivors only.
+    """Replace an answer that only survivors support: ``no`` with a diverged run, never ``yes`` with a lost one.
 
-    Args:
-        decision: Of the runs that count; None where none does.
-        margin: How much worse still counts as not worse.
-        diverged: Runs that diverged on a seed on which the baseline did not: worse than any margin.
-        lost: Runs that did not finish and were not made again, or diverged as the baseline did.
-
-    Returns:
-        ``no`` with a run that diverged, never ``yes`` with one that was lost.
+    ``diverged`` counts runs on seeds on which the baseline did not diverge, which are worse than any margin; ``lost``
+    counts runs that did not finish and were not repeated, or diverged as the baseline did.
     """
     if diverged > 0:
-        told = f"{diverged} run{'s' * (diverged > 1)} diverged, which counts as worse than any margin"
-        return NotWorse(margin, "no", equivalent="no", anytime="no", withheld=told)
+        reason = f"{diverged} run{'s' * (diverged > 1)} diverged, which counts as worse than any margin"
+        return NotWorse(margin, "no", equivalent="no", anytime="no", withheld=reason)
     if decision is None or lost <= 0 or "yes" not in {decision.answer, decision.equivalent, decision.anytime}:
         return decision
     return replace(
@@ -155,15 +135,10 @@ def withhold(decision: NotWorse | None, margin: float, diverged: int, lost: int)
 
 
 def seeds_needed(effect: float, already: int, level: float = LEVEL) -> int | None:
-    """Return how many pairs decide with a chance of 80%, by the noncentral t distribution.
+    """Return how many pairs in all decide with a chance of 80%, by the noncentral t distribution; None above 200.
 
-    Args:
-        effect: Distance of the mean from the margin, in standard deviations of the pairs; not negative.
-        already: Pairs that there are; the answer is more than these.
-        level: Of the two-sided test, in (0, 1).
-
-    Returns:
-        Pairs in all, or None when 200 are not enough.
+    ``effect`` is the distance of the mean from the margin in standard deviations of the pairs, not negative. The result
+    exceeds ``already``; ``level`` in (0, 1) is that of the two-sided test.
     """
     from scipy import stats
 
@@ -201,7 +176,7 @@ def _test(worsening: float, difference: Difference, margin: float) -> float | No
 
 
 def _test_both(worsening: float | None, difference: Difference | None, margin: float) -> float | None:
-    """Inside both margins the larger p of the two tests; outside that of the margin that was left behind."""
+    """The larger p of the two tests inside both margins; outside, the p of the margin that was passed."""
     if worsening is None or difference is None:
         return None
     nearer = margin if worsening >= 0.0 else -margin

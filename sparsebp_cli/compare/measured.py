@@ -1,4 +1,4 @@
-"""What was measured of a group: quality, speed, cost, layers. Plain frozen data, part of a comparison."""
+"""The measurements of a group: quality, speed, cost, layers. Plain frozen data, part of a comparison."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ExampleDifference:
 
     Args:
         seed: Of both runs.
-        difference: Mean loss of the group's model minus that of the baseline's, over examples that weigh alike. The
+        difference: Mean loss of the group's model minus that of the baseline's, over examples of equal weight. The
             interval is over clusters; p is corrected for all such statements of the comparison.
         worse_share: Share of the examples on which the group's model has the larger loss.
-        clusters: Examples of one cluster resemble each other: how many clusters there are.
-        clustered_by: What a cluster is: a ``document``, or a ``block`` of consecutive examples where documents are not
-            known or too few.
+        clusters: Number of clusters; the examples of one cluster resemble each other.
+        clustered_by: A cluster is a ``document``, or a ``block`` of consecutive examples where documents are unknown or
+            too few.
     """
 
     seed: int
@@ -44,7 +44,7 @@ class Reach:
         seconds: Of training until then; None where a run did not reach it.
         ratio: Of these seconds to the baseline's, paired by seed; None for the baseline, and where a run of either
             did not reach it.
-        at_least_steps: Mean steps where some runs did not reach it, those counting as far as they went: a lower bound.
+        at_least_steps: Mean steps where some runs did not reach it and count with all of their steps: a lower bound.
         at_least_seconds: The same of seconds of training.
         censored: Whether a run of the group or of the baseline did not reach it.
     """
@@ -61,14 +61,14 @@ class Reach:
 
 @dataclass(frozen=True)
 class AtEqual:
-    """Two groups after as much work or time as the shorter of the two had, whatever any third group had.
+    """Two groups after as much work or time as the shorter of the two had, independent of any third group.
 
     Args:
-        other: Label of the group that this one is held against.
+        other: Label of the group with which this one is compared.
         by: ``cost``, counted in dense steps of this group's batch; ``time``, seconds of training, where the cost of one
-            of them is not known or their models differ.
+            of them is unknown or their models differ.
         amount: How much.
-        quality: Of this group, at its evaluation at about the end of that; on the seeds that both have, where they
+        quality: Of this group, at its evaluation near the end of that; on the seeds that both have, where they
             share any. None where one of the two was not evaluated in the last tenth, nor up to 5 % later.
         others: Of the other.
         difference: This group's minus the other's, paired by seed.
@@ -84,12 +84,12 @@ class AtEqual:
 
 @dataclass(frozen=True)
 class Unequal:
-    """How much longer, or on how much more a step, one group was trained than the baseline.
+    """A difference between the training of a group and of the baseline, in steps or in examples a step.
 
     Args:
         words: Such as ``1000 steps against 500``.
-        common_step: The last step at which both were evaluated; None when there is none but before training.
-        metric: That was evaluated then.
+        common_step: The last step at which both were evaluated; None when there is none after the start.
+        metric: The metric at that step.
         difference: At that step, paired by seed.
     """
 
@@ -101,15 +101,15 @@ class Unequal:
 
 @dataclass(frozen=True)
 class Quality:
-    """How good the trained models are.
+    """The quality of the trained models.
 
     Args:
-        final: The metric as the reducer takes it, over the runs that count.
+        final: The metric after the reducer, over the runs that count.
         difference: To the baseline; None for the baseline itself.
         not_worse: Whether it is not worse by more than the margin; None without a margin or a direction.
-        at_equal: At equal cost or time, one entry a group that this one is held against.
+        at_equal: At equal cost or time, one entry for each group with which this one is compared.
         coarsened: Why the difference is not that of the two columns; empty where it is.
-        unequal: Where the baseline was trained longer or shorter, or on more or less a step; None where it was not.
+        unequal: The difference in training from the baseline; None where there is none.
         examples: Example by example, one entry a shared seed whose runs kept the losses.
         reach: How soon the target was reached; None without one.
     """
@@ -129,8 +129,8 @@ class Busy:
     """Runs whose machine had other work.
 
     Args:
-        runs: How many of those that count.
-        of: How many count.
+        runs: Number of such runs among those that count.
+        of: Number of runs that count.
         cpu_share: CPU seconds of a step over those that a quiet machine gives in its time, the least of all runs; None
             where they were not recorded, or the device is no CPU.
         load: Largest median of the load average over the number of CPUs; None where it was not recorded.
@@ -144,7 +144,7 @@ class Busy:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast steps are. Seconds, over all steps after warm-up of all runs that count.
+    """Step times in seconds, over all steps after warm-up of all runs that count.
 
     Args:
         step: A whole optimizer step.
@@ -152,7 +152,7 @@ class Speed:
         backward: Its backward passes.
         optimizer: Clipping and the update.
         tokens_per_second: Throughput.
-        training_seconds: Of all steps of a run, those of warm-up as long as the median of the others.
+        training_seconds: Of all steps of a run; those of warm-up count as the median of the others.
         step_ratio: A run's median step as a multiple of the baseline's, paired by seed; None for the baseline.
         backward_ratio: The same of the backward passes alone.
         ceiling: The largest speed-up of forward and backward that the policy could give.
@@ -160,8 +160,8 @@ class Speed:
         probe_ratio: Forward and backward over those of dense, timed in turn in each run's probes.
         step_cost: Of a whole step in dense steps of the same batch: median and quartiles over probes, else over counts
             of FLOPs.
-        cost_by: How that is known: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: not at all.
-        busy: Whether the machine had other work; None: nothing says so.
+        cost_by: How the cost is known: ``probe``, ``flops``, or ``dense`` (the same work was counted); empty: unknown.
+        busy: Whether the machine had other work; None without a sign of it.
     """
 
     step: Quartiles | None = None
@@ -182,7 +182,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a step of the policy cost and kept before training, and how unequal the gradients were; medians over runs.
+    """Cost and kept share of a policy's step before training, and how unequal the gradients were; medians over runs.
 
     Args:
         cost_ratio: FLOPs of forward and backward over those of dense.
@@ -203,7 +203,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step takes beside time, and what became of the gradient.
+    """The memory and FLOPs of a step, and the fidelity of its gradient.
 
     Args:
         peak_bytes: Largest over all runs that count.
@@ -213,17 +213,16 @@ class Cost:
         gradient_bytes: Gradients.
         optimizer_bytes: Optimizer state.
         saved_bytes: Saved for the backward pass.
-        step_peak: What is live at the peak of a step that was watched, in its parts; of the run and step where that
-            is most.
+        step_peak: Parts of the live memory at the peak of a watched step; of the run and step with the highest peak.
         executed_flops: Of one backward pass, counted.
         dense_flops: Of one dense backward pass.
-        claimed_flops: What the policy claims to leave; None without a ceiling.
+        claimed_flops: FLOPs that the policy claims to leave; None without a ceiling.
         kept_share: Of the gradient's entries, at the policy's sites.
         cosine: Between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.
         independent_cosine: Between the gradient and that of a large batch of other examples.
         dense_independent_cosine: The same of dense on the smaller batch that costs as much as the policy.
-        choice: What choosing could gain, as the runs found before their first step; None where none did.
+        choice: The possible gain of choosing, as the runs found before their first step; None where none did.
     """
 
     peak_bytes: float | None = None
@@ -247,10 +246,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory of one step, moment by moment.
+    """The memory of one step over time.
 
     Args:
-        run_id: Of the run that was watched.
+        run_id: Of the watched run.
         step: Which of its steps.
         curve: Live bytes in their parts, thinned.
     """
@@ -265,7 +264,7 @@ class Layers:
     """Figures by layer and step, means over the runs that have them.
 
     Args:
-        steps: At which they were taken.
+        steps: Steps of the figures.
         names: Of the layers or sites, in the model's order.
         figures: ``kept_share``, ``cosine``, ``relative_error``, ``sign_agreement`` to a row a layer, a cell a step;
             None where nothing was measured. A figure that no run has is absent.

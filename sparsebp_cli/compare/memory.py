@@ -1,4 +1,4 @@
-"""The memory of steps that were watched: the split at the peak from metrics, the curve from the journal."""
+"""The memory of watched steps: the split at the peak from metrics, the curve from the journal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,7 @@ _METRICS = (
 
 
 def find_step_peak(runs: Sequence[LoadedRun]) -> MemorySplit | None:
-    """Return the split where most was live.
-
-    Args:
-        runs: Of one group, that count.
-
-    Returns:
-        That of the run and step with the highest peak; None when no step was watched.
-    """
+    """Return the split of the run and step with the highest peak; None when no step was watched."""
     found = []
     for run in runs:
         series = [run.series(part.name) for part in _METRICS]
@@ -39,14 +32,7 @@ def find_step_peak(runs: Sequence[LoadedRun]) -> MemorySplit | None:
 
 
 def find_curve(runs: Sequence[LoadedRun]) -> StepMemory | None:
-    """Return the curve that stands for a group.
-
-    Args:
-        runs: Of one group, that count.
-
-    Returns:
-        That of the last watched step of the newest run that has one; None without.
-    """
+    """Return the curve of the last watched step of the newest run that has one; None without."""
     for run in sorted(runs, key=lambda run: run.created, reverse=True):
         if run.history.memory:
             step = max(run.history.memory)
@@ -55,14 +41,7 @@ def find_curve(runs: Sequence[LoadedRun]) -> StepMemory | None:
 
 
 def step_grid(costs: Sequence[tuple[str, Cost]]) -> Grid:
-    """Return the table of watched steps.
-
-    Args:
-        costs: Of every group, with its label.
-
-    Returns:
-        The table; without rows when no step was watched.
-    """
+    """Return the table of watched steps from labels and costs of all groups; without rows when no step was watched."""
     rows = []
     for label, cost in costs:
         if (split := cost.step_peak) is not None:

@@ -1,4 +1,4 @@
-"""How numbers are written: three digits that mean something, and the unit beside them."""
+"""Formats numbers with three significant digits and their unit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sparsebp_cli.compare.statistics import SAME, Difference, Quartiles, Spread
 
 NONE = "-"
-MOST_PLACES = 8  # after the point; what is smaller is written with a power of ten
+MOST_PLACES = 8  # after the point; smaller numbers are written with a power of ten
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1.0, "FLOP"))
@@ -16,15 +16,10 @@ Units = tuple[tuple[float, str], ...]
 
 
 def scaled(value: float | None, units: Units, like: float | None = None) -> str:
-    """Return a value in the largest unit that leaves a digit before the point.
+    """Return a value in the largest unit that leaves a digit before the point, as ``182 ms``; a dash for None.
 
-    Args:
-        value: In the base unit.
-        units: (size, name), the largest first.
-        like: Choose the unit for this value instead, so that numbers side by side agree.
-
-    Returns:
-        ``182 ms``; a dash for None.
+    ``units`` are (size, name), the largest first. ``like`` chooses the unit for that value instead, so that
+    neighbouring numbers agree.
     """
     if value is None:
         return NONE
@@ -66,7 +61,7 @@ def show_interval(value: Difference) -> str:
 
 
 def _alike(low: float, high: float, *values: float) -> list[str]:
-    """Numbers with as many places as leave two digits of half the interval: more would be noise."""
+    """Format numbers with as many places as leave two digits of half the interval: more would be noise."""
     half = (high - low) / 2 or max(abs(low), abs(high))
     if 0.0 < half < 10.0**-MOST_PLACES:
         return [f"{value:+.2e}" for value in values]
@@ -74,7 +69,7 @@ def _alike(low: float, high: float, *values: float) -> list[str]:
 
 
 def _places(value: float) -> int:
-    """Places after the point that leave two digits of a number, as it is rounded: 0.0999... is 0.10."""
+    """Places after the point that leave two digits of the rounded number: 0.0999... is 0.10."""
     return min(MOST_PLACES, max(0, 1 - int(f"{value:.1e}".partition("e")[2]))) if value > 0.0 else 0
 
 
@@ -111,7 +106,7 @@ def of_factor(value: float | None) -> str:
 
 
 def of_cost(value: Quartiles | None) -> str:
-    """Return ``0.58 [0.57, 0.60]``; without quartiles where there is nothing between them."""
+    """Return ``0.58 [0.57, 0.60]``; without quartiles where they are equal."""
     if value is None:
         return NONE
     return f"{value.median:.2f}" + (f" [{value.low:.2f}, {value.high:.2f}]" if value.low < value.high else "")

@@ -1,4 +1,4 @@
-"""Every table of a comparison as plain text cells: one source for the terminal, for Markdown and for the report."""
+"""All tables of a comparison as plain text cells, for the terminal, for Markdown and for the report."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from sparsebp_cli.compare.number import BYTES, FLOPS, NONE, SECONDS
 from sparsebp_cli.compare.quality_grid import quality_grids
 from sparsebp_cli.plan.selection_gain import HOW_SURE
 
-MOST_CHANGED_GROUPS = 4  # side by side in one table of recipe differences
+MOST_CHANGED_GROUPS = 4  # columns in one table of recipe differences
 
 
 def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
-    """Return every table, in the order in which they are read; empty ones are left out.
+    """Return every table that has rows: differences, quality, controls, speed, cost, the gain of choosing, excluded
+    runs.
 
-    Args:
-        comparison: What was compared.
-        everything: Also what a terminal has no room for: examples of groups that have enough seeds.
-
-    Returns:
-        Recipe differences, other differences, quality, controls, speed, cost, what choosing could gain, and the runs
-        that do not count.
+    ``everything`` adds the examples of groups that have enough seeds, for which a terminal has no room.
     """
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
     tables += [_speed(comparison), *memory_grids(comparison), _work(comparison), _choice(comparison)]
@@ -41,8 +36,10 @@ def _changes(comparison: Comparison) -> list[Grid]:
         rows = []
         for key in keys:
             found = {g.label: c for g in shown for c in g.changes if c.key == key}
-            dense = _word(next(iter(found.values())).baseline)
-            rows.append((key, dense, *(_word(found[g.label].value) if g.label in found else dense for g in shown)))
+            dense = _show_value(next(iter(found.values())).baseline)
+            rows.append(
+                (key, dense, *(_show_value(found[g.label].value) if g.label in found else dense for g in shown))
+            )
         columns = ("recipe", base.label, *(group.label for group in shown))
         tables.append(Grid("Recipe differences", columns, tuple(rows), aside=len(columns)))
     return tables
@@ -81,13 +78,8 @@ def _speed(comparison: Comparison) -> Grid:
 
 
 def memory_grids(comparison: Comparison) -> list[Grid]:
-    """Return the tables of memory.
-
-    Args:
-        comparison: What was compared.
-
-    Returns:
-        That of whole runs, without rows when nothing was measured, and that of watched steps, if there are any.
+    """Return the memory table of whole runs, without rows when nothing was measured, and that of watched steps, if
+    any.
     """
     steps = step_grid([(group.label, group.cost) for group in comparison.groups])
     return [_memory(comparison), *([steps] if steps.rows else [])]
@@ -174,5 +166,5 @@ def _left_out(comparison: Comparison) -> Grid:
     return Grid("Runs that are in no mean", ("run", "group", "seed", "steps", "why"), rows, aside=5)
 
 
-def _word(value: object) -> str:
+def _show_value(value: object) -> str:
     return NONE if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,4 +1,4 @@
-"""Makes a recipe again of the parameters that a store has of a run."""
+"""Restores a recipe from the parameters that a store has of a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,8 @@ from typing import Any
 
 
 def unflatten(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return a recipe from its dotted parameters.
-
-    Args:
-        params: As ``tracking`` sent them: lists by number, values as JSON, text as it is.
-
-    Returns:
-        The recipe; a text that looks like a number has become one.
+    """Return a recipe from the dotted parameters that ``tracking`` sent; a text that looks like a number becomes
+    one.
     """
     root: dict[str, Any] = {}
     for path, text in params.items():

@@ -1,4 +1,4 @@
-"""A comparison as a file: the overview, or one view of it."""
+"""Draws the overview of a comparison, or one view, into a file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,9 @@ from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
 
 def picture(comparison: Comparison, path: Path, view: View | None = None) -> Path:
-    """Draw a comparison.
+    """Draw a comparison to ``.png``, ``.svg`` or ``.pdf`` and return the path; None is the overview.
 
-    Args:
-        comparison: What was compared.
-        path: Where to; ``.png``, ``.svg`` or ``.pdf``. It is replaced.
-        view: What is drawn; None: the overview.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: The ending is another one, or the folder does not exist.
+    Raises ``UsageError`` for another ending or a missing folder.
     """
     check_path(path)
     view = view or View()
@@ -36,7 +27,7 @@ def picture(comparison: Comparison, path: Path, view: View | None = None) -> Pat
     from sparsebp_cli.compare.draw.overview import draw_overview
     from sparsebp_cli.compare.draw.pareto import draw_pareto
 
-    # Names are text, never formulas; letters that the font has not are boxes, which needs no telling.
+    # Names are text, never formulas. The font draws letters that it lacks as boxes: ignore that warning.
     with mpl.rc_context(OPTIONS | {"text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure = Figure(layout="constrained")

@@ -1,4 +1,4 @@
-"""The tables that are about how good the trained models are."""
+"""The tables about the quality of the trained models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,9 @@ from sparsebp_cli.compare.statistics import Spread, spread
 
 
 def quality_grids(comparison: Comparison, *, everything: bool) -> list[Grid]:
-    """Return the tables about quality, in the order in which they are read; some may be without rows.
+    """Return the tables about quality: quality, margin, examples, equal cost, time to a target, controls.
 
-    Args:
-        comparison: What was compared.
-        everything: Also examples of groups that have enough seeds.
-
-    Returns:
-        Quality, margin, examples, equal cost, time to a target, controls.
+    Some may be without rows. ``everything`` adds the examples of groups that have enough seeds.
     """
     return [
         _quality(comparison),
@@ -36,7 +31,7 @@ def _quality(comparison: Comparison) -> Grid:
     rows = []
     for group in comparison.groups:
         q = group.quality
-        cells = [group.label, _states(group), show.of_spread(_beside(comparison, group))]
+        cells = [group.label, _states(group), show.of_spread(_over_shared_seeds(comparison, group))]
         cells += (
             ["", ""]
             if group.baseline
@@ -55,7 +50,7 @@ def _quality(comparison: Comparison) -> Grid:
     if comparison.shared_seeds:
         note += f" Means are over the seeds that the groups share: {', '.join(map(str, comparison.shared_seeds))}."
     if corrected:
-        note += f" {_tell_families(comparison)}"
+        note += f" {_describe_families(comparison)}"
     if comparison.metric in COURSES.values():
         note += " One split did both: choices that were made by it are flattered on it."
     if comparison.reducer == "best":
@@ -63,14 +58,14 @@ def _quality(comparison: Comparison) -> Grid:
     return Grid(title, columns, tuple(rows), note, aside=2)
 
 
-def _beside(comparison: Comparison, group: Group) -> Spread | None:
-    """A group's mean over the seeds that the groups share: its own would be a mean of other things."""
+def _over_shared_seeds(comparison: Comparison, group: Group) -> Spread | None:
+    """A group's mean over the seeds that the groups share, so that the means are comparable."""
     if not comparison.shared_seeds:
         return group.quality.final
-    return spread([run.quality for run in comparison.beside(group) if run.quality is not None])
+    return spread([run.quality for run in comparison.comparable_runs(group) if run.quality is not None])
 
 
-def _tell_families(comparison: Comparison) -> str:
+def _describe_families(comparison: Comparison) -> str:
     counts = ", ".join(f"{family.statements} on {family.name}" for family in comparison.families)
     several = len(comparison.families) > 1
     each = f" in each of these {len(comparison.families)} families" if several else ""

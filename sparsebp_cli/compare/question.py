@@ -1,4 +1,4 @@
-"""What is asked of runs, and what of it the runs themselves answer: baseline, metric, names."""
+"""The options of a comparison, and their defaults from the runs: baseline, metric, labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparsebp_cli.run import metric as names
 LONGEST_LABEL = 64  # as long as a recipe's name may be; those of other programs have no limit
 FEWEST_DIGITS = 4
 
-# What is read once, after the last step, and its counterpart that is evaluated during training.
+# Metrics that are read once, after the last step, and their counterparts that are evaluated during training.
 COURSES = {names.TEST_LOSS.name: names.EVAL_LOSS.name, names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name}
 
 Members = Mapping[str, Sequence[LoadedRun]]
@@ -25,7 +25,7 @@ Members = Mapping[str, Sequence[LoadedRun]]
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of the runs.
+    """The options of a comparison.
 
     Args:
         baseline: Name, group hash or run id of the baseline; None takes the first group whose policies are all exact,
@@ -34,10 +34,10 @@ class Question:
             every finished run has it, else on the validation split.
         margin: In the metric's unit, how much worse still counts as not worse; None makes no such statement.
         reducer: How a run's evaluations become one number.
-        target: A value of the metric whose first reaching is looked for; None: none.
-        curves: Further metrics whose curves are wanted.
-        better: Which way the metric is better; empty: its name tells, where it does.
-        grouping: What decides which runs form a group.
+        target: A value of the metric whose first reaching is measured; None: none.
+        curves: Further metrics whose curves are needed.
+        better: The better direction of the metric; empty: by its name.
+        grouping: The keys that decide which runs form a group.
     """
 
     baseline: str | None = None
@@ -58,8 +58,10 @@ def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str
             return group
     named = [group for group, some in members.items() if any(run.name == wanted for run in some)]
     if len(named) > 1:
-        told = ", ".join(labels[group] for group in named)
-        raise UsageError(f"--baseline {wanted!r} names {len(named)} groups, which differ in their recipes: use {told}")
+        choices = ", ".join(labels[group] for group in named)
+        raise UsageError(
+            f"--baseline {wanted!r} names {len(named)} groups, which differ in their recipes: use {choices}"
+        )
     if named:
         return named[0]
     matching = [g for g, some in members.items() if any(x.startswith(wanted) for x in (g, *(r.run_id for r in some)))]
@@ -71,7 +73,7 @@ def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str
 
 
 def find_course(metric: str) -> str:
-    """Return what shows during training how a metric goes: of what is read once at the end, the validation's."""
+    """Return the metric that is evaluated during training: for a test metric the validation's."""
     return COURSES.get(metric, metric)
 
 
@@ -86,22 +88,14 @@ def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
     )
     finished = [run for run in runs if run.finished]
     is_tested = bool(finished) and all(test.name in run.history.metrics for run in finished)
-    is_of_course = question.target is not None or question.reducer.kind != "final"  # one value has no course
+    is_of_course = question.target is not None or question.reducer.kind != "final"  # these need several evaluations
     return test.name if is_tested and not is_of_course else held_out.name
 
 
 def choose_way(question: Question, metric: str) -> Way:
-    """Return which way the metric is better: as the user says, else as its name does; empty: nothing tells.
+    """Return the better direction of the metric, by the user's option, else by its name; empty: unknown.
 
-    Args:
-        question: What is asked.
-        metric: That is compared.
-
-    Returns:
-        The direction.
-
-    Raises:
-        UsageError: The user contradicts a metric of ours, or asks what cannot be answered without a direction.
+    Raises ``UsageError`` if the option contradicts a metric of SparseBP, or a question needs a direction.
     """
     ours = names.METRICS[metric].better if metric in names.METRICS else ""
     if ours and question.better and question.better != ours:
@@ -112,7 +106,7 @@ def choose_way(question: Question, metric: str) -> Way:
         "--reach": question.target is not None,
         "--reduce best": question.reducer.kind == "best",
     }
-    for option in (option for option, asked in needy.items() if asked and not way):
+    for option in (option for option, is_set in needy.items() if is_set and not way):
         raise UsageError(
             f"{option}: the name {metric!r} does not tell whether more of it is better: add --better lower or higher"
         )
@@ -128,7 +122,7 @@ def check_logged(runs: Sequence[LoadedRun], name: str, option: str) -> None:
 
 
 def label_groups(members: Members) -> dict[str, str]:
-    """The run's name; where groups share it, with as many digits of the group's hash as tell them apart."""
+    """Return the labels of groups: the run's name, with as many digits of the group's hash as make it unique."""
     plain = {group: _shorten(tidy(some[0].name).strip() or "unnamed") for group, some in members.items()}
     uses = Counter(plain.values())
     for digits in range(FEWEST_DIGITS, LONGEST_LABEL):

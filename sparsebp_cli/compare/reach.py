@@ -1,9 +1,9 @@
-"""How soon runs came to a value of the metric, and what may be said where some never did.
+"""Measures how soon runs reach a value of the metric, with censoring where some never do.
 
-A run that never came there took longer than it was given, and how much longer nobody knows: leaving it out would keep
-the winners. So where anything is censored there is no interval, and the mean is a bound: such runs count as long as
-they trained. Whoever evaluates ten times as often sees the crossing earlier, so only the steps count at which all
-evaluated.
+A run that never reaches it would have taken longer than it trained, by an unknown amount; leaving it out would keep the
+winners. So with any censored run there is no interval, and the mean is a lower bound in which such runs count with all
+of their training. A run that is evaluated ten times as often shows the crossing earlier, so only the steps count at
+which all runs were evaluated.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from sparsebp_cli.compare.statistics import paired_ratio, spread
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be reached.
+    """The value to be reached.
 
     Args:
         metric: Name of the quality metric.
         target: The value.
-        higher_is_better: Which way is past it.
-        steps: At which all runs evaluated that came so far; see :func:`find_common_steps`.
+        higher_is_better: The direction in which the value is passed.
+        steps: At which all runs that got so far were evaluated; see :func:`find_common_steps`.
     """
 
     metric: str
@@ -34,7 +34,7 @@ class Goal:
     steps: frozenset[int]
 
     def find(self, run: LoadedRun) -> Point | None:
-        """Return the first evaluation at or past the value; None: there was none. Nothing is interpolated."""
+        """Return the first evaluation at or past the value; None without one. Nothing is interpolated."""
         for point in run.curve(self.metric):
             past = point.value >= self.target if self.higher_is_better else point.value <= self.target
             if past and point.step in self.steps:
@@ -43,15 +43,7 @@ class Goal:
 
 
 def find_common_steps(runs: Sequence[LoadedRun], name: str) -> frozenset[int]:
-    """Return the steps at which every run evaluated that was still under way then.
-
-    Args:
-        runs: All that count.
-        name: Of the metric.
-
-    Returns:
-        The steps.
-    """
+    """Return the steps at which every run that was still training was evaluated."""
     evaluated = [steps for run in runs if (steps := {point.step for point in run.curve(name)})]
     last = {id(steps): max(steps) for steps in evaluated}
     return frozenset(
@@ -62,17 +54,9 @@ def find_common_steps(runs: Sequence[LoadedRun], name: str) -> frozenset[int]:
 def measure_reach(
     goal: Goal, runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], lost: int = 0, baseline_lost: int = 0
 ) -> Reach:
-    """Return how soon a group came to a value.
+    """Return how soon a group reached the goal: means and a ratio if every run did, a lower bound if some did not.
 
-    Args:
-        goal: The value.
-        runs: That count.
-        baseline: The baseline's; empty for the baseline itself.
-        lost: Runs of the group that ended and do not count: they failed or diverged, and never came there.
-        baseline_lost: The same of the baseline.
-
-    Returns:
-        The figures: means and a ratio where every run arrived, a bound where some did not.
+    ``baseline`` is empty for the baseline itself. ``lost`` and ``baseline_lost`` count runs that failed or diverged.
     """
     found = {run.run_id: point for run in (*runs, *baseline) if (point := goal.find(run))}
     mine = [found[run.run_id] for run in runs if run.run_id in found]

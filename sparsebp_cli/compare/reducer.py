@@ -1,4 +1,4 @@
-"""From the values of one run's evaluations to the one number that stands for the run."""
+"""Reduces a run's evaluations to one number."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Reducer:
     """How a run's evaluations become one number.
 
     Args:
-        kind: ``final`` (after the last step), ``best`` (of all evaluations; flatters whoever was evaluated more often),
-            or ``mean`` (of the last evaluations).
+        kind: ``final`` (after the last step), ``best`` (of all evaluations; favours runs that were evaluated more
+            often), or ``mean`` (of the last evaluations).
         last: Of ``mean``: how many evaluations, at least 2.
     """
 
@@ -26,17 +26,7 @@ class Reducer:
 
     @classmethod
     def parse(cls, text: str) -> Reducer:
-        """Read ``final``, ``best`` or ``mean:K``.
-
-        Args:
-            text: What the user wrote.
-
-        Returns:
-            The reducer.
-
-        Raises:
-            UsageError: It is none of these.
-        """
+        """Parse ``final``, ``best`` or ``mean:K``; raises ``UsageError`` for anything else."""
         if text in {"final", "best"}:
             return cls(text)
         if (match := re.fullmatch(r"mean:([1-9][0-9]{0,3})", text)) and int(match[1]) > 1:
@@ -45,23 +35,18 @@ class Reducer:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The reducer in words."""
         return f"mean of last {self.last} evaluations" if self.kind == "mean" else self.kind
 
     def reduce(self, values: Sequence[float], *, higher_is_better: bool) -> float | None:
-        """Return the number.
+        """Return the number; None when there are too few evaluations, not finite when the last one is not.
 
-        Args:
-            values: One an evaluation, in the order of steps; the last is the one after the last step.
-            higher_is_better: Which way ``best`` looks.
-
-        Returns:
-            It; None when there are too few evaluations, not finite when the last one is not.
+        ``values`` are in the order of steps, the last one after the last step. ``higher_is_better`` is for ``best``.
         """
         if not values or len(values) < self.last:
             return None
         if not math.isfinite(values[-1]):
-            return values[-1]  # a run that broke down is not saved by what it was before
+            return values[-1]  # a run that diverged in the end has diverged, whatever its earlier values
         if self.kind == "best":
             finite = [value for value in values if math.isfinite(value)]
             return max(finite) if higher_is_better else min(finite)

@@ -1,4 +1,4 @@
-"""A comparison as text for machines and for documents."""
+"""Renders a comparison as JSON, CSV or Markdown."""
 
 from __future__ import annotations
 
@@ -19,18 +19,10 @@ CSV_COLUMNS = ("level", "group", "label", "run", "seed", "state", "counts", "fig
 
 
 def render(comparison: Comparison, format: str, view: View | None = None) -> str:  # noqa: A002 - the option's own name
-    """Return a comparison as text.
+    """Return a comparison as ``json`` (everything, with ``schema``), ``csv`` (one number a line) or ``md``.
 
-    Args:
-        comparison: What was compared.
-        format: ``json`` (everything, with the field ``schema``), ``csv`` (long form: one number a line) or ``md``.
-        view: Of ``md``, what is shown; None: everything.
-
-    Returns:
-        The text, which ends with a line break.
-
-    Raises:
-        UsageError: There is no such format.
+    ``view`` restricts ``md``; None is everything. The text ends with a line break. Raises ``UsageError`` for another
+    format.
     """
     if format == "json":
         return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
@@ -98,5 +90,5 @@ def _row(cells: tuple[str, ...] | list[str]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Only what would break a table or start a tag is escaped."""
+    """Escape only what would break a table or start a tag."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

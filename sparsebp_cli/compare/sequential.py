@@ -1,12 +1,11 @@
-"""More seeds until a margin is decided, without being fooled by looking often.
+"""A sequential trial: adds seeds until a margin is decided, with a fixed chance of error over all interim looks.
 
-Whoever looks after every seed and stops at the first significant one is wrong far more often than 5%. So there are few
+A test after every seed that stops at the first significant result is wrong far more often than 5%. So there are few
 looks, fixed before the first (after 3, 5, 8, 12, 18, ... shared seeds), and the chance of a wrong answer is split
-evenly over looks and groups (Bonferroni): whatever is decided at whichever look, any wrong answer at all has at
-most a chance of 5%.
+evenly over looks and groups (Bonferroni): over all looks together, any wrong answer has a chance of at most 5%.
 
-A trial leaves what it asked and the looks that it made in the folders of its runs (``trial.json``) and in their store.
-Whoever compares those runs with the same metric and margin gets the trial's answer: the same looks are taken again.
+A trial writes its question and its looks into the folders of its runs (``trial.json``) and into their store. A later
+comparison of those runs with the same metric and margin repeats the same looks and so gives the trial's answer.
 """
 
 from __future__ import annotations
@@ -25,16 +24,9 @@ GROWTH = 1.5
 
 
 def plan_looks(num_seeds: int) -> tuple[int, ...]:
-    """Return after how many seeds to look.
+    """Return after how many seeds to look: growing numbers that end with ``num_seeds``.
 
-    Args:
-        num_seeds: That there may be at most, at least 3.
-
-    Returns:
-        Growing numbers, the last is ``num_seeds``.
-
-    Raises:
-        UsageError: Fewer than 3 seeds can never decide.
+    Raises ``UsageError`` for fewer than 3 seeds, which can never decide.
     """
     if num_seeds < FEWEST_PAIRS:
         raise UsageError(f"--until-ci needs at least {FEWEST_PAIRS} seeds to choose from, got {num_seeds}")
@@ -45,16 +37,11 @@ def plan_looks(num_seeds: int) -> tuple[int, ...]:
 
 
 class Trial:
-    """What is decided so far. Each group is decided once, at the first look that can."""
+    """The decisions so far. Each group is decided once, at the first look that can."""
 
     def __init__(self, groups: Sequence[str], num_seeds: int, margin: float, *, worse_is_up: bool) -> None:
-        """Fix the looks and what each may claim.
-
-        Args:
-            groups: That are held against the baseline; at least one.
-            num_seeds: That there may be at most.
-            margin: How much worse still counts as not worse, above 0.
-            worse_is_up: Whether a larger value is a worse one.
+        """Fix the looks and the level of each. At least one group is compared with the baseline, with at most
+        ``num_seeds``.
         """
         self.looks = plan_looks(num_seeds)
         self.level = LEVEL / (len(self.looks) * len(groups))
@@ -67,11 +54,8 @@ class Trial:
         return [group for group, found in self.answers.items() if found is None or found.answer == "inconclusive"]
 
     def look(self, values: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float]) -> None:
-        """Take a look at all that is not decided.
-
-        Args:
-            values: Of each group, seed to quality.
-            baseline: Seed to quality.
+        """Test every undecided group. ``values`` are seed to quality for each group, ``baseline`` the same for the
+        baseline.
         """
         for group in self.open:
             difference = paired_difference(values.get(group, {}), baseline)
@@ -81,14 +65,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Looks:
-    """What a trial asked, and the looks that it made.
+    """The question of a trial, and the looks that it made.
 
     Args:
-        metric: Of which.
+        metric: The quality metric.
         margin: How much worse still counts as not worse.
         baseline: Group hash.
-        groups: Those held against it.
-        seeds: That there might be at most, in the order in which they were run.
+        groups: Group hashes that are compared with it.
+        seeds: All seeds that it may use, in the order of their runs.
         made: Numbers of seeds after which it looked.
     """
 
@@ -108,7 +92,7 @@ class Looks:
 
     @classmethod
     def load(cls, run_folder: Path) -> Looks | None:
-        """Read a run's file; None when there is none that can be read."""
+        """Read a run's file; None when it is missing or damaged."""
         try:
             return cls.parse(RunFolder(run_folder).trial_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -116,7 +100,7 @@ class Looks:
 
     @classmethod
     def parse(cls, text: str) -> Looks | None:
-        """Read what :meth:`save` wrote, or the tag of a store that has it; None when it cannot be read."""
+        """Parse the text that :meth:`save` wrote, or a store's tag of it; None when it is damaged."""
         try:
             found = json.loads(text)
             return cls(
@@ -131,15 +115,7 @@ class Looks:
             return None
 
     def answer(self, values: Mapping[str, Mapping[int, float]], *, worse_is_up: bool) -> dict[str, NotWorse | None]:
-        """Take the same looks again.
-
-        Args:
-            values: Of each group and the baseline, seed to quality.
-            worse_is_up: Whether a larger value is a worse one.
-
-        Returns:
-            Group to its answer.
-        """
+        """Repeat the looks on the quality by seed of each group and the baseline, and return each group's answer."""
         trial = Trial(self.groups, len(self.seeds), self.margin, worse_is_up=worse_is_up)
         for count in self.made:
             first = set(self.seeds[:count])

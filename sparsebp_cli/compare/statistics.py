@@ -1,4 +1,4 @@
-"""The statistics that a comparison rests on: formulas are scipy's, this file says which are used and when none is.
+"""The statistics of a comparison: which of scipy's formulas are used, and when none is.
 
 Differences are paired by seed and their 95% intervals are Student's t; a percentile bootstrap covers the truth in 74%
 of cases at three seeds. Ratios are the same on the logarithm, where "half" and "double" lie equally far from "as much".
@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-FEWEST_PAIRS = 3  # under this a t interval is so wide that it says nothing: 12.7 standard errors at two
+FEWEST_PAIRS = 3  # a t interval of two pairs is 12.7 standard errors wide to each side
 FEWEST_RANKED = 6  # the smallest p of a two-sided signed-rank test is 2 / 2^n: 0.0625 at five pairs
 LEVEL = 0.95
-SAME = 1e-12  # differences that vary by less than this share of their size are one number, rounded
+SAME = 1e-12  # differences that vary by less than this share of their size differ only by rounding
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Quartiles:
-    """Middle and spread of many measured times.
+    """Median and quartiles of many measured times.
 
     Args:
         median: Half are below.
@@ -63,19 +63,19 @@ class Difference:
         mean: Over the shared seeds; without any, of the two means.
         low: Lower end of the 95% interval; None under three shared seeds.
         high: Upper end.
-        n: Shared seeds, or whatever else was paired.
+        n: Shared seeds, or other pairs.
         sd: Standard deviation of the single differences (of the logarithms, for a ratio); None under two.
         p: Of the two-sided t test for no difference; None without an interval, or when all pairs differ by the same.
-        p_holm: What a statement rests on: p of ``error`` and ``df``, after Holm's correction over the whole family of
-            statements; None where there is nothing to correct.
+        p_holm: The p on which a statement rests: of ``error`` and ``df``, after Holm's correction over the whole family
+            of statements; None where there is nothing to correct.
         dropped: Seeds that only one side has, so that they are in no pair.
         pairs: Seed and difference of each pair (or ratio), in the order of seeds.
         error: Standard error that p_holm rests on (of the logarithm, for a ratio); None: sd / sqrt(n).
         df: Degrees of freedom of that error; None: n - 1.
         family_low: Lower end of the simultaneous 95% interval: all of the family hold at once with that chance.
         family_high: Upper end.
-        rank_p: Of Wilcoxon's signed-rank test of the same pairs, which outliers do not sway; None under six pairs,
-            where it can show nothing.
+        rank_p: Of Wilcoxon's signed-rank test of the same pairs, which is robust to outliers; None under six pairs,
+            where it cannot be significant.
     """
 
     mean: float
@@ -122,14 +122,9 @@ def quartiles(values: Sequence[float]) -> Quartiles | None:
 
 
 def t_interval(differences: np.ndarray, level: float = LEVEL) -> np.ndarray:
-    """Return Student's t interval of a mean, and the p value for a mean of zero, along the last axis.
+    """Return low and high of Student's t interval of a mean, and p for a mean of zero, along a new first axis.
 
-    Args:
-        differences: At least two along the last axis, not all equal.
-        level: Coverage, in (0, 1).
-
-    Returns:
-        Low, high and p, along a new first axis in place of the last.
+    There are at least two ``differences`` along the last axis, not all equal; ``level`` is the coverage, in (0, 1).
     """
     import numpy as np
     from scipy import stats
@@ -142,15 +137,9 @@ def t_interval(differences: np.ndarray, level: float = LEVEL) -> np.ndarray:
 def paired_difference(
     group: Mapping[int, float], baseline: Mapping[int, float], level: float = LEVEL
 ) -> Difference | None:
-    """Return how a group differs from another, paired by seed.
+    """Return the difference of two groups, paired by seed, with an interval from three shared seeds up.
 
-    Args:
-        group: Seed to value.
-        baseline: Seed to value.
-        level: Coverage of the interval, in (0, 1).
-
-    Returns:
-        The difference, with an interval from three shared seeds up; None when one of them is empty.
+    Both map seed to value; None when one of them is empty. ``level`` is the coverage of the interval, in (0, 1).
     """
     if not group or not baseline:
         return None
@@ -164,15 +153,8 @@ def paired_difference(
 
 
 def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float], level: float = LEVEL) -> Difference | None:
-    """Return a group as a multiple of another, paired by seed, on the logarithm.
-
-    Args:
-        group: Seed to positive value.
-        baseline: Seed to positive value.
-        level: Coverage of the interval, in (0, 1).
-
-    Returns:
-        The ratio; None when one of them is empty or a value is not positive.
+    """Return the ratio of two groups, paired by seed, on the logarithm; None when one is empty or a value is not
+    positive.
     """
     if any(value <= 0.0 for values in (group, baseline) for value in values.values()):
         return None
@@ -186,7 +168,7 @@ def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float], leve
 
 
 def _signed_rank(differences: Sequence[float]) -> float | None:
-    """Two-sided p of F. Wilcoxon's signed-rank test (1945), exact with ties too: scipy's takes 200 ms there."""
+    """Two-sided p of F. Wilcoxon's signed-rank test (1945), exact with ties too, for which scipy's takes 200 ms."""
     import numpy as np
     from scipy import stats
 
@@ -194,7 +176,7 @@ def _signed_rank(differences: Sequence[float]) -> float | None:
     if len(values) < FEWEST_RANKED:
         return None
     ranks = np.rint(2 * stats.rankdata(np.abs(values))).astype(int)  # ties have half ranks
-    chances = np.ones(1)  # of each sum of the ranks with a positive sign, signs being fair coins
+    chances = np.ones(1)  # of each sum of the ranks with a positive sign, if both signs are equally likely
     for rank in ranks:
         chances = 0.5 * (np.pad(chances, (0, rank)) + np.pad(chances, (rank, 0)))
     found = int(ranks[values > 0].sum())
@@ -202,15 +184,9 @@ def _signed_rank(differences: Sequence[float]) -> float | None:
 
 
 def summarise(differences: Sequence[float], level: float = LEVEL, dropped: tuple[int, ...] = ()) -> Difference:
-    """Return the mean of differences with its interval, where there are three and they are not all the same.
+    """Return the mean of at least one difference, with an interval where there are three and they are not all equal.
 
-    Args:
-        differences: At least one.
-        level: Coverage, in (0, 1).
-        dropped: Handed on.
-
-    Returns:
-        The difference; of equal ones, an interval without width and no p value.
+    Equal differences have an interval without width and no p value. ``dropped`` is copied into the result.
     """
     n, mean = len(differences), math.fsum(differences) / len(differences)
     sd = math.sqrt(math.fsum((x - mean) ** 2 for x in differences) / (n - 1)) if n > 1 else None
@@ -224,7 +200,7 @@ def summarise(differences: Sequence[float], level: float = LEVEL, dropped: tuple
 
 
 def quantile_t(share: float, df: float) -> float:
-    """Return the quantile of Student's t, as ``scipy.stats.t.ppf`` does in a hundred times the time."""
+    """Return the quantile of Student's t: as ``scipy.stats.t.ppf``, a hundred times faster."""
     from scipy import special
 
     return float(special.stdtrit(df, share))
@@ -238,17 +214,11 @@ def two_sided_p(statistic: float, df: float) -> float:
 
 
 def summarise_clusters(differences: Sequence[float], clusters: Sequence[int]) -> Difference:
-    """Return the mean of differences that resemble each other inside a cluster, such as a document.
+    """Return the mean of differences that are correlated within clusters, such as documents; no interval under three.
 
     The standard error sums over clusters (K.-Y. Liang and S. Zeger, 1986), with Student's t for one degree of freedom
-    less than there are clusters: where each difference is its own cluster, the interval is that of :func:`summarise`.
-
-    Args:
-        differences: At least one.
-        clusters: Of each, any number that names its cluster.
-
-    Returns:
-        The difference; without an interval under three clusters.
+    less than there are clusters. If each difference is its own cluster, the interval is that of :func:`summarise`.
+    ``clusters`` are any numbers that identify them.
     """
     import numpy as np
 
@@ -267,13 +237,10 @@ def summarise_clusters(differences: Sequence[float], clusters: Sequence[int]) ->
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p values corrected for their number: the smallest times m, the next times m - 1, never falling.
+    """Return p values corrected for their number: the smallest times m, the next times m - 1, never decreasing.
 
-    Args:
-        p_values: Of all tests that were made; None for one that could not be made, which does not count.
-
-    Returns:
-        In the same order; compared with 5%, they keep the chance of any false find under it.
+    None is a test that could not be made, which does not count. Compared with 5%, the results keep the chance of any
+    false find below it.
     """
     made = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     found: list[float | None] = [None] * len(p_values)
@@ -285,14 +252,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
 
 
 def correct_all(differences: Sequence[Difference | None]) -> list[Difference | None]:
-    """Return differences with p values corrected for being several; one alone stays as it is.
-
-    Args:
-        differences: Of one kind; None where there is none.
-
-    Returns:
-        Them, in the same order.
-    """
+    """Return differences of one kind with p values corrected for their number; a single one stays as it is."""
     p_values = [None if d is None else d.p for d in differences]
     if sum(p is not None for p in p_values) < 2:
         return list(differences)

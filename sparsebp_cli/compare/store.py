@@ -1,9 +1,8 @@
-"""Reads runs back from an MLflow store, a database or a server: those that SparseBP sent, and anybody else's.
+"""Reads runs from an MLflow store, a database or a server: those of SparseBP and those of other programs.
 
-A run of ours has its plan and what its journal says beside metrics as artifacts (``plan.json``, ``history.json``).
-Where artifacts are out of reach, such as a database that was copied without its folder, the parameters stand in for
-the plan.
-Of somebody else's run the parameters are its recipe, and of several values at a step the latest counts, as it does in
+A run of SparseBP has its plan and the rest of its journal as artifacts (``plan.json``, ``history.json``). Where
+artifacts are out of reach, as for a database that was copied without its folder, the parameters stand in for the plan.
+For a run of another program the parameters are its recipe, and of several values at a step the latest counts, as in
 MLflow's own list; see :mod:`sparsebp_cli.compare.grouping` for its seed and its group.
 """
 
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli.compare.choose import Candidate
+from sparsebp_cli.compare.choose import RunCandidate
 from sparsebp_cli.compare.client import AT_ONCE, ClientSource
 from sparsebp_cli.compare.database import Database
 from sparsebp_cli.compare.loaded import LoadedRun
@@ -43,22 +42,15 @@ STATES = {
 }
 
 
-def store_candidates(uri: str) -> list[Candidate]:
+def store_candidates(uri: str) -> list[RunCandidate]:
     """Return every run of a store, newest first; no metric's history is read yet.
 
-    Args:
-        uri: A database or a server.
-
-    Returns:
-        The runs.
-
-    Raises:
-        TrackingError: The address cannot be used, or the store does not answer.
+    Raises ``TrackingError`` if the address cannot be used or the store does not answer.
     """
     uri = resolve_uri(uri)
     if is_sqlite(uri) and not sqlite_file(uri).is_file():
         raise TrackingError(f"tracking store {mask(uri)}: there is no such file")
-    if is_sqlite(uri) and not sqlite_file(uri).stat().st_size:  # MLflow would fill it, and reading changes nothing
+    if is_sqlite(uri) and not sqlite_file(uri).stat().st_size:  # MLflow would create tables; reading must not write
         raise TrackingError(f"tracking store {mask(uri)}: the file is empty")
     store = _Store(uri)
     found = [store.describe(run) for run in store.find_runs()]
@@ -66,7 +58,7 @@ def store_candidates(uri: str) -> list[Candidate]:
 
 
 def _writable(uri: str) -> str:
-    """Return the address of what MLflow can open, for it locks and may write: of a read-only file, a copy's."""
+    """Return an address that MLflow can open with a lock: for a read-only file, that of a copy."""
     if not is_sqlite(uri):
         return uri
     file = sqlite_file(uri)
@@ -80,21 +72,14 @@ def _writable(uri: str) -> str:
     return f"sqlite:///{folder / file.name}"
 
 
-def load_all(candidates: Sequence[Candidate]) -> tuple[list[LoadedRun], list[str]]:
-    """Read runs, those of a server side by side.
+def load_all(candidates: Sequence[RunCandidate]) -> tuple[list[LoadedRun], list[str]]:
+    """Read the chosen runs, those of a server concurrently; return those that can be read, and a line for each of the
+    others.
 
-    Args:
-        candidates: Chosen runs.
-
-    Returns:
-        Those that can be read, in the same order, and a line for each of the others.
-
-    Raises:
-        RunNotFoundError: None of them can be read.
-        TrackingError: The store stopped answering.
+    Raises ``RunNotFoundError`` if none can be read, ``TrackingError`` if the store stopped answering.
     """
     if any(is_server(candidate.place) for candidate in candidates):
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # their artifacts; metrics are read when they are asked for
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # reads artifacts only; metrics are read on first use
             read = list(pool.map(_load, candidates))
     else:
         read = list(map(_load, candidates))
@@ -105,8 +90,8 @@ def load_all(candidates: Sequence[Candidate]) -> tuple[list[LoadedRun], list[str
     return loaded, [f"run {run_id} is left out: {error}" for run_id, error in problems]
 
 
-def _load(candidate: Candidate) -> LoadedRun | str:
-    """Return the run; where this version cannot read its plan, why."""
+def _load(candidate: RunCandidate) -> LoadedRun | str:
+    """Return the run, or the reason why this version cannot read its plan."""
     try:
         return candidate.loaded
     except RunNotFoundError as error:
@@ -114,7 +99,7 @@ def _load(candidate: Candidate) -> LoadedRun | str:
 
 
 class _Store:
-    """One store: its errors become one line that names it."""
+    """One store, whose errors become one line that names it."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
@@ -128,7 +113,7 @@ class _Store:
             if is_sqlite(readable) and (database := Database(sqlite_file(readable), client.read_artifact)).is_known():
                 self._source = database
             return self._source.find_runs()
-        except Exception as error:  # MLflow's own errors, those of requests, of sqlalchemy and of the system
+        except Exception as error:  # errors of MLflow, requests, sqlalchemy and the system
             raise self._error(error) from error
 
     def _find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
@@ -140,10 +125,10 @@ class _Store:
     def _error(self, error: Exception) -> TrackingError:
         return TrackingError(f"tracking store {mask(self._uri)}: {one_line(error)}")
 
-    def describe(self, run: StoredRun) -> Candidate:
+    def describe(self, run: StoredRun) -> RunCandidate:
         recipe = {"name": run.name, "tracking": {"experiment": run.experiment}, **run.params}
         recipe = unflatten(run.params) if RUN_ID in run.tags else recipe
-        return Candidate(
+        return RunCandidate(
             run_id=run.tags.get(RUN_ID, run.run_id),
             name=str(recipe.get("name") or run.name or run.run_id),
             created=run.created,
@@ -193,20 +178,20 @@ class _Store:
             "git_sha": run.tags.get("mlflow.source.git.commit", ""),
             "recipe_file": run.tags.get("mlflow.source.name", ""),
         }
-        told = {
+        restored = {
             "run_id": run.tags[RUN_ID],
             "created": run.created,
             "recipe": recipe,
             "provenance": provenance,
         }
-        for content in filter(None, (self._source.read_artifact(run, "plan.json"), told)):
+        for content in filter(None, (self._source.read_artifact(run, "plan.json"), restored)):
             try:
                 return Plan.model_validate_json(json.dumps(content))
-            except ValueError:  # of another version, or a parameter that MLflow cut: what it says still stands
+            except ValueError:  # from another version, or with a parameter that MLflow truncated
                 continue
         return None
 
 
 def _state(run: StoredRun) -> State:
-    told = run.tags.get("sparsebp.state", "")
-    return State(told) if told in set(State) else STATES.get(run.status, State.RUNNING)
+    state = run.tags.get("sparsebp.state", "")
+    return State(state) if state in set(State) else STATES.get(run.status, State.RUNNING)

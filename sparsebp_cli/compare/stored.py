@@ -1,7 +1,7 @@
-"""Runs of an MLflow store as rows, and their metrics read when they are asked for: name by name, for all runs at once.
+"""Runs of an MLflow store, whose metrics are read on first use: one query a metric, for all runs at once.
 
-A comparison reads a dozen of the dozens of metrics that a run logged. Which ones depends on what is asked, so nothing
-lists them: whoever takes a metric's values causes the one query for it.
+A comparison needs a dozen of the dozens of metrics that a run logged. Which ones depends on its options, so the first
+access to a metric sends the query for it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 Point = tuple[int, int, float]  # of one run and one metric: step, milliseconds since 1970, value
 
 
-class Row(NamedTuple):
-    """The value of a metric that a store's list shows: a point with names."""
+class MetricRow(NamedTuple):
+    """The value of a metric in a store's list."""
 
     step: int
     time_ms: int
@@ -28,14 +28,14 @@ class StoredRun:
 
     Args:
         run_id: The store's id.
-        name: What its list shows.
-        status: MLflow's word.
+        name: Its name in the store's list.
+        status: As MLflow spells it.
         created: Seconds since 1970.
         experiment: Name of its experiment.
         params: Parameter to text.
         tags: Tag to text.
-        latest: Metric to the value that the store's own list shows.
-        artifacts: The address of its folder; empty when only the server knows.
+        latest: Metric to the value in the store's own list.
+        artifacts: The address of its folder; empty when only the server knows it.
     """
 
     run_id: str
@@ -45,12 +45,12 @@ class StoredRun:
     experiment: str
     params: Mapping[str, str]
     tags: Mapping[str, str]
-    latest: Mapping[str, Row]
+    latest: Mapping[str, MetricRow]
     artifacts: str = ""
 
 
 class Source(Protocol):
-    """A store that is open."""
+    """An open store."""
 
     def find_runs(self) -> Sequence[StoredRun]:
         """Return every run that was not deleted."""
@@ -63,25 +63,22 @@ class Source(Protocol):
 
 
 def sort_by_time(point: Point) -> tuple[int, float]:
-    """Order values of one step as MLflow does: of those of one millisecond the largest is the latest, NaN being 0."""
+    """Sort key for the values of one step, in MLflow's order: within one millisecond the largest is the latest, NaN
+    as 0.
+    """
     return point[1], 0.0 if math.isnan(point[2]) else point[2]
 
 
 @dataclass
 class Batch:
-    """The runs of a store that were chosen, and those of their metrics that were asked for.
-
-    Args:
-        find: The source's ``find_series``; errors of the store are its own affair.
-        runs: Ids of the runs.
-    """
+    """The chosen runs of a store, by id, and the metrics that were read for them with the source's ``find_series``."""
 
     find: Callable[[str, Sequence[str]], Mapping[str, Sequence[Point]]]
     runs: dict[str, None] = field(default_factory=dict)
     _found: dict[str, dict[str, Sequence[Point]]] = field(default_factory=dict)
 
     def points(self, name: str, run_id: str) -> Sequence[Point]:
-        """Return a metric's values of one run, reading them for every run of the batch that lacks them."""
+        """Return a metric's values of one run; read them for every run of the batch that lacks them."""
         known = self._found.setdefault(name, {})
         if run_id not in known:
             missing = [run for run in self.runs if run not in known]
@@ -94,13 +91,10 @@ class StoredMetrics(MutableMapping[str, dict[int, tuple[float, float]]]):
     """The metrics of one run, as :class:`~sparsebp_cli.run.History` holds them: name to step to (seconds, value)."""
 
     def __init__(self, batch: Batch, run: StoredRun, *, first_counts: bool) -> None:
-        """Take the run into the batch; nothing is read.
+        """Add the run to the batch; nothing is read yet.
 
-        Args:
-            batch: Of the store.
-            run: The run.
-            first_counts: Of several values at a step the first is the run's, as in our journals; else the latest, which
-                is the one that the store's list shows.
+        Of several values at a step, the first counts with ``first_counts``, as in SparseBP's journals; else the latest,
+        as in the store's list.
         """
         batch.runs[run.run_id] = None
         self._batch, self._run, self._first_counts = batch, run, first_counts
@@ -113,7 +107,7 @@ class StoredMetrics(MutableMapping[str, dict[int, tuple[float, float]]]):
         if name not in self._known:
             points = self._batch.points(name, self._run.run_id)
             found = {step: (time_ms / 1000, value) for step, time_ms, value in points}
-            if len(found) < len(points):  # which of several values at a step is the run's
+            if len(found) < len(points):  # some step has several values: choose one
                 points = sorted(points, key=sort_by_time, reverse=self._first_counts)
                 found = {step: (time_ms / 1000, value) for step, time_ms, value in points}
             self._known[name] = found

@@ -1,4 +1,4 @@
-"""A comparison for the terminal, in 100 columns: rich renderables, which the command line prints."""
+"""Renders a comparison for the terminal, in 100 columns, with rich."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ NARROWEST, GAP = 12, 2
 
 
 def table(comparison: Comparison, view: View | None = None) -> list[RenderableType]:
-    """Return what is printed, from top to bottom.
-
-    Args:
-        comparison: What was compared.
-        view: What of it; None: everything.
-
-    Returns:
-        Tables, then warnings, then a verdict for each group; of a single view its tables alone.
-    """
+    """Return tables, then warnings, then a verdict for each group; for a single view its tables alone."""
     parts: list[RenderableType] = []
     whole = view is None or view.kind == "overview"
     for grid in grids(comparison) if view is None or whole else view_grids(comparison, view):
@@ -41,7 +33,7 @@ def table(comparison: Comparison, view: View | None = None) -> list[RenderableTy
 
 
 class _Command:
-    """One line, never wrapped; not a text, for the console joins texts and wraps the whole."""
+    """One line that is never wrapped; not a rich text, because the console joins texts and wraps the whole."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -51,7 +43,7 @@ class _Command:
 
 
 class _Fitting:
-    """A table where its numbers have room; where they have not, each row as a list: no number is ever cut."""
+    """A table if its numbers have room; otherwise a list for each row. No number is ever cut."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -61,7 +53,7 @@ class _Fitting:
 
 
 def _needed(grid: Grid) -> int:
-    """Columns of a screen: numbers need all of their width, words can be folded down to twelve letters."""
+    """The needed columns of a screen: numbers need all of their width, words can be folded to twelve letters."""
     widths = [max(map(cell_len, column)) for column in zip(grid.columns, *grid.rows, strict=True)]
     return sum(
         min(width, NARROWEST) if grid.has_words(place) else width for place, width in enumerate(widths)
@@ -72,8 +64,8 @@ def _stack(grid: Grid) -> Text:
     lines = [Text(grid.title, style="bold")]
     for first, *rest in grid.rows:
         lines.append(Text(first, style="bold"))
-        told = zip(grid.columns[1:], rest, strict=True)
-        lines += [Text.assemble("  ", (f"{column}: ", "dim"), cell) for column, cell in told if cell]
+        cells = zip(grid.columns[1:], rest, strict=True)
+        lines += [Text.assemble("  ", (f"{column}: ", "dim"), cell) for column, cell in cells if cell]
     return Text("\n").join(lines)
 
 

@@ -1,9 +1,8 @@
-"""Groups between quality and cost, placed so that nothing here contradicts a verdict.
+"""The trade-off of quality and cost for each group, consistent with the verdicts.
 
-Groups with different seeds have means of different things: dense with three harder seeds looks worse than a policy that
-lost every pair. So a group stands at the baseline's mean plus its paired difference, its costs at the baseline's times
-their paired ratio, and one group beats another over the seeds that both have. Step times from a busy machine place
-nobody, as they allow no statement.
+Means over different seeds are not comparable: dense with three harder seeds looks worse than a policy that lost every
+pair. So a group's quality is the baseline's mean plus its paired difference, its costs are the baseline's times their
+paired ratio, and one group beats another over the seeds that both have. Step times of a busy machine are left out.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ COSTS = ("step_seconds", "peak_bytes")
 
 @dataclass(frozen=True)
 class Trade:
-    """A group between quality and cost.
+    """The quality and the costs of a group.
 
     Args:
         label: Of the group.
@@ -28,7 +27,7 @@ class Trade:
         costs: ``step_seconds`` (median) and ``peak_bytes``, by the ratio to the baseline; None where not measured,
             and for step times of a group or a baseline that a busy machine slowed down.
         beaten_by: Labels of groups that are nowhere worse and somewhere better, by these numbers alone.
-        is_paired: Whether it shares seeds with the baseline; if not, it is beaten by nothing and beats nothing.
+        is_paired: Whether it shares seeds with the baseline; if not, it is in no order with other groups.
     """
 
     label: str
@@ -40,14 +39,10 @@ class Trade:
 
 
 def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
-    """Return every group with its costs, and which others beat it.
+    """Return every group, in order, with its costs and the groups that beat it.
 
-    Args:
-        comparison: What was compared.
-        *costs: Which of ``step_seconds`` and ``peak_bytes`` count; none: both.
-
-    Returns:
-        In the order of the groups. Without a known direction of the metric, nothing beats anything.
+    ``costs`` are ``step_seconds`` and ``peak_bytes``, or both if empty. Without a known direction of the metric,
+    nothing beats anything.
     """
     sign = {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
     counted = costs or COSTS

@@ -1,4 +1,4 @@
-"""A group in words: never stronger than its numbers."""
+"""A group's result in words, never stronger than its numbers."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 
 COUNTS = {1: "one seed", 2: "two seeds"}
 LEVEL = 0.05
-ROUNDING = 0.005  # of the metric's value: training makes the rounding of an exact policy larger, but never so large
+ROUNDING = 0.005  # of the metric's value: training amplifies the rounding of an exact policy, but never this far
 
 
 @dataclass(frozen=True)
 class Doubts:
-    """What takes from a group's numbers.
+    """Reasons to doubt a group's numbers.
 
     Args:
-        lost: Its runs that did not finish, or were not read to their end.
-        diverged: Its runs that finished with a quality that is no number.
-        hardware: In what its machines differ from the baseline's.
+        lost: Its runs that did not finish, or were not read completely.
+        diverged: Its runs that finished with a quality that is not finite.
+        hardware: Differences of its machines from the baseline's.
         other_examples: Whether it was evaluated on other examples than the baseline.
-        sources: What else differs from the baseline and could explain a difference, a sentence each.
+        sources: Other differences from the baseline that could explain a difference, a sentence each.
         rounding: Whether all its policies and the baseline's are exact and nothing else in the recipe differs.
     """
 
@@ -50,19 +50,9 @@ def give_verdict(
     controls: Sequence[Control],
     doubts: Doubts,
 ) -> str:
-    """Say what a group's numbers allow to be said against the baseline.
+    """State in a few short sentences what a group's numbers show against the baseline.
 
-    Args:
-        quality: The group's.
-        speed: The group's.
-        baseline: The baseline's speed.
-        metric: Name of the quality metric.
-        way: Which way it is better.
-        controls: The group's.
-        doubts: What takes from them.
-
-    Returns:
-        A few short sentences.
+    All arguments are the group's, except for the baseline's speed; ``way`` is the better direction of the metric.
     """
     is_plain = quality.unequal is None or quality.difference is None
     found = _quality(quality, metric, way, exact=doubts.rounding) if is_plain else _unequal(quality, metric)
@@ -76,18 +66,18 @@ def give_verdict(
     if quality.difference is not None:
         parts += _controls(controls, speed, way)
     parts += doubts.sources
-    if told := tell_lost(doubts):
-        parts.append(told + (", so quality is that of the survivors" if quality.final else ""))
+    if lost := describe_lost(doubts):
+        parts.append(lost + (", so quality is that of the survivors" if quality.final else ""))
     return "; ".join(part for part in parts if part) + "."
 
 
 def split_statements(verdict: str) -> list[str]:
-    """Return a verdict's statements, without its final full stop; what stands in brackets stays whole."""
+    """Return a verdict's statements, without its final full stop; text in brackets stays whole."""
     return re.split(r"; (?![^()]*\))", verdict.rstrip("."))
 
 
-def tell_lost(doubts: Doubts) -> str:
-    """Return ``1 run did not finish, 2 runs diverged``; empty when all went well."""
+def describe_lost(doubts: Doubts) -> str:
+    """Return ``1 run did not finish, 2 runs diverged``; empty when there are none."""
     counts = ((doubts.lost, "did not finish"), (doubts.diverged, "diverged"))
     return ", ".join(f"{count} run{'s' * (count > 1)} {what}" for count, what in counts if count)
 
@@ -99,21 +89,21 @@ def differs(difference: Difference | None) -> bool:
 
 
 def _unequal(quality: Quality, metric: str) -> str:
-    """Trainings of unequal length or batch are different questions: no word for better, and their last common step."""
+    """Describe trainings of unequal length or batch by their last common step, without calling one better."""
     unequal = quality.unequal
     assert unequal is not None
-    said = _level(quality.difference, metric)
+    levels = _level(quality.difference, metric)
     if unequal.difference is None:
-        return f"after {unequal.words}, {said}, with no step at which both were evaluated"
+        return f"after {unequal.words}, {levels}, with no step at which both were evaluated"
     there = _level(unequal.difference, unequal.metric)
-    return f"after {unequal.words}, {said}; at step {unequal.common_step:,}, the last that both evaluated, {there}"
+    return f"after {unequal.words}, {levels}; at step {unequal.common_step:,}, the last that both evaluated, {there}"
 
 
 def _level(difference: Difference | None, metric: str) -> str:
     if difference is None or not differs(difference):
         return _state(difference, None, metric, "")
     word = "higher" if difference.mean > 0 else "lower"
-    return f"{metric} is {word} by {abs(difference.mean):.3g} ({_tell_interval(difference)})"
+    return f"{metric} is {word} by {abs(difference.mean):.3g} ({_describe_interval(difference)})"
 
 
 def _quality(quality: Quality, metric: str, way: Way, *, exact: bool) -> str:
@@ -136,14 +126,14 @@ def _state(difference: Difference | None, margin: NotWorse | None, metric: str, 
 
 
 def _decided(difference: Difference, margin: NotWorse | None, metric: str, way: Way) -> str:
-    inside = f"({_tell_interval(difference)}{_ranks(difference)})"
+    inside = f"({_describe_interval(difference)}{_ranks(difference)})"
     if margin is not None and margin.equivalent == "yes":
-        word = f", {_word(difference, way).removeprefix('is ')}" if differs(difference) else ""
+        word = f", {_better_or_worse(difference, way).removeprefix('is ')}" if differs(difference) else ""
         return f"{metric} is equal within the margin of {margin.margin:g}{word} {inside}"
     if differs(difference):
         small = margin is not None and margin.equivalent == "inconclusive"
         more = f", not shown to be more than the margin of {margin.margin:g}" if margin and small else ""
-        return f"{metric} {_word(difference, way)} {inside}{more}"
+        return f"{metric} {_better_or_worse(difference, way)} {inside}{more}"
     return f"no difference in {metric} was shown {inside}, which is not proof of equality"
 
 
@@ -151,23 +141,23 @@ def _rounding(quality: Quality, difference: Difference, metric: str) -> str:
     size = f"{difference.mean:+.2g} in {metric}"
     scale = ROUNDING * abs(quality.final.mean if quality.final else 0.0)
     if differs(difference) and abs(difference.mean) > scale:
-        return f"declared exact, but {size} ({_tell_interval(difference)}) is far more than rounding: a fault"
+        return f"declared exact, but {size} ({_describe_interval(difference)}) is far more than rounding: a fault"
     return f"exact: what differs is rounding ({size})"
 
 
-def _tell_interval(difference: Difference) -> str:
+def _describe_interval(difference: Difference) -> str:
     kind = "95% interval" if difference.family_low is None else "simultaneous 95% interval"
     return f"{kind} {show_interval(difference)}, {difference.n} seeds"
 
 
 def _ranks(difference: Difference) -> str:
-    """A mean that a few pairs decide is not what ranks say."""
+    """Add the rank test where it disagrees: a few pairs may decide the mean."""
     if difference.rank_p is None or difference.p is None or (difference.p < LEVEL) == (difference.rank_p < LEVEL):
         return ""
     return f"; a signed-rank test disagrees, p = {difference.rank_p:.2g} against {difference.p:.2g}"
 
 
-def _word(difference: Difference, way: Way) -> str:
+def _better_or_worse(difference: Difference, way: Way) -> str:
     if not way:
         return f"differs by {difference.mean:+.3g}"
     word = "worse" if (difference.mean > 0) == (way == "lower") else "better"
@@ -175,7 +165,7 @@ def _word(difference: Difference, way: Way) -> str:
 
 
 def _examples(quality: Quality) -> str:
-    """Only where seeds are too few to say more."""
+    """Describe single examples, only where seeds are too few for more."""
     if quality.difference is None or quality.difference.low is not None or not quality.examples:
         return ""
     return "; ".join(_on_examples(entry) for entry in quality.examples[:2])
@@ -212,30 +202,30 @@ def _margin(decision: NotWorse | None) -> str:
 
 
 def _speed(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> list[str]:
-    """Step times against the baseline's; on a busy machine only what was timed in turns."""
+    """Compare step times with the baseline's; on a busy machine only those that were timed in turns."""
     if speed.step is None or baseline.step is None:
         return ["no step times to compare"]
     if speed.busy is not None or baseline.busy is not None:
-        return [f"no statement about step time: {_busy(speed.busy, baseline.busy)}", *_in_turns(speed)]
-    said = [_step(speed, baseline.step)]
+        return [f"no statement about step time: {_busy(speed.busy, baseline.busy)}", *_probe_statement(speed)]
+    statements = [_step(speed, baseline.step)]
     if hardware:
         different = ", ".join(hardware)
-        said.append(f"the step times are of different hardware ({different}), which can explain all of that")
-    return said
+        statements.append(f"the step times are of different hardware ({different}), which can explain all of that")
+    return statements
 
 
 def _busy(own: Busy | None, baselines: Busy | None) -> str:
-    found = {"its": own, "the baseline's": baselines}
-    told = {whose: busy for whose, busy in found.items() if busy is not None}
-    runs = " and ".join(f"{busy.runs} of {whose} {busy.of} runs" for whose, busy in told.items())
-    shares = [busy.cpu_share for busy in told.values() if busy.cpu_share is not None]
-    loads = [busy.load for busy in told.values() if busy.load is not None]
+    both = {"its": own, "the baseline's": baselines}
+    found = {whose: busy for whose, busy in both.items() if busy is not None}
+    runs = " and ".join(f"{busy.runs} of {whose} {busy.of} runs" for whose, busy in found.items())
+    shares = [busy.cpu_share for busy in found.values() if busy.cpu_share is not None]
+    loads = [busy.load for busy in found.values() if busy.load is not None]
     how = [f"{min(shares):.0%} of the CPU time of a quiet one"] if shares else []
     how += [f"load {max(loads):.1f} a CPU"] if loads else []
     return f"the machine was busy in {runs} ({', '.join(how)})"
 
 
-def _in_turns(speed: Speed) -> list[str]:
+def _probe_statement(speed: Speed) -> list[str]:
     ratio = speed.probe_ratio
     if ratio is None or speed.cost_by == "dense":
         return []
@@ -266,7 +256,7 @@ def _step(speed: Speed, baseline: Quartiles) -> str:
 def _realised(share: Quartiles | None) -> str:
     if share is None or share.median <= 0.0:
         return ""
-    if share.low > 1.0:  # and not by the spread of the probes
+    if share.low > 1.0:  # beyond the spread of the probes
         return f", more than the policy can save ({share.median:.0%} of the possible saving): one of the two is wrong"
     if share.median > 1.0:
         return ", all of the possible saving was realised, as far as the probes can tell"
@@ -274,22 +264,25 @@ def _realised(share: Quartiles | None) -> str:
 
 
 def _controls(controls: Sequence[Control], speed: Speed, way: Way) -> list[str]:
-    """Against random, and against the best dense of equal cost; then what is missing."""
-    said = [_against(control, WORDS["random"], way) for control in controls if control.kind == "random"]
+    """Compare with random and with the best dense of equal cost, then name the missing controls."""
+    statements = [_against(control, WORDS["random"], way) for control in controls if control.kind == "random"]
     if not any(control.kind == "dense" for control in controls):
-        return said
+        return statements
     if speed.step_cost is None:
-        return [*said, "what a step costs is not known (no probe), so there is no dense at equal cost"]
+        return [*statements, "what a step costs is not known (no probe), so there is no dense at equal cost"]
     if speed.step_cost.median > SAVES:
-        return [*said, f"a step costs {speed.step_cost.median:.2f} dense steps: nothing is saved that dense could use"]
+        return [
+            *statements,
+            f"a step costs {speed.step_cost.median:.2f} dense steps: nothing is saved that dense could use",
+        ]
     equal = [control for control in controls if control.kind in EQUAL_COST]
     if best := [control for control in equal if control.is_best]:
-        said.append(_against_best(best[0], speed, way))
+        statements.append(_against_best(best[0], speed, way))
     elif any(control.found for control in equal):
-        said.append("no seed is shared with dense at equal cost")
+        statements.append("no seed is shared with dense at equal cost")
     if missing := [WORDS[control.kind] for control in equal if not control.found]:
-        said.append(f"not compared at equal cost with {', '.join(missing)}")
-    return said
+        statements.append(f"not compared at equal cost with {', '.join(missing)}")
+    return statements
 
 
 def _against_best(control: Control, speed: Speed, way: Way) -> str:
@@ -306,7 +299,7 @@ def _against(control: Control, against: str, way: Way) -> str:
         return f"too few seeds for a statement against {against}"
     if not differs(difference) or not way:
         p = difference.decisive_p
-        alone = p is not None and not difference.low <= 0.0 <= difference.high  # the interval, unlike p, stands alone
+        alone = p is not None and not difference.low <= 0.0 <= difference.high  # the interval, unlike p, is uncorrected
         corrected = f"; corrected for all that was compared, p = {p:.2g}" if alone else ""
         return f"no difference from {against} was shown ({show_interval(difference)}{corrected})"
     word = "worse" if (difference.mean > 0) == (way == "lower") else "better"

@@ -1,4 +1,4 @@
-"""One side of a comparison at a time: curves, trade-offs, layers or memory, as tables for the terminal."""
+"""Single views of a comparison as tables for the terminal: curves, trade-offs, layers or memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHADES = " ░▒▓█"
 
 @dataclass(frozen=True)
 class View:
-    """What is shown.
+    """The part of a comparison to show.
 
     Args:
         kind: ``overview`` is everything.
@@ -41,15 +41,7 @@ class View:
 
 
 def view_grids(comparison: Comparison, view: View) -> list[Grid]:
-    """Return the tables of a view.
-
-    Args:
-        comparison: What was compared.
-        view: Which; not the overview.
-
-    Returns:
-        Tables; one without rows says that nothing was measured.
-    """
+    """Return the tables of a view other than the overview; one without rows says that nothing was measured."""
     match view.kind:
         case "curves":
             return [_curves(comparison, view.metric or find_course(comparison.metric), view.along)]
@@ -81,7 +73,8 @@ def _pareto(comparison: Comparison) -> Grid:
 
 def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
     lines = {
-        group.label: [_line(run, metric, along) for run in comparison.beside(group)] for group in comparison.groups
+        group.label: [_line(run, metric, along) for run in comparison.comparable_runs(group)]
+        for group in comparison.groups
     }
     rows = []
     for at in _places([line for some in lines.values() for line in some], along):
@@ -105,7 +98,7 @@ def _line(run: RunLine, metric: str, along: Along) -> Line:
 
 
 def _places(lines: list[Line], along: Along) -> list[float]:
-    """Where rows stand: steps and tokens at which something was measured, times evenly."""
+    """Positions of the rows: steps and tokens at which something was measured, times evenly."""
     found = sorted({x for line in lines for x, _ in line})
     if along == "wall_time" and found:
         return [found[-1] * part / (MOST_ROWS - 2) for part in range(MOST_ROWS - 1)]
@@ -118,7 +111,7 @@ def _values_at(lines: list[Line], at: float) -> list[float]:
     found = []
     for line in lines:
         before = [y for x, y in line if x <= at * 1.0001]
-        if before and line[-1][0] >= 0.95 * at:  # a run that was over before says nothing here
+        if before and line[-1][0] >= 0.95 * at:  # leave out runs that ended before
             found.append(before[-1])
     return found
 
@@ -130,8 +123,8 @@ def _layers(group: Group) -> Grid:
         cells = [name]
         for figure in ("kept_share", "cosine"):
             row = layers.figures[figure][number] if figure in layers.figures else ()
-            told = [cell for cell in row if cell is not None]
-            cells += [show.of_plain(fmean(told), 2) if told else show.NONE, _shade(row)]
+            known = [cell for cell in row if cell is not None]
+            cells += [show.of_plain(fmean(known), 2) if known else show.NONE, _shade(row)]
         rows.append(tuple(cells))
     steps = f"steps {layers.steps[0]} to {layers.steps[-1]}" if layers.steps else "no steps"
     note = f"Mean over {steps}, and each of them as a shade from 0 (empty) to 1 (full)."
@@ -142,7 +135,7 @@ def _layers(group: Group) -> Grid:
 
 
 def _by_block(layers: Layers) -> Layers:
-    """More layers than a screen has room for: one row for all that share the path up to the first number."""
+    """Merge layers that share the path up to the first number into one row, where a screen has no room for all."""
     blocks: dict[str, list[int]] = {}
     for place_of, name in enumerate(layers.names):
         match = re.match(r"(.*?\d+)(?:\.|$)", name)
@@ -158,8 +151,8 @@ def _by_block(layers: Layers) -> Layers:
 
 
 def _mean(cells: Sequence[float | None]) -> float | None:
-    told = [cell for cell in cells if cell is not None]
-    return fmean(told) if told else None
+    known = [cell for cell in cells if cell is not None]
+    return fmean(known) if known else None
 
 
 def _shade(row: Sequence[float | None]) -> str:

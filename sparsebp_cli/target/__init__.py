@@ -1,4 +1,4 @@
-"""Where a plan runs. One contract; the command line knows no more than that."""
+"""Targets: the places where a plan can run. The command line uses only the contract."""
 
 from pydantic import ValidationError
 
@@ -6,13 +6,13 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.recipe.target import find_target
-from sparsebp_cli.target.contract import Finding, Job, Target
+from sparsebp_cli.target.contract import CheckResult, Job, Target
 
-__all__ = ["Finding", "Job", "Target", "TargetOptions", "make_target"]
+__all__ = ["CheckResult", "Job", "Target", "TargetOptions", "make_target"]
 
 
 def make_target(section: TargetSection) -> Target:
-    """Make the target that a recipe asks for.
+    """Make the target that a recipe's checked ``target`` section describes.
 
     Args:
         section: The recipe's ``target``, checked.
@@ -21,8 +21,8 @@ def make_target(section: TargetSection) -> Target:
         The target.
 
     Raises:
-        UsageError: Its kind is not installed here, or broken; or an option is refused, as one of a plan that was
-            made elsewhere may be.
+        UsageError: The kind is not installed here or is broken, or an option is refused, as one of a plan that was
+            made on another machine may be.
     """
     found = find_target(section.kind)
     if not issubclass(found.target_class, Target):

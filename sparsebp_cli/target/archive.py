@@ -1,4 +1,4 @@
-"""A run's folder as a tar stream, there and back. What comes back is checked before any of it becomes visible."""
+"""Sends a run's folder as a tar stream and receives it; received content is checked before it becomes visible."""
 
 from __future__ import annotations
 
@@ -19,28 +19,23 @@ from sparsebp_cli.run.journal import FILE as JOURNAL
 CHUNK = 1 << 20
 END_OF_ARCHIVE = bytes(1024)
 SENT = ("plan.json", JOURNAL, "checkpoints")  # all that a worker needs to start or to go on
-FOLLOWED = (JOURNAL, "worker.log")  # grow here line by line; never replaced as a whole
+FOLLOWED = (JOURNAL, "worker.log")  # appended to line by line; never replaced as a whole
 FOLDERS = ("checkpoints", "model")
 MOST_PARTS = 32  # of a path: removing a folder that is nested 1,000 times ends Python
-# What the system says of names that no run writes: too long ones, and files and folders in each other's place.
+# Errors of names that no run writes: too long ones, and files and folders in each other's place.
 ODD_NAMES = {errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 CHECKPOINT = re.compile(r"step-[0-9]{8,}")
-# Made here or there for the one side only: processes, locks, requests.
+# Files about the processes, locks and requests of one machine; never copied to the other.
 PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request"}
 
 
 def pack(
     stream: IO[bytes], run: RunFolder, folder: str, owner: int = 0, group: int = 0, *, more: Sequence[str] = ()
 ) -> None:
-    """Write a tar stream with what a worker needs of a run.
+    """Write a tar stream with the files that a worker needs of a run, and ``more``.
 
-    Args:
-        stream: Takes the bytes.
-        run: The run.
-        folder: Where it belongs, relative to where the stream is unpacked; every folder on the way is in the stream.
-        owner: Number of the user that everything belongs to.
-        group: Number of the group.
-        more: Files that go along beside what a worker needs.
+    Everything is owned by ``owner`` and ``group``, numeric ids. ``folder`` is the run's folder relative to where the
+    stream is unpacked; the stream contains every folder above it.
     """
 
     def adopt(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -59,27 +54,19 @@ def pack(
 
 
 def receive(stream: IO[bytes], run: RunFolder) -> Path:
-    """Take a tar stream apart beside the run's content, where nobody sees it yet.
+    """Unpack a tar stream into a hidden part of the run's folder, and return that part for :func:`merge_into_run`.
 
-    Args:
-        stream: Of tar.
-        run: The run.
-
-    Returns:
-        A folder with what was in it, for :func:`take_in`.
-
-    Raises:
-        UnreachableError: The stream broke off.
-        RunFailedError: It holds what no run's folder holds: a path that leads out of it, a file with holes.
+    Raises ``UnreachableError`` when the stream broke off, and ``RunFailedError`` for content that no run's folder has:
+    a path that leads out of it, a sparse file.
     """
     part = run.path / ".part-fetch"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
-    counted = _Tail(stream)
+    counted = _TailStream(stream)
     try:
         with tarfile.open(fileobj=counted, mode="r|", errorlevel=2) as archive:  # type: ignore[call-overload]
             for member in archive:
-                if member.isfile() or member.isdir():  # links are of no use, and of no good
+                if member.isfile() or member.isdir():  # a run writes no links, and one could lead out of the folder
                     _check_member(member)
                     archive.extract(member, part, filter="data")
         while counted.read(CHUNK):
@@ -90,7 +77,7 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
         if error.errno not in ODD_NAMES:
             raise
         raise _refuse(f"{error.strerror}: {shorten(str(error.filename))}") from None
-    except (ValueError, OverflowError) as error:  # of names and times that no file can have
+    except (ValueError, OverflowError) as error:  # from names and times that no file can have
         raise _refuse(str(error)) from None
     except (tarfile.TarError, EOFError) as error:
         raise UnreachableError(f"a transfer broke off: {error}") from None
@@ -99,16 +86,10 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
     return part
 
 
-def take_in(part: Path, top: str, run: RunFolder) -> None:
-    """Make visible what was received: new files appear whole, the journal grows.
+def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
+    """Make received files visible: new files appear whole, the journal grows. ``top`` is the run's folder in ``part``.
 
-    Args:
-        part: From :func:`receive`.
-        top: Name of the run's folder in it.
-        run: The run.
-
-    Raises:
-        RunFailedError: It holds files where a run has folders, or the other way about. Nothing was taken.
+    Raises ``RunFailedError``, and merges nothing, if it has a file where a run has a folder, or the other way round.
     """
     if not (part / top).is_dir():
         raise _refuse(f"there is no folder {top}")
@@ -118,20 +99,12 @@ def take_in(part: Path, top: str, run: RunFolder) -> None:
         is_folder = path.name in FOLDERS if known else place.is_dir()
         if (known or place.exists()) and path.is_dir() != is_folder:
             raise _refuse(f"{shorten(path.name)} must be a {'folder' if is_folder else 'file'}")
-    _settle(part / top, run)
+    _merge(part / top, run)
     shutil.rmtree(part, ignore_errors=True)
 
 
 def append_lines(file: Path, data: bytes) -> int:
-    """Append whole lines to a file; what comes after the last line end waits for the rest.
-
-    Args:
-        file: Made where it does not exist.
-        data: What is new.
-
-    Returns:
-        Bytes appended.
-    """
+    """Append the whole lines of new data to a file, and return their bytes; an unfinished last line is left out."""
     whole = data[: data.rfind(b"\n") + 1]
     if whole:
         with file.open("ab") as stream:
@@ -149,7 +122,7 @@ def _refuse(what: str) -> RunFailedError:
 
 
 def _check_member(member: tarfile.TarInfo) -> None:
-    if member.issparse():  # a few bytes that become a file of any size
+    if member.issparse():  # a few bytes can unpack to a file of any size
         raise _refuse(f"{shorten(member.name)!r} is a file with holes")
     if len(PurePosixPath(member.name).parts) > MOST_PARTS:
         raise _refuse(f"{shorten(member.name)!r} has more than {MOST_PARTS} parts")
@@ -165,16 +138,16 @@ def _walk(folder: Path, names: Sequence[str]) -> Iterator[Path]:
             yield path
 
 
-def _settle(folder: Path, run: RunFolder) -> None:
+def _merge(folder: Path, run: RunFolder) -> None:
     for path in sorted(folder.iterdir()):
         place = run.path / path.name
         if path.name in PRIVATE or path.name.endswith(".lock") or path.name.startswith(".part"):
             continue
         if path.name in FOLLOWED:
             if path.name == JOURNAL:
-                _extend(place, path)
+                _append_journal(place, path)
         elif path.name == "checkpoints":
-            _settle_checkpoints(path, place)
+            _merge_checkpoints(path, place)
         elif path.is_dir():
             old = run.path / f".part-old-{path.name}"
             shutil.rmtree(old, ignore_errors=True)
@@ -186,8 +159,8 @@ def _settle(folder: Path, run: RunFolder) -> None:
             path.replace(place)
 
 
-def _settle_checkpoints(folder: Path, place: Path) -> None:
-    """Take over the checkpoints there, and let go of those that were rotated away there."""
+def _merge_checkpoints(folder: Path, place: Path) -> None:
+    """Move new checkpoints in, and remove those that rotation removed there."""
     place.mkdir(exist_ok=True)
     there = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     for name in sorted(there):
@@ -199,8 +172,10 @@ def _settle_checkpoints(folder: Path, place: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _extend(mine: Path, theirs: Path) -> None:
-    """Append what a whole journal holds beyond mine; one that does not begin like mine is another one's."""
+def _append_journal(mine: Path, theirs: Path) -> None:
+    """Append the part of a complete journal that this one lacks; a journal that does not begin like this one is
+    ignored.
+    """
     known = size_of(mine)
     with theirs.open("rb") as stream:
         if known and (not mine.exists() or stream.read(known) != mine.read_bytes()):
@@ -209,8 +184,8 @@ def _extend(mine: Path, theirs: Path) -> None:
         append_lines(mine, stream.read())
 
 
-class _Tail:
-    """A stream that remembers its last bytes: an archive that ends early looks like one that ends."""
+class _TailStream:
+    """A stream that keeps its last bytes: tarfile does not notice an archive that was cut between two members."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self.tail = stream, b""

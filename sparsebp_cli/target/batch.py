@@ -1,7 +1,7 @@
-"""What a run in Slurm may ask for, and the batch script that follows from it. Pure: nothing is run.
+"""The options of a run in Slurm, and the batch script made from them. Nothing is run here.
 
-The script hands the warning that Slurm gives before a time limit or a preemption (USR1) on to the worker, which makes a
-checkpoint, and then puts the job back into the queue. Several runs are an array, one task each.
+Slurm warns the script (USR1) before a time limit or a preemption. The script forwards the warning to the worker, which
+writes a checkpoint, and then requeues the job. Several runs are an array with one task each.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SlurmOptions(ContainerOptions):
     memory: Size | None = Field(None, description="Memory of a run, such as 16g; null: the partition's default.")
     requeue: bool = Field(True, description="Whether a run that is preempted or out of time goes on later by itself.")
     warning_seconds: Annotated[int, Field(ge=10, le=3600)] = Field(
-        120, description="How long before its end a job is told, so that it makes a checkpoint."
+        120, description="How long before its end a job is warned, so that it writes a checkpoint."
     )
     container: Literal["none", "apptainer", "pyxis"] = Field("none", description="What runs the image; none: no image.")
     mounts: list[MountText] = Field(default_factory=list, description="With a container: SOURCE:TARGET[:ro|rw].")
@@ -66,18 +66,8 @@ class SlurmOptions(ContainerOptions):
         return self
 
 
-def directives(options: SlurmOptions, folder: str, num_runs: int, max_parallel: int) -> list[str]:
-    """Return the options of sbatch.
-
-    Args:
-        options: Of the target.
-        folder: Where output goes that comes before the run's own.
-        num_runs: Runs of the submission; several are an array.
-        max_parallel: How many of them may work at once.
-
-    Returns:
-        Words such as ``--requeue``.
-    """
+def sbatch_options(options: SlurmOptions, folder: str, num_runs: int, max_parallel: int) -> list[str]:
+    """Return the options of sbatch; output before the run's own goes to ``folder``, and several runs are an array."""
     number = "%A_%a" if num_runs > 1 else "%j"
     words = [f"--job-name={JOB_NAME}", f"--output={folder}/slurm-{number}.out", "--open-mode=append", "--ntasks=1"]
     words += [f"--signal=B:USR1@{options.warning_seconds}", "--requeue" if options.requeue else "--no-requeue"]
@@ -97,19 +87,12 @@ def directives(options: SlurmOptions, folder: str, num_runs: int, max_parallel: 
 
 
 def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int = 1, *, before: str = "") -> str:
-    """Return the batch script of one or several runs.
+    """Return the bash batch script of one or several runs.
 
-    Args:
-        options: Of the target.
-        runs: The runs' folders, as the nodes see them.
-        max_parallel: How many of them may work at once.
-        before: Lines that make the folders where nobody else does.
-
-    Returns:
-        A script for bash.
+    ``runs`` are the runs' folders as the nodes see them; ``before`` holds lines that create them where no client does.
     """
     top = str(PurePosixPath(runs[0]).parent)
-    head = "\n".join(f"#SBATCH {_quote_directive(word)}" for word in directives(options, top, len(runs), max_parallel))
+    head = "\n".join(f"#SBATCH {_quote_option(word)}" for word in sbatch_options(options, top, len(runs), max_parallel))
     listed = "\n".join(f"  {shlex.quote(run)}" for run in runs)
     environment = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in sorted(options.env.items()))
     setup = "\n".join(part for part in (environment, *options.setup) if part)
@@ -123,12 +106,12 @@ run=${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 key=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 key=${{key:-$SLURM_JOB_ID}}
 worker= hit= again=
-hand_on() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }}
-trap 'again=yes; hand_on' USR1
-trap 'hand_on' TERM
+forward_signal() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }}
+trap 'again=yes; forward_signal' USR1
+trap 'forward_signal' TERM
 exec >> "$run/worker.log" 2>&1
 
-# One job a run: the file is made by whoever is first, and a job that was put back into the queue finds its own.
+# One job a run: the first job creates the file, and a requeued job finds its own key in it.
 if ! (set -C; echo "$key" > "$run/slurm-owner") 2>/dev/null && [ "$(cat "$run/slurm-owner")" != "$key" ]; then
   echo "job $(cat "$run/slurm-owner") works on this run already"
   exit 75
@@ -136,7 +119,7 @@ fi
 rm -f "$run/slurm-exit"
 
 {setup}
-{worker_line(options, "$run")} &
+{worker_command(options, "$run")} &
 worker=$!
 [ ! -e "$run/slurm-stop" ] || hit=yes  # Slurm loses a signal that comes before this script has started
 [ -z "$hit" ] || kill -TERM "$worker"
@@ -150,7 +133,7 @@ while [ -n "$hit" ]; do  # a signal ends a wait, and leaves the worker's exit co
 done
 
 if [ -n "$again" ] && [ "$code" = 143 ] && [ ! -e "$run/slurm-stop" ]{"" if options.requeue else " && false"}; then
-  # From here on this script says nothing of the run: the job is not over, and Slurm ends what still runs of it.
+  # Write no exit file from here on: the job is not over, and Slurm ends what still runs of it.
   trap 'exit 143' TERM
   if scontrol requeue "$key"; then sleep 60 & wait; exit 143; fi
 fi
@@ -160,16 +143,8 @@ exit "$code"
 """
 
 
-def worker_line(options: SlurmOptions, run: str) -> str:
-    """Return the command that starts the worker on a node.
-
-    Args:
-        options: Of the target.
-        run: The run's folder, as a word of the shell.
-
-    Returns:
-        One line.
-    """
+def worker_command(options: SlurmOptions, run: str) -> str:
+    """Return the shell line that starts the worker on a node; ``run`` is the run's folder as a word of the shell."""
     worker = f'{shlex.quote(options.python)} -P -m {options.worker} "{run}/plan.json"'
     if options.container == "apptainer":
         gpus = " --nv" if options.gpus else ""
@@ -182,7 +157,7 @@ def worker_line(options: SlurmOptions, run: str) -> str:
     return worker
 
 
-def _quote_directive(word: str) -> str:
+def _quote_option(word: str) -> str:
     """Return an option as sbatch reads it from a script: one line, quoted as for a shell."""
     if not word.isprintable():
         raise UsageError(f"an option of sbatch is one line of printable characters, got {word!r}")

@@ -1,8 +1,9 @@
-"""What keeps a container away from its host: one rule for folders and users, the same on every engine.
+"""The rules that confine a container: which folders of the host it may mount and as which user it runs, on every
+engine.
 
-A recipe may come from anybody, so the folders that it can mount are an allow-list: ``PLACES``, and those that the
-person who submits adds with ``SPARSEBP_MOUNTS``. Paths are judged as written and as they resolve on this machine;
-where an engine is elsewhere and can be asked over SSH, as they resolve there too.
+A recipe may come from anybody, so mounts need an allow-list: ``PLACES``, and the folders that the submitting user adds
+with ``SPARSEBP_MOUNTS``. Paths are checked as written and as they resolve on this machine; on the host of a remote
+engine that can be reached over SSH, as they resolve there too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 VARIABLE = "SPARSEBP_MOUNTS"
-# Where machines keep data. /home and the temporary folders hold more than one person's: only what is inside is mounted.
+# Where machines keep data. /home and the temporary folders belong to several users: only folders inside are mounted.
 PLACES = (
     "/data", "/datasets", "/home", "/lustre", "/media", "/mnt", "/opt", "/project", "/projects", "/scratch", "/shared",
     "/srv", "/tmp", "/var/tmp", "/work", "/workspace",
@@ -26,18 +27,12 @@ CLOSED = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/var/run", "/var/li
 NEVER = ("/root", "/home", "/tmp", "/var/tmp", "/usr", *CLOSED)  # neither these nor what contains one of them
 TOKENS = (".cache/huggingface/token", ".cache/huggingface/stored_tokens")  # the hub's, in a home
 PART = re.compile(r"[\w.@+=~% -]+")
-NOBODY = "10001:10001"  # what the image is made for
-FIRST_ORDINARY_ID = 1000  # users and groups of the system have smaller numbers
+NOBODY = "10001:10001"  # the user that the image is built for
+FIRST_ORDINARY_ID = 1000  # system users and groups have smaller ids
 
 
 class Mount(NamedTuple):
-    """A folder of the host that a container sees.
-
-    Args:
-        source: On the host.
-        target: In the container.
-        writable: Whether the container may write there.
-    """
+    """A folder of the host (``source``) that a container sees as ``target``."""
 
     source: str
     target: str
@@ -45,21 +40,14 @@ class Mount(NamedTuple):
 
     @property
     def text(self) -> str:
-        """``SOURCE:TARGET:ro`` or ``:rw``, as pyxis and apptainer read it; without a mode both would write."""
+        """``SOURCE:TARGET:ro`` or ``:rw``, for pyxis and apptainer; without a mode both would mount it writable."""
         return f"{self.source}:{self.target}:{'rw' if self.writable else 'ro'}"
 
 
 def read_mount(text: str) -> Mount:
-    """Read a mount of a recipe and refuse one that leads out of the container.
+    """Parse ``SOURCE:TARGET[:ro|rw]``, read-only unless ``rw``.
 
-    Args:
-        text: ``SOURCE:TARGET``, or with ``:ro`` or ``:rw``.
-
-    Returns:
-        The mount, read-only unless it says ``rw``.
-
-    Raises:
-        ValueError: It is none, or its source is not allowed as written or as it resolves on this machine.
+    Raises ``ValueError`` if it is malformed, or if its source is not allowed as written or as it resolves here.
     """
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
@@ -73,14 +61,7 @@ def read_mount(text: str) -> Mount:
 
 
 def check_spelling(path: str) -> None:
-    """Refuse a path that engines or shells could read otherwise than we do.
-
-    Args:
-        path: As a recipe has it.
-
-    Raises:
-        ValueError: It is not absolute, not in its shortest form, or has a character that is special somewhere.
-    """
+    """Raise ``ValueError`` unless a path is absolute, in its shortest form, and without special characters."""
     parts = path.split("/")
     if parts[0] or not path.strip("/") or any(part in {".", ".."} or not PART.fullmatch(part) for part in parts[1:]):
         raise ValueError(
@@ -92,13 +73,9 @@ def check_spelling(path: str) -> None:
 def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
     """Refuse a folder of the host that would give the container more than data.
 
-    Args:
-        written: The path as the recipe has it, for the error line.
-        real: The same or what it resolves to.
-        sockets: Paths of sockets on the host, where they are known.
-
-    Raises:
-        ValueError: It is outside the allow-list, or holds a socket, a home, keys or a part of the system.
+    ``written`` is the path in the recipe, for the error line; ``real`` is the same or its resolution; ``sockets`` are
+    the known sockets of the host. Raises ``ValueError`` if the folder is outside the allow-list, or holds a socket, a
+    home, keys or a part of the system.
     """
     path = PurePosixPath(real)
     named = written if real == written else f"{written} ({real})"
@@ -122,14 +99,7 @@ def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
 
 
 def check_user(text: str) -> None:
-    """Refuse a user of a container who has rights on the host.
-
-    Args:
-        text: ``UID:GID``.
-
-    Raises:
-        ValueError: It is neither the submitting user nor a pair of one number that nobody has here.
-    """
+    """Raise ``ValueError`` unless ``UID:GID`` is the submitting user, or one number for both that nobody has here."""
     if text == NOBODY:
         return
     user, group = (int(number) for number in text.split(":"))
@@ -145,21 +115,16 @@ def check_user(text: str) -> None:
         raise ValueError(f"{what}it is {name} on this machine")
 
 
-def question(mounts: Sequence[str]) -> str:
-    """Return shell lines whose output :func:`check_there` judges: how paths resolve on a host, and its sockets."""
+def mount_query(mounts: Sequence[str]) -> str:
+    """Return shell lines that print how the mounts' sources resolve on a host, and its sockets."""
     paths = " ".join(shlex.quote(read_mount(mount).source) for mount in mounts)
     return f"realpath -m -- {paths} && printf '==\\n' && cat /proc/net/unix"
 
 
-def check_there(mounts: Sequence[str], output: str) -> None:
-    """Refuse mounts by how their sources resolve on the host of the engine.
+def check_remote_mounts(mounts: Sequence[str], output: str) -> None:
+    """Raise ``ValueError`` if a mount's source, by the output of :func:`mount_query` there, is not allowed.
 
-    Args:
-        mounts: Of the recipe.
-        output: Of :func:`question` there; one that is no answer to it (a host without a shell) is not judged.
-
-    Raises:
-        ValueError: One leads out of the container.
+    Output of another form, as from a host without a shell, is not checked.
     """
     resolved, found, table = output.partition("\n==")
     if not found or len(resolved.splitlines()) != len(mounts):
@@ -169,7 +134,7 @@ def check_there(mounts: Sequence[str], output: str) -> None:
 
 
 def listening_sockets() -> list[str]:
-    """Return the paths of the sockets that programs of this machine have bound; none where that cannot be read."""
+    """Return the paths of the sockets that programs of this machine have bound; empty where that cannot be read."""
     try:
         return read_sockets(Path("/proc/net/unix").read_text(encoding="utf-8", errors="surrogateescape"))
     except OSError:
@@ -177,13 +142,13 @@ def listening_sockets() -> list[str]:
 
 
 def read_sockets(table: str) -> list[str]:
-    """Return the paths of a table like ``/proc/net/unix``; names that are no paths are left out."""
+    """Return the paths in a table like ``/proc/net/unix``; abstract names are left out."""
     rows = (line.split(None, 7) for line in table.splitlines()[1:])
     return sorted({os.path.normpath(row[7]) for row in rows if len(row) == 8 and row[7].startswith("/")})
 
 
 def _homes(path: PurePosixPath) -> list[PurePosixPath]:
-    """Return the homes that a path could lie in, or hold."""
+    """Return the home folders that a path could lie in or contain."""
     own = {Path.home(), Path(os.path.realpath(Path.home()))}
     found = [PurePosixPath(home) for home in own if home != Path("/")]
     if path.is_relative_to("/home") and len(path.parts) > 2:
@@ -192,7 +157,7 @@ def _homes(path: PurePosixPath) -> list[PurePosixPath]:
 
 
 def _is_private(path: PurePosixPath, home: PurePosixPath) -> bool:
-    """Whether a path in a home is one of its settings (they begin with a dot), or holds a token of the hub."""
+    """Whether a path in a home is one of its hidden folders, or contains a token of the hub."""
     if not path.is_relative_to(home):
         return False
     first = path.relative_to(home).parts[0]

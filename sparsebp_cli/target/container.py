@@ -1,4 +1,4 @@
-"""What a run in a container may ask for, and the words of the commands that follow from it. Pure: nothing is run."""
+"""The options of a run in a container, and the commands made from them. Nothing is run here."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GPUS = "Graphics processors: all, a number of them, or a list of their numbers o
 
 
 class ContainerOptions(TargetOptions):
-    """What every target that runs containers understands."""
+    """Options of every target that runs containers."""
 
     image: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.:/@-]*$")] = Field(
         "sparsebp:latest", description="Image with SparseBP in it; best with its digest, NAME@sha256:..."
@@ -105,14 +105,14 @@ class DockerOptions(ContainerOptions):
         if self.host and self.context:
             raise ValueError("give either host or context, not both")
         if self.command == "podman" and self.gpu_request == "gpus":
-            raise ValueError("gpu_request: podman ignores --gpus without a word; use cdi")
+            raise ValueError("gpu_request: podman silently ignores --gpus; use cdi")
         if self.command == "podman" and self.host:
             raise ValueError("host: for podman, add a connection (podman system connection add) and give it as context")
         return self
 
 
-def engine_words(options: DockerOptions) -> list[str]:
-    """Return the words that a command line of the engine begins with."""
+def engine_command(options: DockerOptions) -> list[str]:
+    """Return the first words of every command line of the engine."""
     words: list[str] = [options.command]
     if options.host:
         words += ["--host", options.host]
@@ -121,22 +121,12 @@ def engine_words(options: DockerOptions) -> list[str]:
     return words
 
 
-def create_words(options: DockerOptions, run_id: str, image: str, labels: dict[str, str]) -> list[str]:
-    """Return the command that makes the container of a run.
-
-    Args:
-        options: Of the target.
-        run_id: The run's.
-        image: Name, digest or id of the image.
-        labels: Beside ``sparsebp.run``.
-
-    Returns:
-        Words.
-    """
-    words = [*engine_words(options), "create", "--name", container_name(run_id)]
+def create_command(options: DockerOptions, run_id: str, image: str, labels: dict[str, str]) -> list[str]:
+    """Return the command that creates the container of a run, with labels besides ``sparsebp.run``."""
+    words = [*engine_command(options), "create", "--name", container_name(run_id)]
     for name, value in {"sparsebp.run": run_id, **labels}.items():
         words += ["--label", f"{name}={value}"]
-    words += safe_words(options)
+    words += confinement_options(options)
     return [
         *words,
         "--entrypoint",
@@ -149,10 +139,12 @@ def create_words(options: DockerOptions, run_id: str, image: str, labels: dict[s
     ]
 
 
-def safe_words(options: DockerOptions) -> list[str]:
-    """Return what every container gets: no root, no capabilities, an init, what was asked for, and nothing else."""
+def confinement_options(options: DockerOptions) -> list[str]:
+    """Return the options of every container: no root, no capabilities, an init, and only the mounts and limits
+    requested.
+    """
     words = ["--init", "--user", options.user, "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
-    words += gpu_words(options)
+    words += gpu_options(options)
     for name, value in (
         ("--network", options.network),
         ("--memory", options.memory),
@@ -161,13 +153,13 @@ def safe_words(options: DockerOptions) -> list[str]:
         words += [name, value] if value else []
     mounts = [*options.mounts, *([f"{options.hub_cache}:{DATA}/hub:rw"] if options.hub_cache else [])]
     for text in mounts:
-        try:  # judged again: a run before this one may have put a link in the place of a folder
+        try:  # checked again: an earlier run may have replaced a folder by a link
             mount = read_mount(text)
         except ValueError as error:
             raise UsageError(f"target.mounts: {error}") from None
         end = "" if mount.writable else ",readonly"
         words += ["--mount", f"type=bind,source={mount.source},target={mount.target}{end}"]
-    # Unbuffered, Python writes lines in pieces, and some engines put a stamp before each piece.
+    # An empty value keeps Python buffered: unbuffered it writes lines in pieces, and some engines stamp each piece.
     fixed = {"HOME": f"{DATA}/home", "SPARSEBP_HOME": DATA, "PYTHONUNBUFFERED": "", "USER": "sparsebp"}
     fixed |= {"HF_HOME": f"{DATA}/hub"} if options.hub_cache else {}
     for name, value in {**fixed, **options.env}.items():
@@ -175,8 +167,8 @@ def safe_words(options: DockerOptions) -> list[str]:
     return [*words, "--workdir", DATA]
 
 
-def gpu_words(options: DockerOptions) -> list[str]:
-    """Return how GPUs are asked for."""
+def gpu_options(options: DockerOptions) -> list[str]:
+    """Return the options that request GPUs."""
     if options.gpus is None:
         return []
     if (options.gpu_request == "auto" and options.command == "docker") or options.gpu_request == "gpus":
@@ -191,7 +183,7 @@ def gpu_words(options: DockerOptions) -> list[str]:
 
 
 def container_name(run_id: str) -> str:
-    """Return the name of a run's container: there can be only one of a name, which keeps two dispatchers apart."""
+    """Return the name of a run's container. Names are unique, so two dispatchers cannot both create one."""
     return f"sparsebp-{run_id}"
 
 
@@ -201,15 +193,7 @@ def run_folder(run_id: str) -> str:
 
 
 def check_paths(plan: Plan, reached: list[str]) -> None:
-    """Refuse a plan that needs files which the container does not see.
-
-    Args:
-        plan: The plan.
-        reached: Folders that it sees.
-
-    Raises:
-        UsageError: A model or dataset is a path outside them.
-    """
+    """Raise ``UsageError`` if a model or dataset is a path outside the folders that the container can read."""
     recipe = plan.recipe
     named = {
         "model.name": recipe.model.name,
@@ -225,5 +209,5 @@ def check_paths(plan: Plan, reached: list[str]) -> None:
 
 
 def mounted_folders(options: DockerOptions) -> list[str]:
-    """Return the folders that a container sees beside its image."""
+    """Return the folders that a container has besides its image."""
     return [read_mount(mount).target for mount in options.mounts]

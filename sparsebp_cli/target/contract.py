@@ -1,7 +1,7 @@
-"""What a target does: it starts the worker of a run somewhere, and keeps a grip on it.
+"""The contract of targets: a target starts the worker of a run somewhere and returns a handle on the run.
 
 A run outlives the process that submitted it. So a :class:`Job` holds nothing that cannot be found again from the
-run's folder, and :meth:`Target.reattach` gives the same grip to any later process.
+run's folder, and :meth:`Target.reattach` gives any later process an equal job.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State
 
 
-class Finding(NamedTuple):
-    """The outcome of one question to a target.
+class CheckResult(NamedTuple):
+    """The result of one check of a target.
 
     Args:
         level: ``fail`` keeps runs from working, ``warn`` does not.
-        what: Was asked.
+        what: The property that was checked, such as ``disk``.
         text: What was found.
         hint: What to do about it; empty when nothing.
     """
@@ -33,7 +33,7 @@ class Finding(NamedTuple):
 
 
 class Job(ABC):
-    """A grip on one submitted run."""
+    """A handle on one submitted run."""
 
     @property
     @abstractmethod
@@ -61,11 +61,13 @@ class Job(ABC):
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """Return what the last worker ended with; negative: killed by that signal; None while it lives or unknown."""
+        """Return the last worker's exit code; negative: killed by that signal; None: it lives or the code is
+        unknown.
+        """
 
     @abstractmethod
     def warning(self) -> str:
-        """Return what went wrong beside the run, such as a tracking store that is away; empty when nothing did."""
+        """Return what went wrong apart from the run, such as an unreachable tracking store; empty when nothing did."""
 
     @abstractmethod
     def logs(self, *, follow: bool = False) -> Iterator[str]:
@@ -80,7 +82,7 @@ class Job(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask for a checkpoint and an end, also of runs that wait behind this one; the run can be resumed."""
+        """Request a checkpoint and an end, also of runs that wait behind this one; the run can be resumed."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -94,7 +96,7 @@ class Job(ABC):
             grace_seconds: Time for a last checkpoint; then the worker is killed.
 
         Returns:
-            The state afterwards: cancelled, or what it was when it was over already.
+            The state afterwards: cancelled, or the state in which the run was over already.
         """
 
     @abstractmethod
@@ -116,10 +118,10 @@ class Target(ABC):
 
     @abstractmethod
     def command(self, run: RunFolder) -> list[str]:
-        """Return the exact command that the run is started with; nothing is started or written.
+        """Return the exact command that starts the run; nothing is started or written.
 
         Args:
-            run: Its folder. With :meth:`files`, all that ``--dry-run`` prints.
+            run: Its folder. Together with :meth:`files` this is all that ``--dry-run`` prints.
 
         Returns:
             The words of the command.
@@ -132,24 +134,24 @@ class Target(ABC):
             run: Its folder.
 
         Returns:
-            The files; none where the command says it all.
+            The files; empty where the command needs none.
         """
         return {}
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuse a plan that cannot be carried out there, as far as that can be told from here.
+        """Refuse a plan that cannot run there, as far as this machine can know.
 
         Args:
             plan: The plan.
 
         Raises:
-            UsageError: It cannot, for a reason that the text names.
+            UsageError: It cannot run there; the text gives the reason.
         """
-        return  # most plans can be carried out anywhere
+        return  # most plans can run anywhere
 
     @abstractmethod
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
-        """Start runs, new ones and those that are to be resumed. Returns when the first started.
+        """Start runs, new ones and those to be resumed. Returns when the first has started.
 
         Args:
             runs: Their folders, with a plan in each.
@@ -159,10 +161,10 @@ class Target(ABC):
             One job a run, in order.
 
         Raises:
-            RunBusyError: One of them is being worked on.
+            RunBusyError: Another process works on one of them.
             RunFailedError: The first could not be started.
             UnreachableError: The target does not answer; nothing was started.
-            UsageError: A plan cannot be carried out there.
+            UsageError: A plan cannot run there.
         """
 
     def submit(self, run: RunFolder) -> Job:
@@ -178,12 +180,12 @@ class Target(ABC):
 
     @abstractmethod
     def reattach(self, run: RunFolder) -> Job:
-        """Return a grip on a run that was submitted before, by whatever process. Never starts it again."""
+        """Return a job for a run that any process submitted before. Never starts it again."""
 
     @abstractmethod
-    def check(self) -> Iterator[Finding]:
-        """Look whether plans can be run there: whether it answers, its version, GPUs, disk, image.
+    def check(self) -> Iterator[CheckResult]:
+        """Check whether plans can run there: whether it answers, its version, GPUs, disk, image.
 
         Yields:
-            One finding a question, worst ones included; a target that cannot be reached yields a ``fail``.
+            One result a check, failures included; a target that cannot be reached yields a ``fail``.
         """

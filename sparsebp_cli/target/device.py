@@ -1,4 +1,4 @@
-"""Which GPUs this machine has, without torch: asked of the driver's own tool."""
+"""The GPUs of this machine by nvidia-smi, which needs no import of torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TIMEOUT_SECONDS = 20.0
 
 
 def list_gpus() -> list[str]:
-    """Return the names of the GPUs that nvidia-smi knows; none where there is no such tool."""
+    """Return the names of the GPUs that nvidia-smi lists; empty where it is not installed."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
@@ -24,13 +24,9 @@ def list_gpus() -> list[str]:
 
 
 def share_gpus(num_shares: int) -> list[dict[str, str]]:
-    """Return what each of several workers finds in its environment, so that they share this machine's GPUs out.
+    """Return the environment of each of several workers at once, so that they divide this machine's GPUs.
 
-    Args:
-        num_shares: Workers at once, at least 1.
-
-    Returns:
-        One mapping a worker: ``CUDA_VISIBLE_DEVICES``, or nothing for one worker alone or where there is no GPU.
+    Each mapping holds ``CUDA_VISIBLE_DEVICES``; it is empty for one worker alone or where there is no GPU.
     """
     if num_shares == 1:
         return [{}]

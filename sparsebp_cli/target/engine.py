@@ -1,8 +1,9 @@
-"""What a place that runs workers has to be able to do, so that :mod:`~sparsebp_cli.target.errand` does the rest.
+"""The interface of a system that runs workers: docker, podman, Slurm or Kubernetes.
 
-An engine keeps no state: everything is found again from the run's folder and from a handle, a short text such as a
-container's name. Each call gets through and says what it found, or raises :class:`UnreachableError`: then nothing is
-known, and the call is made again later. So every call must be harmless when it is made twice.
+:mod:`~sparsebp_cli.target.remote_run` does the rest. An engine keeps no state: everything is found again from the
+run's folder and from a handle, a short text such as a container's name. Each call succeeds or raises
+:class:`UnreachableError`; then nothing is known, and the caller repeats it later. So every call must be harmless when
+it is made twice.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import ClassVar
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.target.contract import Finding
+from sparsebp_cli.target.contract import CheckResult
 
 
 class Phase(StrEnum):
-    """How far a worker is, as its place sees it."""
+    """How far a worker is, as its engine reports it."""
 
     WAITING = "waiting"
     WORKING = "working"
@@ -27,14 +28,14 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What was seen of a worker.
+class WorkerStatus:
+    """The status of a worker.
 
     Args:
         phase: How far it is.
-        exit_code: What it ended with; negative: killed by that signal; None: it lives, or nobody knows.
-        text: Why it ended, where the place knows better than the exit code; empty otherwise.
-        gone: Whether the place has no trace of it any more, so that nothing can be fetched.
+        exit_code: Its exit code; negative: killed by that signal; None: it lives, or the code is unknown.
+        text: Why it ended, where the engine knows better than the exit code does; empty otherwise.
+        gone: Whether the engine has no trace of it any more, so that nothing can be fetched.
     """
 
     phase: Phase
@@ -43,12 +44,12 @@ class Sight:
     gone: bool = False
 
 
-class Engine(ABC):
-    """One place that runs workers."""
+class TargetEngine(ABC):
+    """One system that runs workers."""
 
-    fastest_seconds: ClassVar[float] = 0.5  # between two looks, while a run is young
+    fastest_seconds: ClassVar[float] = 0.5  # between two polls, while a run is young
     slowest_seconds: ClassVar[float] = 5.0
-    has_queue: ClassVar[bool] = False  # whether the place itself decides when a worker starts
+    has_queue: ClassVar[bool] = False  # whether the engine itself decides when a worker starts
 
     @abstractmethod
     def command(self, run: RunFolder) -> list[str]:
@@ -60,62 +61,50 @@ class Engine(ABC):
 
     def check_plan(self, plan: Plan) -> None:
         """See :meth:`Target.check_plan`."""
-        return  # most plans can be carried out anywhere
+        return  # most plans can run anywhere
 
     @abstractmethod
     def find(self, run: RunFolder) -> str | None:
-        """Return the handle of a worker of this run that is there, alive or not; None when there is none."""
+        """Return the handle of the run's worker, alive or not; None when there is none."""
 
     @abstractmethod
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
-        """Bring the runs' folders there and start their workers.
+        """Copy the runs' folders there and start their workers; return their handles.
 
-        Two dispatchers that start one run at once must not both succeed.
-
-        Args:
-            runs: One, unless the engine has a queue of its own.
-            max_parallel: How many of them may work at once.
-
-        Returns:
-            Their handles.
-
-        Raises:
-            RunBusyError: Another dispatcher was quicker.
-            RunFailedError: It was refused there.
-            UnreachableError: It is not known whether it was started; :meth:`find` will tell.
+        Two dispatchers that start one run at once must not both succeed. Without a queue of its own, an engine gets one
+        run a call. Raises ``RunBusyError`` when another dispatcher was quicker, ``RunFailedError`` when the run was
+        refused, and ``UnreachableError`` when it is not known whether it was started; then :meth:`find` will tell.
         """
 
     @abstractmethod
-    def look(self, run: RunFolder, handle: str) -> Sight:
-        """Return what the worker is doing.
-
-        Args:
-            run: The run.
-            handle: Its handle.
-
-        Returns:
-            What was seen.
-
-        Raises:
-            UnreachableError: Nothing was seen.
-        """
+    def status(self, run: RunFolder, handle: str) -> WorkerStatus:
+        """Return the status of the worker with this handle; raises ``UnreachableError`` when it cannot be read."""
 
     @abstractmethod
     def pull(self, run: RunFolder, handle: str) -> None:
-        """Append what is new there of journal and output to the run's folder here; whole lines only."""
+        """Append the new part of journal and output there to the run's folder here; whole lines only."""
 
     @abstractmethod
     def signal(self, run: RunFolder, handle: str, number: int) -> None:
-        """Send SIGTERM or SIGKILL to the worker; one that waits is taken out of the queue."""
+        """Send SIGTERM or SIGKILL to the worker; one that waits is removed from the queue."""
 
     @abstractmethod
     def fetch(self, run: RunFolder, handle: str) -> None:
-        """Bring checkpoints, model and the rest of journal and output here; what arrived half is not visible."""
+        """Copy checkpoints, model and the rest of journal and output here; a partial copy stays invisible."""
 
     @abstractmethod
     def release(self, run: RunFolder, handle: str) -> None:
         """Remove every trace of the run there; called after everything was fetched."""
 
     @abstractmethod
-    def check(self) -> Iterator[Finding]:
+    def check(self) -> Iterator[CheckResult]:
         """See :meth:`Target.check`."""
+
+
+def read_exit_code(code: int) -> int:
+    """Return a process's exit code from a shell's: N > 128 is the signal N - 128, given as a negative number.
+
+    130 and 143 (SIGINT, SIGTERM) stay: a worker itself exits with them after it caught the signal and wrote a
+    checkpoint.
+    """
+    return 128 - code if code > 128 and code not in {130, 143} else code

@@ -1,7 +1,7 @@
-"""Files for those who keep their own scheduler: a plan in it, and what carries it out. Pure: nothing is run.
+"""Files for users who keep their own scheduler: each holds a plan and the lines that run it. Nothing is run here.
 
-The plan keeps its run id, so a file that is submitted again goes on where the run was left, as long as its folder is
-there; ``sparsebp sync`` sends the numbers from wherever a tracking store can be reached.
+The plan keeps its run id, so a file that is submitted again resumes the run as long as its folder exists;
+``sparsebp sync`` sends the metrics from any machine that reaches a tracking store.
 """
 
 from __future__ import annotations
@@ -25,15 +25,7 @@ END = "END_OF_PLAN"
 
 
 def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
-    """Return a batch script of Slurm; several plans are an array.
-
-    Args:
-        plans: The plans; the first one's target gives the options where it is ``slurm``.
-        max_parallel: How many may work at once.
-
-    Returns:
-        A script for bash.
-    """
+    """Return a Slurm batch script; several plans are an array. The first plan's ``slurm`` options hold for all."""
     options = SlurmOptions.model_validate(_options(plans[0], "slurm"))
     folder = options.folder or str(home())
     runs = [f"{folder}/runs/{plan.run_id}" for plan in plans]
@@ -42,13 +34,9 @@ def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
 
 
 def export_kubernetes(plans: Sequence[Plan]) -> str:
-    """Return a ConfigMap and a Job for each plan, as YAML.
+    """Return a ConfigMap and a Job for each plan, as YAML for ``kubectl apply``.
 
-    Args:
-        plans: The plans; each one's target gives the options where it is ``kubernetes``.
-
-    Returns:
-        Documents for ``kubectl apply``. Without a claim, what the run writes is lost with its pod.
+    Without a claim, the files that the run writes are lost with its pod.
     """
     documents = []
     for plan in plans:
@@ -69,14 +57,7 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
 
 
 def export_sky(plans: Sequence[Plan]) -> str:
-    """Return a task of SkyPilot.
-
-    Args:
-        plans: One plan.
-
-    Returns:
-        YAML for ``sky launch``.
-    """
+    """Return a SkyPilot task as YAML for ``sky launch``; it takes exactly one plan."""
     plan = _only(plans, "sky")
     options, section = _container(plan), plan.recipe.target.options
     resources: dict[str, Any] = {"image_id": f"docker:{options.image}"}
@@ -87,14 +68,7 @@ def export_sky(plans: Sequence[Plan]) -> str:
 
 
 def export_dstack(plans: Sequence[Plan]) -> str:
-    """Return a task of dstack.
-
-    Args:
-        plans: One plan.
-
-    Returns:
-        YAML for ``dstack apply``.
-    """
+    """Return a dstack task as YAML for ``dstack apply``; it takes exactly one plan."""
     plan = _only(plans, "dstack")
     options, section = _container(plan), plan.recipe.target.options
     task: dict[str, Any] = {"type": "task", "name": container_name(plan.run_id), "image": options.image}
@@ -105,7 +79,7 @@ def export_dstack(plans: Sequence[Plan]) -> str:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes texts of several lines as such, and never aliases."""
+    """A YAML dumper that writes multi-line texts as blocks and no aliases."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -138,7 +112,7 @@ def _only(plans: Sequence[Plan], form: str) -> Plan:
 
 
 def _plan_text(plan: Plan) -> str:
-    """Return the plan as it is carried out there: on its own machine, without the text of changes."""
+    """Return the plan with the target ``local``, for its new machine, and without the text of uncommitted changes."""
     target = plan.recipe.target
     local = TargetSection(kind="local", threads=target.threads, device=target.device)
     provenance = plan.provenance.model_copy(update={"git_diff": ""})

@@ -1,7 +1,7 @@
 """The target ``kubernetes``: a Job for each run, through ``kubectl``.
 
-The run's folder is delivered into the pod and fetched out of it by ``kubectl exec``, so the cluster needs no storage
-of its own; with a claim, a pod that takes a lost one's place goes on from the last checkpoint.
+``kubectl exec`` copies the run's folder into the pod and out of it, so the cluster needs no storage of its own; with a
+PersistentVolumeClaim, a replacement pod continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.target.archive import append_lines, pack, receive, size_of, take_in
+from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
 from sparsebp_cli.target.confinement import read_mount
 from sparsebp_cli.target.container import check_paths, container_name, run_folder
-from sparsebp_cli.target.contract import Finding
-from sparsebp_cli.target.engine import Engine, Phase, Sight
+from sparsebp_cli.target.contract import CheckResult
+from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
 from sparsebp_cli.target.remote import RemoteTarget
-from sparsebp_cli.target.tool import Answer, Tool
+from sparsebp_cli.target.tool import CommandResult, Tool
 
-ANSWERS = re.compile(
+REFUSALS = re.compile(
     r"error from server|command terminated with exit code|^tail:|^The Job .* is invalid", re.IGNORECASE | re.MULTILINE
 )
 NOT_FOUND = re.compile(r"\(NotFound\)")
@@ -34,24 +34,20 @@ READER_SECONDS = 120.0
 
 
 @final
-class KubernetesEngine(Engine):
-    """A cluster."""
+class KubernetesEngine(TargetEngine):
+    """A Kubernetes cluster."""
 
     fastest_seconds = 0.5
     slowest_seconds = 10.0
 
     def __init__(self, options: KubernetesOptions) -> None:
-        """Take the options; nothing is run yet.
-
-        Args:
-            options: Of the target.
-        """
+        """Keep the options; nothing is run yet."""
         self._options = options
         self._words = ["kubectl"]
         self._words += ["--context", options.context] if options.context else []
         self._words += ["--namespace", options.namespace] if options.namespace else []
         self._place = options.context or "the cluster"
-        self._tool = Tool(self._place, _is_answer)
+        self._tool = Tool(self._place, _is_refusal)
 
     def command(self, run: RunFolder) -> list[str]:
         return [*self._words, "create", "--filename", "job.json"]
@@ -77,20 +73,20 @@ class KubernetesEngine(Engine):
             raise RunFailedError(f"{self._place} refused the run: {answer.problem}")
         return [f"{container_name(run.run_id)} {answer.text}"]
 
-    def look(self, run: RunFolder, handle: str) -> Sight:
+    def status(self, run: RunFolder, handle: str) -> WorkerStatus:
         name, _, uid = handle.partition(" ")
         job = self._get("job", name)
         if job is None or job["metadata"]["uid"] != uid:
-            return Sight(Phase.OVER, text=f"its job is gone from {self._place}", gone=True)
+            return WorkerStatus(Phase.OVER, text=f"its job is gone from {self._place}", gone=True)
         pod = self._newest_pod(run)
         if pod is not None and pod["status"].get("phase") == "Running":
-            return self._look_inside(run, pod["metadata"]["name"])
+            return self._status_inside(run, pod["metadata"]["name"])
         failed = [c for c in job["status"].get("conditions", []) if c["type"] == "Failed" and c["status"] == "True"]
         if pod is not None and (failed or pod["status"].get("phase") == "Succeeded"):
-            return _see_end(pod, has_claim=self._options.claim is not None)
+            return _read_end(pod, has_claim=self._options.claim is not None)
         if failed:
-            return Sight(Phase.OVER, text=f"Kubernetes: {failed[0].get('message', 'the job failed')}", gone=True)
-        return Sight(Phase.WAITING)
+            return WorkerStatus(Phase.OVER, text=f"Kubernetes: {failed[0].get('message', 'the job failed')}", gone=True)
+        return WorkerStatus(Phase.WAITING)
 
     def pull(self, run: RunFolder, handle: str) -> None:
         pod = self._running_pod(run)
@@ -117,7 +113,7 @@ class KubernetesEngine(Engine):
         words = ["exec", pod, "--", "tar", "-C", run_folder(run.run_id) + "/..", "-cf", "-", run.run_id]
         with self._tool.read([*self._words, *words]) as stream:
             part = receive(stream, run)
-        take_in(part, run.run_id, run)
+        merge_into_run(part, run.run_id, run)
         if reader:
             self._delete("pod", reader)
 
@@ -128,28 +124,32 @@ class KubernetesEngine(Engine):
             self._exec(pod, "sh", "-c", f"cd {folder} && rm -rf plan.json checkpoints model .go && touch .fetched")
         self._delete("job", handle.partition(" ")[0])
 
-    def check(self) -> Iterator[Finding]:
+    def check(self) -> Iterator[CheckResult]:
         options = self._options
         try:
             version = json.loads(self._run("get", "--raw", "/version").text)
-            yield Finding("ok", "reachable", f"Kubernetes {version['gitVersion']} at {self._place}")
+            yield CheckResult("ok", "reachable", f"Kubernetes {version['gitVersion']} at {self._place}")
             allowed = self._run("auth", "can-i", "create", "jobs")
-            yield Finding("ok" if allowed.text == "yes" else "fail", "rights", f"create jobs: {allowed.text or 'no'}")
+            yield CheckResult(
+                "ok" if allowed.text == "yes" else "fail", "rights", f"create jobs: {allowed.text or 'no'}"
+            )
             nodes = json.loads(self._run("get", "nodes", "--output", "json").text or '{"items": []}')["items"]
             gpus = sum(int(node["status"]["allocatable"].get(options.gpu_resource, 0)) for node in nodes)
             enough = not options.gpus or gpus >= options.gpus
-            yield Finding("ok" if enough else "warn", "GPUs", f"{gpus} of {options.gpu_resource} on {len(nodes)} nodes")
+            yield CheckResult(
+                "ok" if enough else "warn", "GPUs", f"{gpus} of {options.gpu_resource} on {len(nodes)} nodes"
+            )
             if options.claim:
                 claim = self._get("pvc", options.claim)
                 phase = claim["status"].get("phase", "?") if claim else "there is none"
-                yield Finding("ok" if claim else "fail", "claim", f"{options.claim}: {phase}")
+                yield CheckResult("ok" if claim else "fail", "claim", f"{options.claim}: {phase}")
         except (UnreachableError, RunFailedError, ValueError, KeyError) as error:
-            yield Finding("fail", "reachable", f"{self._place}: {error}")
+            yield CheckResult("fail", "reachable", f"{self._place}: {error}")
 
-    def _run(self, *words: str, given: bytes = b"") -> Answer:
+    def _run(self, *words: str, given: bytes = b"") -> CommandResult:
         return self._tool.run([*self._words, *words], given=given)
 
-    def _exec(self, pod: str, *words: str) -> Answer:
+    def _exec(self, pod: str, *words: str) -> CommandResult:
         return self._run("exec", pod, "--", *words)
 
     def _get(self, kind: str, name: str) -> dict[str, Any] | None:
@@ -172,16 +172,15 @@ class KubernetesEngine(Engine):
         pod = self._newest_pod(run)
         return str(pod["metadata"]["name"]) if pod and pod["status"].get("phase") == "Running" else None
 
-    def _look_inside(self, run: RunFolder, pod: str) -> Sight:
+    def _status_inside(self, run: RunFolder, pod: str) -> WorkerStatus:
         state, _, code = self._exec(pod, "cat", f"{run_folder(run.run_id)}/.state").text.partition(" ")
         if state == "over":
-            number = int(code)
-            return Sight(Phase.OVER, 128 - number if number > 128 and number not in {130, 143} else number)
+            return WorkerStatus(Phase.OVER, read_exit_code(int(code)))
         if state == "working":
-            return Sight(Phase.WORKING)
+            return WorkerStatus(Phase.WORKING)
         if state == "waiting":
             self._deliver(run, pod)
-        return Sight(Phase.WAITING)
+        return WorkerStatus(Phase.WAITING)
 
     def _deliver(self, run: RunFolder, pod: str) -> None:
         folder = run_folder(run.run_id)
@@ -220,27 +219,22 @@ class KubernetesTarget(RemoteTarget):
     options_class = KubernetesOptions
 
     def __init__(self, options: KubernetesOptions | None = None) -> None:
-        """Choose where.
-
-        Args:
-            options: The recipe's; None: the defaults.
-        """
+        """Make the engine; None takes the default options."""
         self.engine = KubernetesEngine(options or KubernetesOptions())
 
 
-def _see_end(pod: dict[str, Any], *, has_claim: bool) -> Sight:
-    """Read how a pod ended that cannot be asked any more."""
+def _read_end(pod: dict[str, Any], *, has_claim: bool) -> WorkerStatus:
+    """Read the exit status of a pod in which nothing can be executed any more."""
     statuses = pod["status"].get("containerStatuses") or [{}]
     ended = statuses[0].get("state", {}).get("terminated", {})
     code = ended.get("exitCode")
     reason = ended.get("reason") or pod["status"].get("reason") or ""
     if reason == "OOMKilled":
-        return Sight(Phase.OVER, -9, "killed for want of memory: see target.memory", gone=not has_claim)
-    if code is not None and code > 128 and code not in {130, 143}:
-        code = 128 - code
-    text = f"Kubernetes: {reason}" if code is None else ""
-    return Sight(Phase.OVER, code, text, gone=not has_claim)
+        return WorkerStatus(Phase.OVER, -9, "killed for want of memory: see target.memory", gone=not has_claim)
+    if code is None:
+        return WorkerStatus(Phase.OVER, text=f"Kubernetes: {reason}", gone=not has_claim)
+    return WorkerStatus(Phase.OVER, read_exit_code(code), gone=not has_claim)
 
 
-def _is_answer(_code: int, errors: str) -> bool:
-    return bool(ANSWERS.search(errors))
+def _is_refusal(_code: int, errors: str) -> bool:
+    return bool(REFUSALS.search(errors))

@@ -1,4 +1,4 @@
-"""``target.json``: which processes work on a run. A number is believed only after a look at the process itself."""
+"""``target.json``: the processes that work on a run. A process id is trusted only after a check of the process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from sparsebp_cli.run import RunFolder
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a run.
+    """One start of a run. The fields are the keys of ``target.json``.
 
     Args:
         after_attempt: Attempts in the journal before this start; the worker of this start writes a later one.
-        watcher_pid: The process that watches over the worker.
+        watcher_pid: The process that supervises the worker.
         worker_pid: The worker; None until it was started.
         started: Seconds since 1970.
         exit_code: Of the worker, negative when killed by a signal; None until it ended.
-        warning: What went wrong beside the run, such as a tracking store that is away; empty when nothing did.
-        sight: How the worker was last seen elsewhere: waiting, working, unreachable, over; empty on this machine.
-        handle: The worker's name elsewhere, such as a container's; empty until it was started.
+        warning: What went wrong apart from the run, such as an unreachable tracking store; empty when nothing did.
+        sight: Last known status elsewhere: waiting, working, unreachable, over; empty for a run on this machine.
+        handle: The engine's name of the worker, such as a container's; empty until it was started.
         log_offset: Where the output of this start begins in ``worker.log``.
     """
 
@@ -39,11 +39,7 @@ class Launch:
     log_offset: int = 0
 
     def save(self, run: RunFolder) -> None:
-        """Write it into the run's folder, atomically.
-
-        Args:
-            run: The run.
-        """
+        """Write it into the run's folder, atomically."""
         part = run.target_file.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
         part.replace(run.target_file)
@@ -66,7 +62,7 @@ class Launch:
 
 
 def _find_process(pid: int, run: RunFolder) -> psutil.Process | None:
-    """Numbers of processes are used again: only one whose command line names this run is ours."""
+    """Return the process if its command line names this run: the system reuses process ids."""
     try:
         process = psutil.Process(pid)
         ours = any(run.run_id in argument for argument in process.cmdline())

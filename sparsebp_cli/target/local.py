@@ -1,4 +1,4 @@
-"""The target ``local``: a process of its own on this machine, and one that watches over it."""
+"""The target ``local``: a worker process on this machine, and a watcher process that supervises it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ import psutil
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State, home
-from sparsebp_cli.target.contract import Finding, Job, Target
+from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.device import list_gpus
-from sparsebp_cli.target.ending import settle
-from sparsebp_cli.target.grip import POLL_SECONDS, FolderJob
+from sparsebp_cli.target.end_record import write_end_record
+from sparsebp_cli.target.handle import POLL_SECONDS, RunHandle
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.start import start_process
 
 LITTLE_SPACE = 5e9
-SENDING_SECONDS = 60.0  # a watcher gives up sending after 30
+UPLOAD_SECONDS = 60.0  # a watcher gives up sending after 30
 
 
 @final
-class LocalJob(FolderJob):
-    """A grip on a run of this machine."""
+class LocalJob(RunHandle):
+    """A job on this machine."""
 
     def stop(self) -> None:
         if (launch := Launch.load(self._run)) and (process := launch.watcher(self._run) or launch.worker(self._run)):
@@ -44,15 +44,15 @@ class LocalJob(FolderJob):
         if self.status().over:
             return self.status()
         self._run.cancel_file.touch()
-        deadline, asked = time.monotonic() + grace_seconds, None
+        deadline, signalled = time.monotonic() + grace_seconds, None
         while (worker := self._worker()) is not None or not self.status().over:
-            if worker is not None and worker != asked:
+            if worker is not None and worker != signalled:
                 _signal(worker, signal.SIGTERM)
-                asked = worker
+                signalled = worker
             elif worker is not None and time.monotonic() > deadline:
                 _signal(worker, signal.SIGKILL)
             time.sleep(POLL_SECONDS)
-        self._settle_orphan()
+        self._write_missing_end()
         return self.status()
 
     def fetch(self) -> Path:
@@ -62,15 +62,15 @@ class LocalJob(FolderJob):
         launch = Launch.load(self._run)
         return launch.worker(self._run) if launch else None
 
-    def _settle_orphan(self) -> None:
-        """Say how the run ended where the watcher, which should, was killed."""
+    def _write_missing_end(self) -> None:
+        """Write the end record that a killed watcher did not write."""
         try:
             lock = self._run.lock("target")
         except RunBusyError:
             return
         launch = Launch.load(self._run)
         with lock:
-            settle(self._run, None, after_attempt=launch.after_attempt if launch else 0)
+            write_end_record(self._run, None, after_attempt=launch.after_attempt if launch else 0)
 
 
 @final
@@ -80,11 +80,7 @@ class LocalTarget(Target):
     options_class = TargetOptions
 
     def __init__(self, options: TargetOptions | None = None) -> None:
-        """Choose what is run.
-
-        Args:
-            options: The recipe's; None: the defaults.
-        """
+        """Choose the worker's module; None takes the default options."""
         self.worker_module = (options or TargetOptions()).worker
 
     def command(self, run: RunFolder) -> list[str]:
@@ -92,7 +88,7 @@ class LocalTarget(Target):
 
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
         for run in runs:
-            _wait_for_sending(run)
+            _wait_for_last_upload(run)
             if run.is_locked("worker") or run.is_locked("target"):
                 raise RunBusyError(f"run {run.run_id} is {run.state()}: it is being worked on by another process")
         options = ["--worker", self.worker_module, "--max-parallel", str(max_parallel)]
@@ -102,16 +98,16 @@ class LocalTarget(Target):
     def reattach(self, run: RunFolder) -> Job:
         return LocalJob(run)
 
-    def check(self) -> Iterator[Finding]:
-        yield Finding("ok", "python", f"{platform.python_version()}, sparsebp {version('sparsebp')}")
-        yield Finding("ok", "GPUs", ", ".join(list_gpus()) or "none")
+    def check(self) -> Iterator[CheckResult]:
+        yield CheckResult("ok", "python", f"{platform.python_version()}, sparsebp {version('sparsebp')}")
+        yield CheckResult("ok", "GPUs", ", ".join(list_gpus()) or "none")
         free = shutil.disk_usage(next(f for f in [home(), *home().parents] if f.exists())).free
-        yield Finding("ok" if free > LITTLE_SPACE else "warn", "disk", f"{free / 1e9:.0f} GB free for runs")
+        yield CheckResult("ok" if free > LITTLE_SPACE else "warn", "disk", f"{free / 1e9:.0f} GB free for runs")
 
 
-def _wait_for_sending(run: RunFolder) -> None:
-    """A run that just ended is still held by a watcher that sends its last numbers: it needs no decision, only time."""
-    deadline = time.monotonic() + SENDING_SECONDS
+def _wait_for_last_upload(run: RunFolder) -> None:
+    """Wait for the watcher of a run that just ended, which still sends the last metrics."""
+    deadline = time.monotonic() + UPLOAD_SECONDS
     while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
@@ -120,4 +116,4 @@ def _signal(process: psutil.Process, number: int) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        return  # it ended by itself in this moment
+        return  # it ended in this moment

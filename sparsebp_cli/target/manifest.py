@@ -1,4 +1,4 @@
-"""What a run in Kubernetes may ask for, and the manifest that follows from it. Pure: nothing is run."""
+"""The options of a run in Kubernetes, and the manifest made from them. Nothing is run here."""
 
 from __future__ import annotations
 
@@ -56,15 +56,7 @@ class KubernetesOptions(ContainerOptions):
 
 
 def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
-    """Return the manifest of a run.
-
-    Args:
-        options: Of the target.
-        run_id: The run's.
-
-    Returns:
-        A ``batch/v1`` Job.
-    """
+    """Return the ``batch/v1`` Job of a run."""
     labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.run": run_id}
     hold = str(60 * options.hold_min)
     words = [options.python, "-P", "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
@@ -80,7 +72,7 @@ def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
 
 
 def make_reader(options: KubernetesOptions, run_id: str) -> dict[str, Any]:
-    """Return the manifest of a pod that only makes a run's folder on the claim readable."""
+    """Return the manifest of a pod through which a run's folder on the claim can be read."""
     pod = _make_pod(options, ["sleep", "600"], reader=True)
     labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.reader": run_id}
     name = f"{container_name(run_id)}-reader"
@@ -93,7 +85,7 @@ def to_text(manifest: dict[str, Any]) -> str:
 
 
 def as_literal(text: str) -> str:
-    """Return a text that Kubernetes, which replaces ``$(NAME)`` in commands and environments, reads as it is."""
+    """Escape a text in which Kubernetes would replace ``$(NAME)``, as it does in commands and environments."""
     return text.replace("$", "$$")
 
 

@@ -1,4 +1,4 @@
-"""Asks a Python elsewhere what is installed there, and says how it differs from here."""
+"""Asks a Python elsewhere for its versions, GPUs and disk space, and compares them with this machine."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from sparsebp_cli.target.contract import Finding
+from sparsebp_cli.target.contract import CheckResult
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets")
 LITTLE_SPACE = 5e9
 
-# One line, no quotes that a shell could eat; prints one line of JSON.
+# Prints one line of JSON. It is passed to a shell as one quoted word.
 SOURCE = f"""
 import json, platform, shutil, subprocess, sys
 from importlib.metadata import PackageNotFoundError, version
@@ -28,35 +28,31 @@ print(json.dumps({{"python": platform.python_version(), "packages": {{name: find
 """
 
 
-def compare(answer: str, *, wants_gpus: bool) -> Iterator[Finding]:
-    """Say what a probe found.
-
-    Args:
-        answer: What :data:`SOURCE` printed.
-        wants_gpus: Whether the target asks for GPUs.
-
-    Yields:
-        Python, packages, GPUs, disk.
-    """
+def compare_environment(answer: str, *, wants_gpus: bool) -> Iterator[CheckResult]:
+    """Yield the results for Python, packages, GPUs and disk from the output of :data:`SOURCE`."""
     try:
         there = json.loads(answer.strip().splitlines()[-1])
         python, packages, gpus, free = there["python"], there["packages"], there["gpus"], float(there["free"])
     except (ValueError, IndexError, KeyError, TypeError):
-        yield Finding("fail", "python", f"it cannot be asked what is installed there: {answer.strip()[-200:]!r}")
+        yield CheckResult(
+            "fail", "python", f"the packages installed there cannot be listed, got {answer.strip()[-200:]!r}"
+        )
         return
-    yield Finding("ok", "python", str(python))
+    yield CheckResult("ok", "python", str(python))
     yield _compare_packages(packages)
     if wants_gpus and not gpus:
-        yield Finding("fail", "GPUs", "none seen by the worker", "see the driver and the container toolkit there")
+        yield CheckResult("fail", "GPUs", "none seen by the worker", "see the driver and the container toolkit there")
     else:
-        yield Finding("ok", "GPUs", ", ".join(gpus) or "none asked for")
+        yield CheckResult("ok", "GPUs", ", ".join(gpus) or "none requested")
     few = free < LITTLE_SPACE
-    yield Finding("warn" if few else "ok", "disk", f"{free / 1e9:.0f} GB free for runs")
+    yield CheckResult("warn" if few else "ok", "disk", f"{free / 1e9:.0f} GB free for runs")
 
 
-def _compare_packages(there: dict[str, str]) -> Finding:
+def _compare_packages(there: dict[str, str]) -> CheckResult:
     if not there.get("sparsebp"):
-        return Finding("fail", "packages", "sparsebp is not installed there", "see target option python, or the image")
+        return CheckResult(
+            "fail", "packages", "sparsebp is not installed there", "see target option python, or the image"
+        )
     differing = [
         f"{name} {there.get(name) or 'missing'} (here {_version(name)})"
         for name in PACKAGES
@@ -64,8 +60,8 @@ def _compare_packages(there: dict[str, str]) -> Finding:
     ]
     if differing:
         hint = "results may differ in the last digits; a plan of another sparsebp may be refused"
-        return Finding("warn", "packages", f"differ from here: {', '.join(differing)}", hint)
-    return Finding("ok", "packages", f"as here: sparsebp {there['sparsebp']}, torch {there['torch']}")
+        return CheckResult("warn", "packages", f"differ from here: {', '.join(differing)}", hint)
+    return CheckResult("ok", "packages", f"as here: sparsebp {there['sparsebp']}, torch {there['torch']}")
 
 
 def _version(name: str) -> str:

@@ -1,11 +1,11 @@
-"""Runs beside the worker inside a pod, where nothing can be copied in before it starts or out after it ended.
+"""Supervises the worker inside a pod, whose files cannot be copied in before it starts or out after it ended.
 
     python -m sparsebp_cli.target.relay WORKER_MODULE RUN_FOLDER HOLD_SECONDS
 
-It waits until the run's folder was delivered (``.go``), starts the worker, passes its output on, and stays until
-everything was fetched (``.fetched``) or its patience ends. ``.state`` says how far it is: waiting, working, or over and
-the exit code. A pod that takes another one's place on a lasting volume finds the folder as it was left, and goes on by
-itself.
+It waits for the run's folder (``.go``), starts the worker, copies its output to the log and to its own output, and
+stays until the results were fetched (``.fetched``) or the hold time is over. ``.state`` holds ``waiting``,
+``working``, or ``over`` and the exit code. A replacement pod on a persistent volume finds these files and continues
+without help.
 """
 
 from __future__ import annotations
@@ -21,50 +21,37 @@ POLL_SECONDS = 0.2
 
 
 class Relay:
-    """One worker in a pod."""
+    """Supervises one worker in a pod."""
 
     def __init__(self, module: str, folder: Path) -> None:
-        """Prepare.
-
-        Args:
-            module: The worker.
-            folder: The run's folder.
-        """
         self._module, self._folder = module, folder
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = 0
+        self._signal = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, hold_seconds: float) -> int:
-        """Wait, work, and wait to be fetched.
-
-        Args:
-            hold_seconds: How long the results stay here, unless they are fetched before.
-
-        Returns:
-            The worker's exit code, as a shell gives it.
-        """
-        signal.signal(signal.SIGTERM, self._hand_on)
-        self._tell("waiting")
+        """Wait for the folder, run the worker, hold the results; return the worker's exit code as a shell gives it."""
+        signal.signal(signal.SIGTERM, self._forward_signal)
+        self._write_state("waiting")
         while not self._exists(".go"):
-            if self._asked:
-                return 128 + self._asked
+            if self._signal:
+                return 128 + self._signal
             time.sleep(POLL_SECONDS)
         (self._folder / ".fetched").unlink(missing_ok=True)
         code = self._work()
-        self._tell(f"over {code}")
+        self._write_state(f"over {code}")
         deadline = time.monotonic() + hold_seconds
-        while not self._asked and not self._exists(".fetched") and time.monotonic() < deadline:
+        while not self._signal and not self._exists(".fetched") and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         return code
 
     def _work(self) -> int:
-        self._tell("working")
+        self._write_state("working")
         command = [sys.executable, "-P", "-m", self._module, str(self._folder / "plan.json")]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         (self._folder / ".pid").write_text(str(self._process.pid), encoding="utf-8")
-        if self._asked:
-            self._process.send_signal(self._asked)
+        if self._signal:
+            self._process.send_signal(self._signal)
         assert self._process.stdout is not None
         with (self._folder / "worker.log").open("ab", buffering=0) as log:
             for line in self._process.stdout:
@@ -74,15 +61,15 @@ class Relay:
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
-    def _hand_on(self, number: int, _frame: FrameType | None) -> None:
-        self._asked = number
+    def _forward_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signal = number
         if self._process is not None:
             self._process.send_signal(number)
 
     def _exists(self, name: str) -> bool:
         return (self._folder / name).exists()
 
-    def _tell(self, state: str) -> None:
+    def _write_state(self, state: str) -> None:
         part = self._folder / ".state.part"
         part.write_text(state, encoding="utf-8")
         part.replace(self._folder / ".state")

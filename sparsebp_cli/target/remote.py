@@ -1,4 +1,4 @@
-"""What all targets elsewhere have in common: a process here that dispatches, and a grip on it."""
+"""What all targets elsewhere share: a dispatcher process on this machine, and jobs that send it requests."""
 
 from __future__ import annotations
 
@@ -11,28 +11,22 @@ from typing import final
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, State
-from sparsebp_cli.target.contract import Finding, Job, Target
-from sparsebp_cli.target.engine import Engine
-from sparsebp_cli.target.grip import POLL_SECONDS, FolderJob
+from sparsebp_cli.target.contract import CheckResult, Job, Target
+from sparsebp_cli.target.engine import TargetEngine
+from sparsebp_cli.target.handle import POLL_SECONDS, RunHandle
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.start import start_process
 
 DISPATCHER = "sparsebp_cli.target.dispatcher"
-SENDING_SECONDS = 60.0
-PATIENCE_SECONDS = 60.0  # for a place that does not answer, when something is asked of it
+UPLOAD_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0  # how long a cancel waits for a target that does not answer
 
 
 @final
-class RemoteJob(FolderJob):
-    """A grip on a run elsewhere: requests are files in the run's folder, which the dispatcher reads."""
+class RemoteJob(RunHandle):
+    """A job elsewhere. Its requests are files in the run's folder, which the dispatcher reads."""
 
-    def __init__(self, run: RunFolder, engine: Engine) -> None:
-        """Take the grip.
-
-        Args:
-            run: The run.
-            engine: Where it is carried out.
-        """
+    def __init__(self, run: RunFolder, engine: TargetEngine) -> None:
         super().__init__(run)
         self._engine = engine
 
@@ -50,12 +44,12 @@ class RemoteJob(FolderJob):
         part = self._run.cancel_file.with_suffix(".part")
         part.write_text(str(grace_seconds), encoding="utf-8")
         part.replace(self._run.cancel_file)
-        lost = time.monotonic()
+        unreachable_since = time.monotonic()
         while not self.settled():
             if self.status() is not State.UNREACHABLE:
-                lost = time.monotonic()
-            elif time.monotonic() - lost > PATIENCE_SECONDS:
-                return self.status()  # it is cancelled as soon as its place answers
+                unreachable_since = time.monotonic()
+            elif time.monotonic() - unreachable_since > PATIENCE_SECONDS:
+                return self.status()  # the dispatcher cancels it as soon as the target answers
             time.sleep(POLL_SECONDS)
         return self.status()
 
@@ -67,9 +61,9 @@ class RemoteJob(FolderJob):
 
 
 class RemoteTarget(Target):
-    """A place elsewhere. Its kinds differ in the engine only."""
+    """A target elsewhere. Subclasses differ only in their engine."""
 
-    engine: Engine
+    engine: TargetEngine
 
     def command(self, run: RunFolder) -> list[str]:
         return self.engine.command(run)
@@ -83,7 +77,7 @@ class RemoteTarget(Target):
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
         for run in runs:
             self.check_plan(Plan.load(run.plan_file))
-            deadline = time.monotonic() + SENDING_SECONDS
+            deadline = time.monotonic() + UPLOAD_SECONDS
             while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
             if run.is_locked("target"):
@@ -92,12 +86,12 @@ class RemoteTarget(Target):
         return [RemoteJob(run, self.engine) for run in runs]
 
     def reattach(self, run: RunFolder) -> Job:
-        """Return a grip; a dispatcher is started again where the last one died before the run was over."""
+        """Return a job; if the dispatcher died before the run was over, start another one."""
         launch = Launch.load(run)
         if launch is not None and launch.sight not in {"", "over"} and not run.is_locked("target"):
-            with suppress(RunBusyError):  # somebody was quicker
+            with suppress(RunBusyError):  # another process started one in the meantime
                 start_process(DISPATCHER, ["--adopt"], [run])
         return RemoteJob(run, self.engine)
 
-    def check(self) -> Iterator[Finding]:
+    def check(self) -> Iterator[CheckResult]:
         yield from self.engine.check()

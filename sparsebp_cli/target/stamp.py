@@ -1,4 +1,4 @@
-"""How far the output of a worker elsewhere was taken over, by the time stamps that its place puts before each line."""
+"""The position in a remote worker's output up to which it was copied, by the time stamps that its engine adds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STAMPED = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:
 
 @dataclass
 class LogPosition:
-    """Where to go on.
+    """The last line that was copied.
 
     Args:
-        stamp: Of the last line that was taken; empty: none was.
-        key: The same as a number of nanoseconds.
+        stamp: Its time stamp; empty: none was copied.
+        key: The same in nanoseconds.
     """
 
     stamp: str = ""
@@ -29,20 +29,16 @@ class LogPosition:
 
     @classmethod
     def load(cls, run: RunFolder) -> Self:
-        """Read where a run's output was left."""
+        """Read the position from a run's folder."""
         try:
             return cls(**json.loads((run.path / FILE).read_bytes()))
         except (OSError, ValueError, TypeError):
             return cls()
 
     def append(self, run: RunFolder, lines: Iterable[str]) -> None:
-        """Append what is new to the run's ``worker.log``, in the order of the stamps; lines without one are dropped.
+        """Append the new lines to ``worker.log``, ordered by the stamp before each; lines without one are dropped.
 
-        A log that was cut at its beginning in the meantime loses lines and doubles none.
-
-        Args:
-            run: The run.
-            lines: Each with a stamp and a space before it.
+        A log that was truncated at its beginning in the meantime loses lines but repeats none.
         """
         found = [(match, _nanoseconds(match)) for line in lines if (match := STAMPED.match(line))]
         new = sorted((item for item in found if item[1] > self.key), key=lambda item: item[1])

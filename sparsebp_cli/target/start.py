@@ -1,4 +1,4 @@
-"""Starts the process that watches over runs, in a session of its own, and hears whether the first run was started."""
+"""Starts a watcher or dispatcher in a session of its own, and reads from it whether the first run was started."""
 
 from __future__ import annotations
 
@@ -15,28 +15,22 @@ from sparsebp_cli.run import RunFolder
 
 
 def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]) -> None:
-    """Start ``python -m MODULE OPTIONS RUN_FOLDER...`` and wait for its answer.
+    """Start ``python -m MODULE OPTIONS RUN_FOLDER...`` and wait until it reports the start of the first run.
 
-    Args:
-        module: Calls :func:`answer` once, then :func:`leave_client`.
-        options: For it.
-        runs: The runs.
-
-    Raises:
-        SparseBPError: What the process answered with.
+    The module calls :func:`report_start` once, then :func:`leave_client`. An error that it reports is raised here.
     """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *options, *(str(run.path) for run in runs)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,  # until it could start, or said why not; from then on it has a log of its own
+        stderr=subprocess.STDOUT,  # until it has reported; from then on it writes to watcher.log
         start_new_session=True,
     )
     text, _ = process.communicate()
-    lines = text.decode(errors="replace").splitlines() or ["it ended without a word"]
+    lines = text.decode(errors="replace").splitlines() or ["it ended without any output"]
     try:
-        said = json.loads(lines[-1])
-        kind, problem = str(said["error"]), str(said["text"])
+        report = json.loads(lines[-1])
+        kind, problem = str(report["error"]), str(report["text"])
     except (ValueError, TypeError, KeyError):
         kind, problem = "", lines[-1]
     if problem:
@@ -46,22 +40,14 @@ def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]
         raise RunFailedError(f"the run could not be started: {problem}")
 
 
-def answer(error: Exception | None = None) -> None:
-    """Tell the client that waits whether the first run was started.
-
-    Args:
-        error: Why not; None: it was.
-    """
+def report_start(error: Exception | None = None) -> None:
+    """Report to the waiting client that the first run was started, or the error that prevented it."""
     text = "" if error is None else str(error) or type(error).__name__
     print(json.dumps({"error": type(error).__name__ if error else "", "text": text}), flush=True)
 
 
 def leave_client(run: RunFolder) -> None:
-    """From now on nobody reads the pipe: what is printed goes to a file of the run.
-
-    Args:
-        run: The run.
-    """
+    """Redirect this process's output to ``watcher.log`` of a run: nobody reads the pipe any more."""
     sys.stdout.flush()
     sys.stderr.flush()
     with (run.path / "watcher.log").open("ab") as log:
@@ -69,6 +55,6 @@ def leave_client(run: RunFolder) -> None:
         os.dup2(log.fileno(), 2)
 
 
-def folders(paths: Sequence[Path]) -> list[RunFolder]:
-    """Return the runs of folders named on a command line."""
+def open_runs(paths: Sequence[Path]) -> list[RunFolder]:
+    """Return the runs whose folders a command line names."""
     return [RunFolder(path.absolute()) for path in paths]

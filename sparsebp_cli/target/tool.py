@@ -1,8 +1,7 @@
-"""Runs the command lines through which other places are reached, and tells an answer from silence.
+"""Runs the command-line tools that reach a target, and tells a refusal from a broken connection.
 
-A command that was refused by the place itself answered; anything else that goes wrong (no connection, an unknown host
-key, a tool that hangs) is :class:`UnreachableError`. In doubt it is the latter: a run is never called failed because a
-cable was pulled.
+A command that the target itself refused got through. Anything else that goes wrong (no connection, an unknown host
+key, a tool that hangs) raises :class:`UnreachableError`, also in doubt: a run never fails because of a broken line.
 """
 
 from __future__ import annotations
@@ -21,22 +20,16 @@ from typing import IO, cast
 from sparsebp_cli.errors import UnreachableError, UsageError
 
 TIMEOUT_SECONDS = 60.0
-SILENCE_SECONDS = 120.0  # of a transfer, before it is given up
-TAR_ENDS = "Exiting with failure status due to previous errors"  # what GNU tar says last, after the reason
+SILENCE_SECONDS = 120.0  # without a byte, before a transfer is given up
+TAR_LAST_LINE = "Exiting with failure status due to previous errors"  # GNU tar prints it after the reason
 LONGEST_PROBLEM = 300
-# No program that we start may ask the user for anything, not even through a window.
+# Keep ssh and git from prompting, in a terminal or in a window.
 QUIET = {"SSH_ASKPASS_REQUIRE": "never", "GIT_TERMINAL_PROMPT": "0"}
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command said.
-
-    Args:
-        code: Exit code.
-        out: Standard output.
-        err: Standard error.
-    """
+class CommandResult:
+    """Exit code, standard output and standard error of a command."""
 
     code: int
     out: bytes
@@ -44,48 +37,40 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Standard output as text, without space around it."""
+        """Standard output as text, stripped."""
         return self.out.decode(errors="replace").strip()
 
     @property
     def problem(self) -> str:
         """The last line of standard error, or of standard output where that is empty."""
-        said = (self.err or self.text).rpartition("stderr=")[2]  # docker quotes what its ssh said
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
-        lines = [line for line in lines if not line.endswith(TAR_ENDS)] or lines
-        lines = [line for line in lines if "response from daemon" in line] or lines  # the reason, before its echo
+        errors = (self.err or self.text).rpartition("stderr=")[2]  # docker quotes the error of its ssh
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        lines = [line for line in lines if not line.endswith(TAR_LAST_LINE)] or lines
+        lines = [line for line in lines if "response from daemon" in line] or lines  # docker repeats less after it
         return " ".join(lines[-1:])[:LONGEST_PROBLEM] or f"exit code {self.code}"
 
 
 @dataclass(frozen=True)
 class Tool:
-    """One command line.
+    """Runs commands of one command-line tool.
 
     Args:
         place: What it reaches, for error lines.
-        is_answer: Whether exit code and standard error of a failed command come from the place itself.
-        environment: Beside this process's own.
+        is_refusal: Whether a failed command, by exit code and standard error, was refused by the target itself.
+        environment: Added to this process's own.
         timeout_seconds: For commands that transfer nothing.
     """
 
     place: str
-    is_answer: Callable[[int, str], bool]
+    is_refusal: Callable[[int, str], bool]
     environment: tuple[tuple[str, str], ...] = ()
     timeout_seconds: float = TIMEOUT_SECONDS
 
-    def run(self, command: Sequence[str], *, given: bytes = b"") -> Answer:
-        """Run a command to its end.
+    def run(self, command: Sequence[str], *, given: bytes = b"") -> CommandResult:
+        """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused.
 
-        Args:
-            command: Its words.
-            given: Standard input.
-
-        Returns:
-            What it said; its code is not 0 when the place refused.
-
-        Raises:
-            UnreachableError: It did not get through, or took too long.
-            UsageError: There is no such program here.
+        Raises ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such
+        program here.
         """
         process = self._start(command)
         try:
@@ -94,57 +79,42 @@ class Tool:
             _end(process)
             process.communicate()
             raise UnreachableError(f"{self.place} took longer than {self.timeout_seconds:g} s to answer") from None
-        return self._judge(Answer(process.returncode, out, err.decode(errors="replace")))
+        return self._check_refusal(CommandResult(process.returncode, out, err.decode(errors="replace")))
 
     @contextmanager
     def read(self, command: Sequence[str]) -> Iterator[IO[bytes]]:
-        """Run a command and read what it prints, as long as it goes on printing.
+        """Yield the standard output of a command, as long as it goes on printing.
 
-        Args:
-            command: Its words.
-
-        Yields:
-            Its standard output.
-
-        Raises:
-            UnreachableError: It ended with an error, whatever the reason, or fell silent.
+        Raises ``UnreachableError`` when it ends with an error, for whatever reason, or prints nothing for too long.
         """
-        with TemporaryFile() as said, self._start(command, said) as process, _watched(process) as touch:
+        with TemporaryFile() as errors, self._start(command, errors) as process, _watched(process) as touch:
             assert process.stdout is not None
             assert process.stdin is not None
             process.stdin.close()
-            yield cast("IO[bytes]", _Touching(process.stdout, touch))
+            yield cast("IO[bytes]", _ActivityStream(process.stdout, touch))
             while process.stdout.read(1 << 16):
                 touch()
             process.wait()
             if process.returncode != 0:
-                answer = Answer(process.returncode, b"", _content(said))
+                answer = CommandResult(process.returncode, b"", _content(errors))
                 raise UnreachableError(f"{self.place}: a transfer broke off: {answer.problem}")
 
-    def write(self, command: Sequence[str], feed: Callable[[IO[bytes]], None]) -> Answer:
-        """Run a command and feed it, as long as it goes on reading.
+    def write(self, command: Sequence[str], feed: Callable[[IO[bytes]], None]) -> CommandResult:
+        """Run a command whose standard input ``feed`` writes, as long as it goes on reading.
 
-        Args:
-            command: Its words.
-            feed: Writes its standard input.
-
-        Returns:
-            What it said.
-
-        Raises:
-            UnreachableError: It did not get through, or stopped reading.
+        Raises ``UnreachableError`` when it did not get through or stopped reading.
         """
-        with TemporaryFile() as said, self._start(command, said) as process, _watched(process) as touch:
+        with TemporaryFile() as errors, self._start(command, errors) as process, _watched(process) as touch:
             assert process.stdin is not None
             assert process.stdout is not None
             with suppress(BrokenPipeError, ConnectionError):  # it ended early; its exit code says why
-                feed(cast("IO[bytes]", _Touching(process.stdin, touch)))
+                feed(cast("IO[bytes]", _ActivityStream(process.stdin, touch)))
             with suppress(BrokenPipeError, ConnectionError):  # what was not written yet
                 process.stdin.close()
             out = process.stdout.read()
             process.wait()
-            answer = Answer(process.returncode, out, _content(said))
-        return self._judge(answer)
+            answer = CommandResult(process.returncode, out, _content(errors))
+        return self._check_refusal(answer)
 
     def _start(self, command: Sequence[str], errors: IO[bytes] | int = subprocess.PIPE) -> subprocess.Popen[bytes]:
         try:
@@ -154,19 +124,19 @@ class Tool:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, **QUIET, **dict(self.environment)},
-                start_new_session=True,  # without a terminal: ssh cannot ask, and Ctrl-C is not for it
+                start_new_session=True,  # no terminal: ssh cannot prompt, and Ctrl-C does not reach it
             )
         except OSError as error:
             raise UsageError(f"{command[0]} cannot be run here: {error.strerror or error}") from None
 
-    def _judge(self, answer: Answer) -> Answer:
-        if answer.code != 0 and not self.is_answer(answer.code, answer.err):
+    def _check_refusal(self, answer: CommandResult) -> CommandResult:
+        if answer.code != 0 and not self.is_refusal(answer.code, answer.err):
             raise UnreachableError(f"{self.place} cannot be reached: {answer.problem}")
         return answer
 
 
-class _Touching:
-    """A stream that says when something went through it."""
+class _ActivityStream:
+    """A stream that calls ``touch`` at each read and write."""
 
     def __init__(self, stream: IO[bytes], touch: Callable[[], None]) -> None:
         self._stream, self._touch = stream, touch
@@ -183,14 +153,16 @@ class _Touching:
 
 
 def _content(errors: IO[bytes]) -> str:
-    """Return what a program that has ended wrote there; a file, so that a talkative one does not block."""
+    """Return the standard error of a program that has ended; it is a file, so that a full pipe cannot block the
+    program.
+    """
     errors.seek(0)
     return errors.read().decode(errors="replace")
 
 
 @contextmanager
 def _watched(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], None]]:
-    """End a process that has not moved for a while, and one that its caller leaves in the middle."""
+    """Kill a process that transfers nothing for a while, and one whose caller raises."""
     moved, done = [time.monotonic()], threading.Event()
 
     def watch() -> None:
@@ -210,6 +182,6 @@ def _watched(process: subprocess.Popen[bytes]) -> Iterator[Callable[[], None]]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program and those that it started, which would keep its pipes open."""
+    """Kill a program and its children, which would keep its pipes open."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

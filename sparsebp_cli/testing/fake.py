@@ -20,10 +20,10 @@ from typing import ClassVar, final
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
-from sparsebp_cli.target.archive import append_lines, pack, receive, size_of, take_in
-from sparsebp_cli.target.contract import Finding, Job, Target
+from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
+from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.dispatcher import Dispatcher
-from sparsebp_cli.target.engine import Engine, Phase, Sight
+from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus
 from sparsebp_cli.target.remote import RemoteJob
 from sparsebp_cli.testing.worker import work
 
@@ -60,7 +60,7 @@ class _Worker:
 
 
 @final
-class FakeEngine(Engine):
+class FakeEngine(TargetEngine):
     """A folder of this machine that represents another machine; workers are threads."""
 
     fastest_seconds: ClassVar[float] = 0.02
@@ -120,14 +120,14 @@ class FakeEngine(Engine):
         worker.start()
         return [run.run_id]
 
-    def look(self, run: RunFolder, handle: str) -> Sight:
+    def status(self, run: RunFolder, handle: str) -> WorkerStatus:
         self._reach()
         worker = self._workers.get(handle)
         if worker is None:
-            return Sight(Phase.OVER, text="its worker is gone", gone=True)
+            return WorkerStatus(Phase.OVER, text="its worker is gone", gone=True)
         if worker.exit_code is None:
-            return Sight(Phase.WORKING)
-        return Sight(Phase.OVER, worker.exit_code)
+            return WorkerStatus(Phase.WORKING)
+        return WorkerStatus(Phase.OVER, worker.exit_code)
 
     def pull(self, run: RunFolder, handle: str) -> None:
         self._reach()
@@ -143,7 +143,7 @@ class FakeEngine(Engine):
         self._reach()
         shutil.rmtree(run.path / ".part-fetch", ignore_errors=True)
         shutil.copytree(self.there / handle, run.path / ".part-fetch" / handle)
-        take_in(run.path / ".part-fetch", handle, run)
+        merge_into_run(run.path / ".part-fetch", handle, run)
         with run.log_file.open("a", encoding="utf-8") as log:
             log.write(self._workers[handle].output)
             self._workers[handle].output = ""
@@ -153,9 +153,9 @@ class FakeEngine(Engine):
         shutil.rmtree(self.there / handle)
         del self._workers[handle]
 
-    def check(self) -> Iterator[Finding]:
+    def check(self) -> Iterator[CheckResult]:
         level, text = ("ok", "answers") if self.reachable else ("fail", "does not answer")
-        yield Finding("ok" if level == "ok" else "fail", "reachable", text)
+        yield CheckResult("ok" if level == "ok" else "fail", "reachable", text)
 
     def _reach(self) -> None:
         if not self.reachable:
@@ -185,7 +185,7 @@ class FakeTarget(Target):
     def reattach(self, run: RunFolder) -> Job:
         return RemoteJob(run, self.engine)
 
-    def check(self) -> Iterator[Finding]:
+    def check(self) -> Iterator[CheckResult]:
         yield from self.engine.check()
 
     def _dispatch(self, runs: Sequence[RunFolder], max_parallel: int, *, adopt_only: bool) -> None:

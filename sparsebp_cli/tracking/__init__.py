@@ -1,4 +1,4 @@
-"""From the journal to MLflow: late, twice or in pieces, it becomes one table. mlflow is imported when it is used."""
+"""Sends journals to MLflow; repeated or partial sending ends in the same table. Only functions import mlflow."""
 
 from sparsebp_cli.tracking.flush import Flusher, sync
 from sparsebp_cli.tracking.follow import Follower

@@ -1,4 +1,4 @@
-"""What MLflow is told about a run beside its metrics: parameters, tags, artifacts, status."""
+"""The parameters, tags, artifacts and status that MLflow gets of a run besides its metrics."""
 
 from __future__ import annotations
 
@@ -32,68 +32,38 @@ STATUS = {
 
 
 def find_state(run: RunFolder, history: History) -> State:
-    """Return the run's state, as ``RunFolder.state`` does, without reading the journal again where it is clear.
-
-    Args:
-        run: The run.
-        history: Its journal, already read.
-
-    Returns:
-        The state.
+    """Return the run's state, as ``RunFolder.state`` does, but read the journal again only where ``history`` is not
+    enough.
     """
     if run.is_locked("worker"):
         return State.RUNNING
     attempt = history.warm[-1][0] if history.warm else 0
     if history.ends and history.ends[-1]["attempt"] >= attempt and not run.is_locked("target"):
         state = State(history.ends[-1]["status"])
-        if state is not State.INTERRUPTED:  # which may have been cancelled since
+        if state is not State.INTERRUPTED:  # an interrupted run may have been cancelled since
             return state
     return run.state()
 
 
 def clean_name(name: str) -> str:
-    """Return a name that MLflow accepts: ``pass@1`` becomes ``pass_1``.
-
-    Args:
-        name: Of a metric or parameter.
-
-    Returns:
-        The name itself wherever MLflow takes it.
-    """
+    """Replace the characters that MLflow refuses in a metric or parameter name: ``pass@1`` becomes ``pass_1``."""
     parts = [part for part in re.sub(r"[^/\w.\- :]", "_", name).split("/") if part not in {"", ".", ".."}]
     return "/".join(parts)[:LONGEST_KEY] or "_"
 
 
 def run_name(plan: Plan) -> str:
-    """Return what the run is called in MLflow's list, where its seeds stand side by side."""
+    """Return the run's name in MLflow's list, which sorts its seeds next to each other."""
     return f"{plan.recipe.name} seed {plan.recipe.training.seed}"
 
 
 def parameters(plan: Plan) -> dict[str, str]:
-    """Return the resolved recipe as flat dotted parameters.
-
-    Args:
-        plan: The run's.
-
-    Returns:
-        Name to text; values are cut at what MLflow stores, passwords in the store's address are hidden.
-    """
+    """Return the resolved recipe as flat dotted parameters, cut to MLflow's limits, with passwords hidden."""
     flat = _flatten(plan.recipe.model_dump(mode="json"), "")
     return {clean_name(key): mask(text)[:LONGEST_VALUE] for key, text in flat}
 
 
 def tags(plan: Plan, history: History, state: State, trial: str = "") -> dict[str, str]:
-    """Return what one looks for in a list of runs.
-
-    Args:
-        plan: The run's.
-        history: Its journal.
-        state: Its state.
-        trial: Its ``trial.json``; empty where it has none. One that is longer than a tag may be is left out.
-
-    Returns:
-        Tag to text.
-    """
+    """Return the tags of a run. ``trial`` is the content of ``trial.json``, left out if longer than a tag may be."""
     text = history.ends[-1].get("text", "") if history.ends and state.over else ""
     found = {clean_name(key): value for key, value in plan.recipe.tracking.tags.items()}
     found |= {
@@ -115,15 +85,7 @@ def tags(plan: Plan, history: History, state: State, trial: str = "") -> dict[st
 
 
 def artifacts(plan: Plan, history: History) -> dict[str, str]:
-    """Return the files that belong to a run in the store, as text: no folder is uploaded, so no link is followed.
-
-    Args:
-        plan: The run's.
-        history: Its journal.
-
-    Returns:
-        File name to content.
-    """
+    """Return the run's artifacts: file name to content. They are texts, not a folder, so no link is followed."""
     dumped = plan.model_dump(mode="json")
     if uri := dumped["recipe"]["tracking"]["uri"]:
         dumped["recipe"]["tracking"]["uri"] = mask(uri)
@@ -140,7 +102,7 @@ def artifacts(plan: Plan, history: History) -> dict[str, str]:
 
 
 def _describe_run(plan: Plan, history: History, state: State) -> str:
-    """What stands above a run on its page, in Markdown."""
+    """The Markdown at the top of the run's page."""
     policies = ", ".join(entry.name for entry in plan.recipe.policy)
     lines = [f"**{plan.recipe.name}**, seed {plan.recipe.training.seed}: {policies}; {state}."]
     shown = [f"{m.name} {value:.4g} {m.unit}".strip() for m in SHOWN if (value := history.last(m.name)) is not None]
@@ -149,12 +111,12 @@ def _describe_run(plan: Plan, history: History, state: State) -> str:
 
 
 def _describe_history(history: History) -> str:
-    """All that a journal says beside metrics, so that the run can be read back from the store alone."""
+    """The content of a journal besides its metrics, so that the run can be read back from the store alone."""
     return json.dumps(history.dump(), allow_nan=True) + "\n"
 
 
 def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Lists of plain values stay one parameter: betas are read as a pair."""
+    """Yield dotted keys and texts. A list of plain values stays one parameter: betas are read as a pair."""
     if isinstance(value, dict) and value:
         children = list(value.items())
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):

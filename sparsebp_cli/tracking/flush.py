@@ -1,8 +1,8 @@
-"""Sends a journal to MLflow. Whatever was sent before, in whatever pieces, the store ends up with one table.
+"""Sends a journal to MLflow. However often and in whatever pieces it is sent, the store ends up with one table.
 
-- The first value of a (metric, step) counts, as in the journal; MLflow drops a row that is identical in key, time,
-  step and value, so what is sent again changes nothing.
-- The MLflow run is found by its tag ``sparsebp.run_id`` before one is created.
+- The first value of a (metric, step) counts, as in the journal. MLflow drops a row that is identical in key, time,
+  step and value, so sending it again changes nothing.
+- The MLflow run is searched by its tag ``sparsebp.run_id`` before one is created.
 - Infinite values are sent as NaN: MLflow would store 1.8e308, a number that was never measured. The tag
   ``sparsebp.not_finite`` names such metrics, and the journal keeps the sign.
 """
@@ -22,8 +22,8 @@ from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking.content import RUN_ID, STATUS, artifacts, clean_name, find_state, parameters, run_name, tags
 from sparsebp_cli.tracking.picture import FILE as PICTURE
 from sparsebp_cli.tracking.picture import draw_run
-from sparsebp_cli.tracking.sent import Point, Sent, SyncResult
-from sparsebp_cli.tracking.store import experiment_id, open_client, writing
+from sparsebp_cli.tracking.sent import Sent, SentPoint, SyncResult
+from sparsebp_cli.tracking.store import experiment_id, open_client, sqlite_lock
 from sparsebp_cli.tracking.uri import one_line, resolve_uri
 
 if TYPE_CHECKING:
@@ -35,18 +35,12 @@ LOCK_SECONDS = 60.0
 
 
 class Flusher:
-    """Sends what is new in one run's journal each time it is asked. Keeps its place in memory and on disk."""
+    """Sends the new part of one run's journal at each :meth:`flush`. Its position is kept in memory and on disk."""
 
     def __init__(self, run: RunFolder, uri: str | None = None) -> None:
-        """Prepare; nothing is opened yet.
+        """Read the plan; nothing is opened yet. Without ``uri`` the plan and the environment name the store.
 
-        Args:
-            run: The run.
-            uri: The store; None asks the plan and the environment.
-
-        Raises:
-            TrackingError: The store's address cannot be used.
-            RunNotFoundError: The run has no readable plan.
+        Raises ``TrackingError`` if the store's address cannot be used, ``RunNotFoundError`` if the run has no plan.
         """
         self.run = run
         self.plan = Plan.load(run.plan_file)
@@ -57,13 +51,9 @@ class Flusher:
         self._restart(self._sent)
 
     def flush(self) -> SyncResult:
-        """Send every whole record that was not sent, then tags, artifacts and status where they changed.
+        """Send every whole record that was not sent, then the tags, artifacts and status that changed.
 
-        Returns:
-            What was sent.
-
-        Raises:
-            TrackingError: The store cannot be used; what was sent is kept, and the next call goes on from there.
+        Raises ``TrackingError`` if the store cannot be used; the next call continues after the part that was sent.
         """
         before = self.points_sent
         try:
@@ -71,13 +61,13 @@ class Flusher:
                 client = self._client = self._client or open_client(self.uri)
                 kept = Sent.load(self.run.path, mask(self.uri))
                 if kept.mlflow_run_id != self._sent.mlflow_run_id:
-                    self._restart(kept)  # what this process remembers was sent to another run
+                    self._restart(kept)  # this process sent its part to another MLflow run
                 self._sent = kept
                 mlflow_run = self._attach(client)
                 self._send_points(client)
                 self._describe(client, mlflow_run)
         except Exception as error:
-            # MLflow raises its own errors, those of requests, of sqlalchemy and of the system: one boundary for all.
+            # MLflow lets errors of requests, sqlalchemy and the system through: all of them end here.
             self._client = None
             raise TrackingError(f"tracking store {mask(self.uri)}: {one_line(error)}") from error
         return SyncResult(self.points_sent - before, True, "", mask(self.uri), self._sent.mlflow_run_id)
@@ -85,7 +75,7 @@ class Flusher:
     def _restart(self, kept: Sent) -> None:
         self._sent = kept
         self._history, self._read_to, self._last_time = History(), 0, self.plan.created
-        self._pending: deque[Point] = deque()
+        self._pending: deque[SentPoint] = deque()
 
     def _attach(self, client: MlflowClient) -> Run:
         """Find the MLflow run, or create it."""
@@ -93,7 +83,7 @@ class Flusher:
 
         found = self._known_run(client)
         if found is None:
-            with writing(self.uri):
+            with sqlite_lock(self.uri):
                 experiment = experiment_id(client, self.uri, self.plan.recipe.tracking.experiment)
                 rule = f"tags.`{RUN_ID}` = '{self.run.run_id}'"
                 runs = client.search_runs([experiment], rule, ViewType.ALL, order_by=["attributes.start_time ASC"])
@@ -129,7 +119,7 @@ class Flusher:
             for name, value in self._history.add(record).items():
                 if end > self._sent.offset and isinstance(value, int | float):
                     time_ms = int(record["time"] * 1000)
-                    point = Point(clean_name(name), float(value), time_ms, record["step"], self._read_to, end)
+                    point = SentPoint(clean_name(name), float(value), time_ms, record["step"], self._read_to, end)
                     self._pending.append(point)
             self._read_to, self._last_time = end, record["time"]
             while len(self._pending) >= BATCH:
@@ -145,12 +135,12 @@ class Flusher:
 
         batch = [self._pending[index] for index in range(min(BATCH, len(self._pending)))]
         rows = [Metric(p.name, math.nan if math.isinf(p.value) else p.value, p.time_ms, p.step) for p in batch]
-        with writing(self.uri):
+        with sqlite_lock(self.uri):
             client.log_batch(self._sent.mlflow_run_id, metrics=rows, synchronous=True)
         for _ in batch:
             self._pending.popleft()
         self.points_sent += len(batch)
-        # Half a record sent does not count: its first half is sent again, which changes nothing.
+        # A record that was sent in part is sent again as a whole, which changes nothing.
         self._sent.offset = self._pending[0].start if self._pending else batch[-1].end
         self._sent.save(self.run.path)
 
@@ -160,7 +150,7 @@ class Flusher:
         run_id, state = mlflow_run.info.run_id, find_state(self.run, self._history)
         trial = self.run.trial_file.read_text(encoding="utf-8") if self.run.trial_file.exists() else ""
         wanted = tags(self.plan, self._history, state, trial)
-        with writing(self.uri):
+        with sqlite_lock(self.uri):
             params = {k: v for k, v in parameters(self.plan).items() if k not in mlflow_run.data.params}
             labels = {k: v for k, v in wanted.items() if mlflow_run.data.tags.get(k, "") != v}
             client.log_batch(
@@ -189,14 +179,9 @@ class Flusher:
 
 
 def sync(run: RunFolder, uri: str | None = None) -> SyncResult:
-    """Send a run's journal to its store, from wherever it was left. Twice changes nothing.
+    """Send the rest of a run's journal to its store; a repeated call changes nothing. The run may still be running.
 
-    Args:
-        run: The run; it may still be running.
-        uri: The store; None asks the plan and the environment.
-
-    Returns:
-        What was done; a store that cannot be used is its ``problem``, never an error.
+    Never raises: a store that cannot be used is the result's ``problem``.
     """
     flusher = None
     try:

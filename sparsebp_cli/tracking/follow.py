@@ -1,4 +1,4 @@
-"""Sends a journal to MLflow while the run lives, beside the process that watches over it. Never raises."""
+"""Sends a journal to MLflow while the run lives, in a thread of the process that supervises it. Never raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebp_cli.tracking.flush import Flusher
 from sparsebp_cli.tracking.sent import SyncResult
 
 LONGEST_PAUSE = 300.0
-NICENESS = 10  # training has the processor first
+NICENESS = 10  # training takes precedence on the CPU
 
 
 class Follower:
@@ -30,13 +30,10 @@ class Follower:
     def __init__(
         self, run: RunFolder, *, every: float = 10.0, within: float = 30.0, warn: Callable[[str], None] | None = None
     ) -> None:
-        """Prepare; nothing is opened or started yet, and nothing that is wrong with the store raises.
+        """Prepare; nothing is opened or started yet, and a wrong store does not raise.
 
-        Args:
-            run: The run.
-            every: Seconds between two sendings.
-            within: Seconds that the last sending may take when the run is over.
-            warn: Called with one line, once, when the store cannot be used; from the follower's own thread.
+        It sends ``every`` so many seconds, and the last time for at most ``within`` seconds. ``warn`` is called once,
+        from the follower's thread, with one line when the store cannot be used.
         """
         self.run, self.every, self.within, self.warn = run, every, within, warn
         self.result = SyncResult()
@@ -46,16 +43,14 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name="tracking", daemon=True)
 
     def start(self) -> Self:
-        """Begin to send, in a thread of its own."""
+        """Start the thread."""
         self._thread.start()
         return self
 
     def stop(self) -> SyncResult:
-        """Send what is left, now that the run is over.
+        """Send the rest after the run is over, and return the result; ``problem`` says so when ``within`` was exceeded.
 
-        Returns:
-            What the last sending did; its ``problem`` says so when it took longer than ``within`` seconds. What is
-            missing stays in the journal for ``sparsebp sync``.
+        The part that was not sent stays in the journal for ``sparsebp sync``.
         """
         self._over.set()
         self._thread.join(self.within)
@@ -71,18 +66,14 @@ class Follower:
         self.stop()
 
     def flush(self) -> SyncResult:
-        """Send once, in the caller's thread. Never raises.
-
-        Returns:
-            What was done so far; ``points_sent`` counts from the follower's beginning.
-        """
+        """Send once, in the caller's thread; the result's ``points_sent`` counts from the start. Never raises."""
         try:
             self._flusher = self._flusher or Flusher(self.run)
             done = self._flusher.flush()
             self.result = SyncResult(self._flusher.points_sent, True, "", done.uri, done.mlflow_run_id)
         except SparseBPError as error:
             self._failed(str(error))
-        except Exception as error:  # a defect here must not end a run that trains well
+        except Exception as error:  # a defect in tracking must not end the run
             self._failed(f"tracking: {type(error).__name__}: {error}")
         return self.result
 

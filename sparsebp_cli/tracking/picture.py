@@ -1,4 +1,4 @@
-"""One picture of one run for MLflow's pages: its losses, the time of its steps, and what was kept of its gradients."""
+"""The picture of one run on MLflow's pages: losses, step times, and the kept share of its gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FILE = "pictures/run.svg"
-BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito's, which colour-blind readers tell apart
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"  # Okabe and Ito's, distinct to colour-blind readers
 
 Line = tuple[Metric, str, str, float]
 LOSS: tuple[Line, ...] = (
@@ -32,15 +32,7 @@ GRADIENT: tuple[Line, ...] = (
 
 
 def draw_run(history: History, title: str) -> str:
-    """Draw a run.
-
-    Args:
-        history: Its journal.
-        title: Above the picture.
-
-    Returns:
-        SVG; empty when nothing was measured.
-    """
+    """Return the run's picture as SVG; empty when nothing was measured."""
     if not any(history.metrics.values()):
         return ""
     import matplotlib as mpl

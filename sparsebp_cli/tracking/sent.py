@@ -1,4 +1,4 @@
-"""What a store already has of a run, and what one sending did."""
+"""The record of the data that a store already has of a run, and the result of one synchronisation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FILE = "tracking.json"
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What one synchronisation did.
+    """The result of one synchronisation.
 
     Args:
-        points_sent: Metric values that were handed to the store.
+        points_sent: Metric values that the store accepted.
         complete: Whether the store now has every whole record of the journal.
         problem: Why not, in one line; empty when complete.
-        uri: The store, without credentials; empty when it could not be told.
+        uri: The store, without credentials; empty when unknown.
         mlflow_run_id: The run there; empty when it was not reached.
     """
 
@@ -31,21 +31,14 @@ class SyncResult:
     mlflow_run_id: str = ""
 
     def advice(self, run_id: str) -> str:
-        """Return one line on what is missing in the store and what sends it; empty when nothing is.
-
-        Args:
-            run_id: Of the run.
-
-        Returns:
-            The line.
-        """
+        """Return one line on what the store lacks and the command that sends it; empty when complete."""
         if self.complete:
             return ""
         return f"{self.problem}; the journal keeps everything, `sparsebp sync {run_id}` sends it later"
 
 
-class Point(NamedTuple):
-    """One metric value, and the bytes of the journal that its record lies in."""
+class SentPoint(NamedTuple):
+    """One metric value, and the byte range of its record in the journal."""
 
     name: str
     value: float
@@ -57,10 +50,10 @@ class Point(NamedTuple):
 
 @dataclass
 class Sent:
-    """What the store already has: ``tracking.json`` in the run's folder. It holds no credentials.
+    """``tracking.json`` in the run's folder: what the store already has. It holds no credentials.
 
     Args:
-        uri: The store, masked; another store starts from nothing.
+        uri: The store, masked; for another store everything is sent again.
         mlflow_run_id: The run there.
         offset: Bytes of the journal that were sent.
         described: Hash of each part (tags, status, artifacts by name) as it was last sent.
@@ -82,7 +75,7 @@ class Sent:
             return cls(uri)
         journal = run_folder / JOURNAL
         if kept.offset > (journal.stat().st_size if journal.exists() else 0):
-            kept.offset = 0  # the journal is not the one that was sent
+            kept.offset = 0  # another journal was sent
         return kept
 
     def save(self, run_folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Opens an MLflow store: eight processes at once on a new sqlite file are harmless, a dead server is noticed soon.
+"""Opens an MLflow store, and works around two limits of MLflow 3.17.
 
-Known of MLflow 3.17: processes that create one fresh database at once break it, and with the default retries a dead
-server holds a caller for minutes.
+Processes that create one fresh sqlite database at the same time break it, so a lock serialises them. With the default
+retries a dead server blocks a caller for minutes, so the retries are fewer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite, sqlit
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-LOCK_SECONDS = 120.0  # creating a fresh database takes about 5 s, and others may be queueing
+LOCK_SECONDS = 120.0  # creating a fresh database takes about 5 s, and other processes may wait for the same lock
 
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -34,13 +34,9 @@ ENVIRONMENT = {
 
 
 def open_client(uri: str) -> MlflowClient:
-    """Connect to a store; a sqlite database that does not exist yet is created, by one process at a time.
+    """Connect to a store whose URI ``resolve_uri`` returned; create a missing sqlite database, one process at a time.
 
-    Args:
-        uri: As :func:`~sparsebp_cli.tracking.uri.resolve_uri` returns it.
-
-    Returns:
-        MLflow's client. Its errors are of many kinds; the caller turns them into one line.
+    The errors of the client are of many kinds; the caller turns them into one line.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -52,14 +48,14 @@ def open_client(uri: str) -> MlflowClient:
         return MlflowClient(uri)
     if is_sqlite(uri):
         sqlite_file(uri).parent.mkdir(parents=True, exist_ok=True)
-    with writing(uri):
+    with sqlite_lock(uri):
         _create_database(uri)
         return MlflowClient(uri)
 
 
 @contextmanager
-def writing(uri: str) -> Iterator[None]:
-    """Hold the lock beside a sqlite file (no other store needs one): a second writer waits its turn."""
+def sqlite_lock(uri: str) -> Iterator[None]:
+    """Hold the lock next to a sqlite file, so that a second writer waits; other stores need none."""
     if not is_sqlite(uri):
         yield
         return
@@ -69,19 +65,7 @@ def writing(uri: str) -> Iterator[None]:
 
 
 def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
-    """Return the id of an experiment, which is created where it does not exist.
-
-    Args:
-        client: See :func:`open_client`.
-        uri: The store.
-        name: Of the experiment.
-
-    Returns:
-        Its id.
-
-    Raises:
-        MlflowException: The store refuses.
-    """
+    """Return the id of an experiment; create it where it does not exist. Raises ``MlflowException`` if refused."""
     from mlflow.exceptions import MlflowException
 
     if found := client.get_experiment_by_name(name):
@@ -90,20 +74,20 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
     try:
         return str(client.create_experiment(name, artifact_location=root))
     except MlflowException:
-        if found := client.get_experiment_by_name(name):  # somebody else was quicker
+        if found := client.get_experiment_by_name(name):  # another process created it in the meantime
             return str(found.experiment_id)
         raise
 
 
 def _create_database(uri: str) -> None:
-    """Create what is missing. A file appears whole or not at all, so a process killed here leaves nothing broken.
+    """Create a missing database. The file appears whole or not at all, so a kill leaves nothing broken behind.
 
-    Raises at once what MLflow would try for a minute and a half: no server, no rights, not a database.
+    Fails at once where MLflow would retry for a minute and a half: no server, no rights, not a database.
     """
     import sqlalchemy
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    root = artifact_root(uri).as_uri()  # without it the default experiment writes into the working folder
+    root = artifact_root(uri).as_uri()  # MLflow's default is the working folder
     if is_sqlite(uri) and not sqlite_file(uri).exists():
         file = sqlite_file(uri)
         part = file.with_name(file.name + ".part")

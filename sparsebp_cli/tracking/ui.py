@@ -1,4 +1,4 @@
-"""The command that shows a store in MLflow's own pages."""
+"""The command that serves a store through MLflow's own pages."""
 
 from __future__ import annotations
 
@@ -18,18 +18,10 @@ from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite, sqlit
 
 
 def ui_command(uri: str, port: int = 5000) -> list[str]:
-    """Return the command that serves a store's pages on this machine only.
+    """Return the command that serves a store's pages on 127.0.0.1; a missing sqlite database is created.
 
-    Args:
-        uri: The store, from ``resolve_uri``. A sqlite database that does not exist yet is created.
-        port: On 127.0.0.1.
-
-    Returns:
-        Program and arguments, to be run with :func:`ui_environment` added to the environment.
-
-    Raises:
-        TrackingError: The store is a server, which has its own pages; or a database with a password, which would be
-            shown in the list of processes.
+    Run it with :func:`ui_environment` added to the environment. Raises ``TrackingError`` for a server, which has its
+    own pages, and for a database with a password, which the list of processes would show.
     """
     if is_server(uri):
         raise TrackingError(f"the tracking store is a server: open {mask(uri)} in a browser")
@@ -47,17 +39,9 @@ def ui_command(uri: str, port: int = 5000) -> list[str]:
 
 
 def find_port(wanted: int | None, first: int = 5000) -> int:
-    """Return a port of this machine that nobody listens on.
+    """Return a free port of 127.0.0.1: the wanted one; with None ``first``, or else any.
 
-    Args:
-        wanted: The user's; None: the first one, else any.
-        first: Tried where the user named none.
-
-    Returns:
-        A port of 127.0.0.1.
-
-    Raises:
-        TrackingError: Another process has the one that the user wants.
+    Raises ``TrackingError`` if another process has the wanted one.
     """
     for port in (wanted,) if wanted is not None else (first, 0):
         with socket.socket() as probe:
@@ -72,7 +56,7 @@ def find_port(wanted: int | None, first: int = 5000) -> int:
 
 
 def find_listener(port: int) -> str:
-    """Return which process listens on a port, in words; empty where there is none, or it is not ours to see."""
+    """Describe the process that listens on a port; empty where there is none or its owner is another user."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,) and connection.pid:
@@ -82,7 +66,7 @@ def find_listener(port: int) -> str:
 
 
 def is_listening(pid: int, port: int) -> bool:
-    """Whether a process, or one that it started, listens on a port."""
+    """Whether a process or one of its children listens on a port."""
     with suppress(psutil.Error):
         parent = psutil.Process(pid)
         for process in (parent, *parent.children(recursive=True)):
@@ -100,10 +84,10 @@ def _check_owner(file: Path) -> None:
 
 
 def ui_environment() -> dict[str, str]:
-    """Return what the server needs in its environment: no job workers (they take 1 GB), no telemetry."""
+    """Return the server's extra environment: no job workers (they take 1 GB), no telemetry."""
     return {
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
-        "PYTHONSAFEPATH": "1",  # it starts processes of its own; none takes modules from the working folder
+        "PYTHONSAFEPATH": "1",  # keeps its child processes from importing modules of the working folder
     }

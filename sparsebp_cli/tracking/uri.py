@@ -1,4 +1,4 @@
-"""Which MLflow store is meant, and how it is named without giving away its password."""
+"""The address of the MLflow store, and how to name it without its password."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ LONGEST_LINE = 300
 
 
 def resolve_uri(plan_uri: str | None) -> str:
-    """Return the address of the MLflow store.
+    """Return the URI of the MLflow store: of the recipe, else of ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in
+    SparseBP's home.
 
-    Args:
-        plan_uri: The recipe's ``tracking.uri``; None asks ``MLFLOW_TRACKING_URI``, and without it the default is
-            one sqlite database in the folder of SparseBP.
-
-    Returns:
-        A database's or a server's URI. It may hold a password: show it through :func:`mask` only.
-
-    Raises:
-        TrackingError: It is a folder, an unknown scheme, or a sqlite path that depends on the working folder.
+    It may hold a password: show it through :func:`mask` only. Raises ``TrackingError`` for a folder, an unknown scheme,
+    or a relative sqlite path.
     """
     uri = plan_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
     scheme = uri.split("://", 1)[0].split("+", 1)[0].lower() if "://" in uri else ""
@@ -42,7 +36,7 @@ def resolve_uri(plan_uri: str | None) -> str:
 
 
 def is_server(uri: str) -> bool:
-    """Whether the store is an MLflow server, not a database that is opened directly."""
+    """Whether the store is an MLflow server rather than a database that is opened directly."""
     return uri.lower().startswith(SERVERS)
 
 
@@ -57,25 +51,14 @@ def sqlite_file(uri: str) -> Path:
 
 
 def artifact_root(uri: str) -> Path:
-    """Return the folder for artifacts when the store is a database: MLflow's own default is the working folder.
+    """Return the artifact folder of a database: ``mlartifacts`` next to the sqlite file, else in SparseBP's home.
 
-    Args:
-        uri: A database.
-
-    Returns:
-        ``mlartifacts`` beside the sqlite file, else in the folder of SparseBP.
+    MLflow's own default is the working folder.
     """
     return (sqlite_file(uri).parent if is_sqlite(uri) else home()) / "mlartifacts"
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error of MLflow, its client or its database says, in one masked line.
-
-    Args:
-        error: Anything that was raised.
-
-    Returns:
-        The first line that says something, at most 300 characters, or the error's class.
-    """
+    """Return the first line of an error's text that is not empty, masked, at most 300 characters; else its class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return mask(lines[0])[:LONGEST_LINE] if lines else type(error).__name__

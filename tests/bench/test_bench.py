@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sparsebp_cli.backward.linear import function
-from sparsebp_cli.bench import Benchmark, Row
+from sparsebp_cli.bench import Benchmark, BenchmarkRow
 
 CLI = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", "bench"]
 RECIPE = """\
@@ -54,7 +54,7 @@ def found(folder: Path) -> Benchmark:
     return Benchmark.model_validate_json((folder / "topk.json").read_bytes(), strict=False)
 
 
-def _row(found: Benchmark, site: str, label: str, keep: float | None = None) -> Row:
+def _row(found: Benchmark, site: str, label: str, keep: float | None = None) -> BenchmarkRow:
     (row,) = (row for row in found.rows if (row.site, row.label, row.keep) == (site, label, keep))
     return row
 
@@ -243,4 +243,4 @@ def test_the_schema_of_the_file_names_every_key(found: Benchmark, folder: Path) 
     schema = Benchmark.model_json_schema()
     content = json.loads((folder / "topk.json").read_text())
     assert set(content) == set(schema["properties"])
-    assert set(content["rows"][0]) == set(schema["$defs"]["Row"]["properties"])
+    assert set(content["rows"][0]) == set(schema["$defs"]["BenchmarkRow"]["properties"])

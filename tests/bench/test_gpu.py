@@ -16,7 +16,7 @@ import torch
 
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.backward.linear import function
-from sparsebp_cli.bench import Row
+from sparsebp_cli.bench import BenchmarkRow
 from sparsebp_cli.policy import Rows
 from tests.docs.block import ROOT
 
@@ -76,7 +76,7 @@ def test_it_runs_without_an_installation_and_prints_one_table(done: Any) -> None
 
 @pytest.mark.slow
 def test_every_way_that_is_to_be_compared_is_a_row(done: Any) -> None:
-    rows = [Row.model_validate(row) for row in done[1]["rows"]]
+    rows = [BenchmarkRow.model_validate(row) for row in done[1]["rows"]]
     found = {(row.site, row.label, row.keep) for row in rows}
     ways = {("", label, None) for label in ("plain PyTorch", "compiled", "full checkpointing")}
     ways |= {(site, "dense, engine", None) for site in ("linears", "branches")}

@@ -10,19 +10,19 @@ import pytest
 import yaml
 from rich.table import Table
 
-from sparsebp_cli.bench import Benchmark, Row
+from sparsebp_cli.bench import Benchmark, BenchmarkRow
 from sparsebp_cli.bench.break_even import BreakEven
 from sparsebp_cli.bench.request import Request
 from sparsebp_cli.cli.audit_table import print_audit
 from sparsebp_cli.cli.bench_table import print_benchmark
 from sparsebp_cli.cli.display import LiveDisplay
-from sparsebp_cli.cli.follow import conclude
+from sparsebp_cli.cli.follow import print_end
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console
 from sparsebp_cli.finding import AuditReport, Finding
 from sparsebp_cli.finding.report import ModuleWork
 from sparsebp_cli.run import JournalWriter, RunFolder
-from sparsebp_cli.target.contract import Finding as Check
+from sparsebp_cli.target.contract import CheckResult as Check
 from sparsebp_cli.target.local import LocalJob, LocalTarget
 
 from .conftest import Cli, Write, write_run
@@ -139,7 +139,7 @@ def test_a_refused_resume_prints_the_fields(
     with JournalWriter(runs[0].path) as journal:
         journal.write("attempt", from_step=3, environment={})
         journal.write("end", status="failed", step=3, text="", changes=[[f"f{name}", f"t{name}", f"n{name}"]])
-    assert conclude(LocalJob(runs[0])) == 2
+    assert print_end(LocalJob(runs[0])) == 2
     err = capsys.readouterr().err
     for text in (f"f{name} ", f"t{name} ", f"n{name}"):
         assert text in err
@@ -184,7 +184,10 @@ def test_a_benchmark_prints_sites_and_forms(name: str, capsys: pytest.CaptureFix
         request=Request.model_validate({"policy": "topk", "model": {"name": name}, "forms": []}),
         model={"parameters": 1, "dtype": "float32", "device": "cpu"},
         machine={"cpu": name, "threads": 1, "packages": {"torch": "2"}, "load_average": [0.0]},
-        rows=[Row(**plain, site="", label="plain", execution="dense"), Row(**row | {"note": f"note {name}"})],
+        rows=[
+            BenchmarkRow(**plain, site="", label="plain", execution="dense"),
+            BenchmarkRow(**row | {"note": f"note {name}"}),
+        ],
         break_evens=[BreakEven.model_validate(even)],
     )
     print_benchmark(found)
@@ -199,7 +202,7 @@ def test_the_picture_of_a_running_run_is_text(
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     progress = Progress(name, "0123456789ab", 3)
     with LiveDisplay(progress) as display:
-        display.say(f"said {name}")
+        display.print_text(f"said {name}")
         display.refresh(f"waits {name}")
         console().print(progress.picture(display._spinner))
     out = capsys.readouterr().out

@@ -13,7 +13,7 @@ from sparsebp_cli.run import History, State, list_runs
 
 from ..worker.conftest import tiny_folder
 from .conftest import REAL, Cli, Start
-from .test_grip import wait_for_step
+from .test_handle import wait_for_step
 
 __all__ = ["tiny_folder"]  # a fixture of the worker's tests
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sparsebp_cli.cli.follow import conclude
+from sparsebp_cli.cli.follow import print_end
 from sparsebp_cli.run import JournalWriter, RunFolder, State, read
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.local import LocalJob
@@ -36,7 +36,7 @@ def test_a_cancelled_run_is_not_resumed_without_saying_so(call: Cli, run: RunFol
 
 def test_what_changed_is_a_table_and_exit_code_2(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     end(run, State.FAILED, changes=[["training.seed", "0", "7"], ["data", '"ab"', '"cd"']])
-    assert conclude(LocalJob(run)) == 2
+    assert print_end(LocalJob(run)) == 2
     shown = [line.split() for line in capsys.readouterr().err.splitlines()]
     assert ["field", "then", "now"] in shown
     assert ["training.seed", "0", "7"] in shown
@@ -75,7 +75,7 @@ def test_numbers_that_were_not_sent_are_in_the_summary_with_the_command_that_sen
 ) -> None:
     line = f"the tracking store took longer than 30 s; `sparsebp sync {run.run_id}` sends it later"
     Launch(0, 1, warning=line).save(run)
-    assert conclude(LocalJob(run)) == 0
+    assert print_end(LocalJob(run)) == 0
     out, errors = capsys.readouterr()
     assert line in " ".join(out.split())
     assert errors == f"warning: {line}\n"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsebp_cli.compare import choose, local_candidates, tell_left_out
-from sparsebp_cli.compare.choose import Candidate
+from sparsebp_cli.compare import choose, describe_left_out, local_candidates
+from sparsebp_cli.compare.choose import RunCandidate
 from sparsebp_cli.compare.expression import parse
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.run import History, RunFolder
@@ -21,7 +21,7 @@ MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
 
 
-def ids(found: list[Candidate]) -> list[str]:
+def ids(found: list[RunCandidate]) -> list[str]:
     return [candidate.run_id for candidate in found]
 
 
@@ -55,11 +55,11 @@ def test_ids_prefixes_names_newest_tags_and_folders_name_runs(runs: list[RunFold
 
 
 def test_a_word_that_names_nothing_is_answered_in_one_line(runs: list[RunFolder]) -> None:
-    with pytest.raises(RunNotFoundError, match=r"^no run answers to 'tpok' in here; did you mean topk\?"):
+    with pytest.raises(RunNotFoundError, match=r"^no run matches 'tpok' in here; did you mean topk\?"):
         pick("tpok")
     with pytest.raises(RunNotFoundError, match="there are 6 runs"):
         pick("@7")
-    with pytest.raises(RunNotFoundError, match="no run answers to 'figure=two'"):
+    with pytest.raises(RunNotFoundError, match="no run matches 'figure=two'"):
         pick("figure=two")
 
 
@@ -169,6 +169,6 @@ def test_seeds_of_the_same_recipe_that_were_not_chosen_are_named(make_run: MakeR
     every = local_candidates()
     chosen = choose(every, [runs[0].run_id, runs[7].run_id], None, "here")
     told = "dense: seeds that are there were not chosen, and are in no number here: 1, 2, 3, 4, 5, 6, 8, 9"
-    assert tell_left_out(every, chosen) == [told]
-    assert tell_left_out(every, choose(every, [], "seed<5 or seed>6", "here")) == [told.partition("1,")[0] + "5, 6"]
-    assert tell_left_out(every, every) == []
+    assert describe_left_out(every, chosen) == [told]
+    assert describe_left_out(every, choose(every, [], "seed<5 or seed>6", "here")) == [told.partition("1,")[0] + "5, 6"]
+    assert describe_left_out(every, every) == []

@@ -45,7 +45,7 @@ def test_curves_stand_beside_each_other_over_the_shared_seeds(lopsided: list[Run
     assert last[1].startswith("3.010")
     assert last[2].startswith("3.030")
     assert grid.note.endswith("Seeds that the groups share: 0, 1, 2: topk has no others.")
-    assert [len(found.beside(group)) for group in found.groups] == [3, 3]
+    assert [len(found.comparable_runs(group)) for group in found.groups] == [3, 3]
 
 
 def test_the_means_in_the_table_of_quality_do_not_contradict_the_difference(lopsided: list[RunFolder]) -> None:
@@ -56,7 +56,7 @@ def test_the_means_in_the_table_of_quality_do_not_contradict_the_difference(lops
 def test_groups_with_the_same_seeds_are_drawn_whole(two_groups: list[RunFolder]) -> None:
     found = compare_runs(two_groups)
     assert found.shared_seeds == ()
-    assert [len(found.beside(group)) for group in found.groups] == [5, 5]
+    assert [len(found.comparable_runs(group)) for group in found.groups] == [5, 5]
 
 
 def test_a_group_that_shares_no_seed_beats_nothing_and_is_beaten_by_nothing(make_run: MakeRun) -> None:

@@ -16,8 +16,8 @@ from sparsebp_cli.recipe.schema import TargetSection
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.target import make_target
 from sparsebp_cli.target.batch import SlurmOptions, render_script
-from sparsebp_cli.target.confinement import check_there, question, read_mount
-from sparsebp_cli.target.container import DockerOptions, safe_words
+from sparsebp_cli.target.confinement import check_remote_mounts, mount_query, read_mount
+from sparsebp_cli.target.container import DockerOptions, confinement_options
 from sparsebp_cli.target.docker import DockerEngine
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job
 
@@ -90,11 +90,11 @@ def test_a_link_is_judged_by_where_it_leads(engine: str, hostile: str, tmp_path:
 def test_a_link_that_appears_after_the_check_is_refused_when_the_container_is_made(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     options = DockerOptions(mounts=[f"{tmp_path}/data:/x:rw"])
-    assert any(f"source={tmp_path}/data,target=/x" in word for word in safe_words(options))
+    assert any(f"source={tmp_path}/data,target=/x" in word for word in confinement_options(options))
     (tmp_path / "data").rmdir()
     (tmp_path / "data").symlink_to("/etc")
     with pytest.raises(UsageError, match=r"data \(/etc\) is not mounted: it belongs to the system"):
-        safe_words(options)
+        confinement_options(options)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_folders_of_data_are_mounted_and_read_only_unless_asked(tmp_path: Path) 
     run = RunFolder(Path("/home/me/runs/0123456789ab"))
     for mode, writable in (("", False), (":ro", False), (":rw", True)):
         mounts = [f"{folder}:/inside{mode}"]
-        words = " ".join(safe_words(DockerOptions(mounts=mounts)))
+        words = " ".join(confinement_options(DockerOptions(mounts=mounts)))
         assert (f"source={folder},target=/inside,readonly" in words) is not writable
         pod = make_job(KubernetesOptions(mounts=mounts), run.run_id)["spec"]["template"]["spec"]
         assert pod["containers"][0]["volumeMounts"][1]["readOnly"] is not writable
@@ -197,14 +197,14 @@ def test_a_list_of_devices_holds_names_of_devices_only(device: str) -> None:
 
 def test_a_host_that_resolves_a_path_elsewhere_refuses_it() -> None:
     mounts = ["/srv/data:/x", "/srv/more:/y:rw"]
-    assert question(mounts).startswith("realpath -m -- /srv/data /srv/more && ")
+    assert mount_query(mounts).startswith("realpath -m -- /srv/data /srv/more && ")
     table = "Num RefCount Protocol Flags Type St Inode Path\n0: 2 0 10000 1 1 7 /srv/more/deep/x\n1: 2 0 0 1 1 8 @a\n"
-    check_there(mounts, "/srv/data\n/mnt/more\n==\n" + table)
-    check_there(mounts, "This account is only for docker.")
+    check_remote_mounts(mounts, "/srv/data\n/mnt/more\n==\n" + table)
+    check_remote_mounts(mounts, "This account is only for docker.")
     with pytest.raises(ValueError, match=r"/srv/data \(/etc\) is not mounted"):
-        check_there(mounts, "/etc\n/srv/more\n==\n")
+        check_remote_mounts(mounts, "/etc\n/srv/more\n==\n")
     with pytest.raises(ValueError, match="the socket /srv/more/deep/x in it"):
-        check_there(mounts, "/srv/data\n/srv/more\n==\n" + table)
+        check_remote_mounts(mounts, "/srv/data\n/srv/more\n==\n" + table)
 
 
 def test_the_host_over_ssh_is_asked_before_anything_is_made(

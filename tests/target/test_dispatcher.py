@@ -9,7 +9,7 @@ import pytest
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.dispatcher import Dispatcher
-from sparsebp_cli.target.engine import Sight
+from sparsebp_cli.target.engine import WorkerStatus
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.testing import FakeTarget
 
@@ -57,13 +57,13 @@ def test_a_run_that_ends_while_the_line_is_cut_is_fetched_later(
 def test_a_line_that_is_cut_for_days_is_still_tried(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.0001)
     tries: list[object] = []
-    look = fake.engine.look
+    status = fake.engine.status
 
-    def count(run: RunFolder, handle: str) -> Sight:
+    def count(run: RunFolder, handle: str) -> WorkerStatus:
         tries.append(None)
-        return look(run, handle)
+        return status(run, handle)
 
-    monkeypatch.setattr(fake.engine, "look", count)
+    monkeypatch.setattr(fake.engine, "status", count)
     run = make_run("slow")
     job = fake.submit(run)
     wait_for_step(run)
@@ -143,12 +143,12 @@ def test_a_dispatcher_that_died_leaves_a_run_of_which_nothing_is_known_until_the
     run = make_run("slow")
     dispatcher = Dispatcher([run], fake.engine)
     dispatcher.begin()
-    dispatcher.turn()
-    dispatcher._live[0]._lock.release()  # as the system does when a process dies
+    dispatcher.poll()
+    dispatcher._followed[0]._lock.release()  # as the system does when a process dies
     assert run.state() is State.UNREACHABLE
     again = Dispatcher([run], fake.engine, adopt_only=True)
     again.begin()
-    again.turn()
+    again.poll()
     assert run.state() is State.RUNNING
     run.cancel_file.touch()
     again.run_to_end()
@@ -163,13 +163,13 @@ def test_a_worker_that_ended_while_its_dispatcher_was_dead_is_concluded_and_goes
     run = make_run("steady", max_steps=12)
     dispatcher = Dispatcher([run], fake.engine)
     dispatcher.begin()
-    until(lambda: (dispatcher.turn(), 2 in History.load(run.path).series("train/loss"))[1])
+    until(lambda: (dispatcher.poll(), 2 in History.load(run.path).series("train/loss"))[1])
     fake.engine.kill(run)
     worker = fake.engine._workers[run.run_id]
     assert worker.thread is not None
     worker.thread.join()
     worker.exit_code = code
-    dispatcher._live[0]._lock.release()  # the dispatcher dies, too
+    dispatcher._followed[0]._lock.release()  # the dispatcher dies, too
     assert run.state() is State.UNREACHABLE
     assert fake.submit(run).wait(60) is State.FINISHED
     history = History.load(run.path)
@@ -180,15 +180,15 @@ def test_a_worker_that_ended_while_its_dispatcher_was_dead_is_concluded_and_goes
 def test_a_dispatcher_outlives_an_error_that_nobody_foresaw(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
     runs = [make_run("steady", max_steps=12), make_run("steady", max_steps=12)]
-    look, failed = fake.engine.look, []
+    status, failed = fake.engine.status, []
 
-    def fail_once(run: RunFolder, handle: str) -> Sight:
+    def fail_once(run: RunFolder, handle: str) -> WorkerStatus:
         if run == runs[0] and not failed:
             failed.append(run)
             raise ZeroDivisionError("a defect")
-        return look(run, handle)
+        return status(run, handle)
 
-    monkeypatch.setattr(fake.engine, "look", fail_once)
+    monkeypatch.setattr(fake.engine, "status", fail_once)
     jobs = fake.submit_all(runs, max_parallel=2)
     assert [job.wait(60) for job in jobs] == [State.FINISHED] * 2
     assert failed
@@ -234,15 +234,15 @@ def test_a_run_cancelled_before_its_turn_is_never_started(fake: FakeTarget) -> N
 
 def test_a_disk_that_is_full_here_leaves_everything_there(fake: FakeTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsebp_cli.target.dispatcher.LONGEST_PAUSE", 0.05)
-    run, take_in, full = make_run(), "sparsebp_cli.testing.fake.take_in", [True]
-    from sparsebp_cli.target.archive import take_in as really
+    run, merge_into_run, full = make_run(), "sparsebp_cli.testing.fake.merge_into_run", [True]
+    from sparsebp_cli.target.archive import merge_into_run as really
 
     def sometimes(*arguments: object) -> None:
         if full[0]:
             raise OSError(28, "No space left on device")
         really(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(take_in, sometimes)
+    monkeypatch.setattr(merge_into_run, sometimes)
     job = fake.submit(run)
     until(lambda: job.status() is State.UNREACHABLE)
     assert "No space left" in job.warning()

@@ -12,9 +12,9 @@ import pytest
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.target.batch import SlurmOptions, render_script
-from sparsebp_cli.target.ending import settle
+from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.local import LocalTarget
-from sparsebp_cli.target.watcher import Watch
+from sparsebp_cli.target.watcher import LocalRun
 from sparsebp_cli.testing import FakeTarget
 from sparsebp_cli.tracking import SyncResult
 
@@ -27,7 +27,7 @@ def test_every_exit_code_has_a_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[int | None, tuple[str, str]] = {}
     for code in [None, *range(-70, 256)]:
         run = make_run()
-        settle(run, code, after_attempt=0)
+        write_end_record(run, code, after_attempt=0)
         end = last_end(run)
         assert end["text"], code
         found[code] = (str(end["status"]), str(end["text"]))
@@ -66,11 +66,11 @@ def test_what_the_last_sending_came_to_is_in_the_warning(
     run = make_run()
     if place == "here":
         monkeypatch.setattr("sparsebp_cli.target.watcher.Follower", FollowerOfAHangingStore)
-        watch = Watch(run, target)
+        watch = LocalRun(run, target)
         watch.start([], {})
         watch.finish()
     else:
-        monkeypatch.setattr("sparsebp_cli.target.errand.Follower", FollowerOfAHangingStore)
+        monkeypatch.setattr("sparsebp_cli.target.remote_run.Follower", FollowerOfAHangingStore)
         FakeTarget(tmp_path / "there").submit(run).wait(60)
     assert run.state() is State.FINISHED
     assert launch_of(run).warning == (

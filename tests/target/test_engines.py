@@ -352,7 +352,7 @@ def test_a_controller_that_is_away_is_unreachable(
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     run, _ = prepare("local", {})
     with pytest.raises(UnreachableError):
-        SlurmEngine(SlurmOptions()).look(run, "1")
+        SlurmEngine(SlurmOptions()).status(run, "1")
 
 
 def read_store(file: Path) -> list[tuple[Any, ...]]:

@@ -88,7 +88,7 @@ def test_docker_that_does_not_get_through_is_unreachable(
         play(verb, err=problem, code=1)
     for call in (
         lambda: docker.find(run),
-        lambda: docker.look(run, HANDLE),
+        lambda: docker.status(run, HANDLE),
         lambda: docker.pull(run, HANDLE),
         lambda: docker.signal(run, HANDLE, 15),
         lambda: docker.fetch(run, HANDLE),
@@ -103,7 +103,7 @@ def test_docker_that_does_not_get_through_is_unreachable(
 def test_what_ssh_said_is_what_is_told(play: Play, run: RunFolder, docker: DockerEngine) -> None:
     play("inspect", err=CUT, code=1)
     with pytest.raises(UnreachableError, match=r"^ssh://gpu1 cannot be reached: Connection closed$"):
-        docker.look(run, HANDLE)
+        docker.status(run, HANDLE)
 
 
 def test_a_slow_line_is_unreachable_and_not_waited_for(
@@ -114,7 +114,7 @@ def test_a_slow_line_is_unreachable_and_not_waited_for(
     engine = DockerEngine(DockerOptions(host="ssh://gpu1"))
     object.__setattr__(engine._tool, "timeout_seconds", 0.3)
     with pytest.raises(UnreachableError, match=r"longer than 0.3 s"):
-        engine.look(run, HANDLE)
+        engine.status(run, HANDLE)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_how_a_container_ended_is_read(
     play: Play, run: RunFolder, docker: DockerEngine, state: str, code: int, text: str
 ) -> None:
     play("inspect", state)
-    sight = docker.look(run, HANDLE)
-    assert (sight.phase, sight.exit_code) == (Phase.OVER, code)
-    assert text in sight.text
+    status = docker.status(run, HANDLE)
+    assert (status.phase, status.exit_code) == (Phase.OVER, code)
+    assert text in status.text
 
 
 def test_a_container_that_is_gone_is_over_only_on_the_engine_that_it_was_on(
@@ -141,11 +141,11 @@ def test_a_container_that_is_gone_is_over_only_on_the_engine_that_it_was_on(
 ) -> None:
     play("inspect", err="Error: No such container: sparsebp-x", code=1)
     play("info", "ENGINE\n")
-    sight = docker.look(run, HANDLE)
-    assert (sight.phase, sight.gone) == (Phase.OVER, True)
+    status = docker.status(run, HANDLE)
+    assert (status.phase, status.gone) == (Phase.OVER, True)
     play("info", "ANOTHER\n")
     with pytest.raises(UnreachableError, match="another engine"):
-        docker.look(run, HANDLE)
+        docker.status(run, HANDLE)
 
 
 def test_an_error_of_the_engine_itself_says_nothing_of_the_run(
@@ -153,7 +153,7 @@ def test_an_error_of_the_engine_itself_says_nothing_of_the_run(
 ) -> None:
     play("inspect", err="Error response from daemon: layer does not exist", code=1)
     with pytest.raises(UnreachableError, match="layer does not exist"):
-        docker.look(run, HANDLE)
+        docker.status(run, HANDLE)
 
 
 def make_archive(run: RunFolder, **files: str) -> bytes:
@@ -241,7 +241,7 @@ def test_ssh_that_ends_with_255_is_unreachable(play: Play, run: RunFolder, slurm
     for call in (
         lambda: slurm.find(run),
         lambda: slurm.start([run], 1),
-        lambda: slurm.look(run, "7"),
+        lambda: slurm.status(run, "7"),
         lambda: slurm.pull(run, "7"),
         lambda: slurm.signal(run, "7", 15),
         lambda: slurm.fetch(run, "7"),
@@ -255,7 +255,7 @@ def test_ssh_that_ends_with_255_is_unreachable(play: Play, run: RunFolder, slurm
 def test_a_controller_that_does_not_answer_is_unreachable(play: Play, run: RunFolder) -> None:
     play("squeue", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)", code=1)
     with pytest.raises(UnreachableError, match="does not answer"):
-        SlurmEngine(SlurmOptions()).look(run, "7")
+        SlurmEngine(SlurmOptions()).status(run, "7")
 
 
 UNKNOWN = {"err": "slurm_load_jobs error: Invalid job id specified", "code": 1}
@@ -271,11 +271,11 @@ UNKNOWN = {"err": "slurm_load_jobs error: Invalid job id specified", "code": 1}
         ({"out": "COMPLETED\n"}, {}, "7 0", Phase.OVER, 0, ""),
         ({"out": "FAILED\n"}, {}, "7 2", Phase.OVER, 2, ""),
         ({"out": "FAILED\n"}, {}, "7 137", Phase.OVER, -9, ""),
-        ({"out": "FAILED\n"}, {}, "6 0", Phase.OVER, None, "without a word"),
+        ({"out": "FAILED\n"}, {}, "6 0", Phase.OVER, None, "without a reason"),
         ({"out": "NODE_FAIL\n"}, {}, "", Phase.OVER, None, "its node failed"),
         ({"out": "TIMEOUT\n"}, {}, "", Phase.OVER, None, "time limit"),
         (UNKNOWN, {"err": "Slurm accounting storage is disabled", "code": 1}, "7 0", Phase.OVER, 0, ""),
-        (UNKNOWN, {"err": "Slurm accounting storage is disabled", "code": 1}, "", Phase.OVER, None, "without a word"),
+        (UNKNOWN, {"err": "Slurm accounting storage is disabled", "code": 1}, "", Phase.OVER, None, "without a reason"),
         (UNKNOWN, {"out": "OUT_OF_MEMORY\n"}, "", Phase.OVER, None, "want of memory"),
         (UNKNOWN, {"out": "CANCELLED by 1000\n"}, "", Phase.OVER, None, "cancelled in Slurm"),
     ],
@@ -296,9 +296,9 @@ def test_the_state_of_a_job_is_read_with_and_without_a_database(
     run = make_run()
     if exit_file:
         (run.path / "slurm-exit").write_text(exit_file + "\n")
-    sight = SlurmEngine(SlurmOptions()).look(run, "7")
-    assert (sight.phase, sight.exit_code) == (phase, code)
-    assert text in sight.text
+    status = SlurmEngine(SlurmOptions()).status(run, "7")
+    assert (status.phase, status.exit_code) == (phase, code)
+    assert text in status.text
 
 
 def test_what_sbatch_refuses_is_told_and_can_be_tried_again(play: Play, run: RunFolder) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sparsebp_cli.errors import RunFailedError
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.target.archive import receive, take_in
+from sparsebp_cli.target.archive import merge_into_run, receive
 
 from .conftest import make_run
 
@@ -109,7 +109,7 @@ def take(fill: Fill, run: RunFolder) -> None:
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         fill(archive, run.run_id)
     buffer.seek(0)
-    take_in(receive(buffer, run), run.run_id, run)
+    merge_into_run(receive(buffer, run), run.run_id, run)
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:

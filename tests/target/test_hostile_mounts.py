@@ -14,7 +14,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import RunFolder, create_run
 from sparsebp_cli.target import make_target
-from sparsebp_cli.target.container import DockerOptions, safe_words
+from sparsebp_cli.target.container import DockerOptions, confinement_options
 
 from . import service
 from .test_engines import docker
@@ -71,7 +71,18 @@ def test_a_container_sees_no_socket_no_capability_and_no_further_group(docker_op
         "[l.split()[1] for l in t if l.startswith(('CapEff', 'CapBnd', 'NoNewPrivs'))], "
         "[l.split()[-1] for l in open('/proc/net/unix') if 'docker.sock' in l and os.path.exists(l.split()[-1])]]))"
     )
-    words = ["run", "--rm", *safe_words(made), "--workdir", "/", "--entrypoint", made.python, service.BASE, "-c", look]
+    words = [
+        "run",
+        "--rm",
+        *confinement_options(made),
+        "--workdir",
+        "/",
+        "--entrypoint",
+        made.python,
+        service.BASE,
+        "-c",
+        look,
+    ]
     user, group, groups, rights, sockets = json.loads(docker(*words))
     assert (user, group) == (10001, 10001)
     assert set(groups) <= {10001}

@@ -1,1 +1,1 @@
-"""Pictures of a comparison: PNG, SVG or PDF, in colours that colour-blind readers tell apart."""
+"""Draws a comparison as PNG, SVG or PDF, in colours that are distinct to colour-blind readers."""

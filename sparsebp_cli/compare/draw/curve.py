@@ -1,4 +1,4 @@
-"""A metric against steps, tokens or time: one line a run, the runs of a group in one colour."""
+"""A metric against steps, tokens or time: one line a run, one colour a group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = 40  # points of a curve that get a marker each
 
 
 def place(point: Point, along: Along) -> float | None:
-    """Return where a point lies along an axis; None when the run does not say."""
+    """Return a point's position along an axis; None when unknown."""
     match along:
         case "step":
             return float(point.step)
@@ -34,18 +34,11 @@ def place(point: Point, along: Along) -> float | None:
 
 
 def draw_curves(axes: Axes, comparison: Comparison, metric: str, along: Along) -> None:
-    """Draw one line a run that counts and has a seed that the groups share; a group's name stands once.
-
-    Args:
-        axes: Empty.
-        comparison: What was compared.
-        metric: Of which the comparison holds the curves.
-        along: The horizontal axis.
-    """
+    """Draw one line for each counting run with a shared seed; the legend has each group once."""
     for number, group in enumerate(comparison.groups):
         lines = [
             [(x, point.value) for point in run.curves.get(metric, ()) if (x := place(point, along)) is not None]
-            for run in comparison.beside(group)
+            for run in comparison.comparable_runs(group)
         ]
         lines = [line for line in lines if line]
         for index, line in enumerate(lines):
@@ -63,14 +56,7 @@ def draw_curves(axes: Axes, comparison: Comparison, metric: str, along: Along) -
 
 
 def draw_curve_page(figure: Figure, comparison: Comparison, metric: str, along: Along) -> None:
-    """Draw one metric alone.
-
-    Args:
-        figure: Empty.
-        comparison: What was compared.
-        metric: Of which the comparison holds the curves.
-        along: The horizontal axis.
-    """
+    """Draw one metric alone on an empty figure."""
     figure.set_size_inches(7.5, 4.5 + legend_room(comparison, 3))
     axes = figure.subplots()
     draw_curves(axes, comparison, metric, along)

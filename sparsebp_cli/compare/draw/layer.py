@@ -1,4 +1,4 @@
-"""What was kept of the gradient, and how true it stayed, by layer and step: heat maps."""
+"""Kept share and fidelity of the gradient by layer and step, as heat maps."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = (("kept_share", "kept share"), ("cosine", "cosine to dense"))
-MOST_NAMES = 60  # more rows than this leave no room to write names
+MOST_NAMES = 60  # with more rows there is no room for names
 
 
 def draw_layers(figure: Figure, comparison: Comparison) -> None:
-    """Draw a row of heat maps for each group whose runs recorded layers.
-
-    Args:
-        figure: Empty.
-        comparison: What was compared.
-    """
+    """Draw a row of heat maps for each group whose runs recorded layers."""
     groups = [group for group in comparison.groups if group.layers.figures]
     if not groups:
         figure.set_size_inches(6, 2)

@@ -1,4 +1,4 @@
-"""Of what the memory of a step consists: a bar a group, and below how it came about where steps were watched."""
+"""The memory of a step: a bar of its parts for each group, and the curves of watched steps below."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from sparsebp_cli.run.memory_picture import COLOURS, PANEL, WIDTH, WORDS, draw_c
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase
 
-MOST_CURVES = 6  # below each other; more are in the report
+MOST_CURVES = 6  # below each other; the report has all of them
 HATCHES: dict[Part, str] = {"weights": "", "gradients": "//", "optimizer": "..", "activations": "xx", "workspace": ""}
 
 
 def draw_memory(figure: Figure, comparison: Comparison) -> None:
-    """Draw the parts of every group, and the curves of those whose steps were watched.
-
-    Args:
-        figure: Empty.
-        comparison: What was compared.
-    """
+    """Draw the parts of every group, and the curves of groups with watched steps."""
     groups = [group for group in comparison.groups if any(part is not None for part in _parts(group).values())]
     curves = [
         (f"{group.label}: step {group.memory.step}", group.memory.curve) for group in groups if group.memory is not None
@@ -38,7 +33,7 @@ def draw_memory(figure: Figure, comparison: Comparison) -> None:
 
 
 def _parts(group: Group) -> dict[Part, float | None]:
-    """At the peak of a step that was watched; else each part by itself, and without the workspace."""
+    """The parts at the peak of a watched step; else each part by itself, and without the workspace."""
     cost = group.cost
     if cost.step_peak is not None:
         return {part: float(getattr(cost.step_peak, part)) for part in PARTS}
@@ -51,7 +46,7 @@ def _parts(group: Group) -> dict[Part, float | None]:
 
 
 def _draw_bars(figure: FigureBase, groups: list[Group], *, has_legend: bool) -> None:
-    """The peak of the device or process is written beside the bar, for it also holds what is in no part."""
+    """Draw the bars, and next to each the peak of the device or process, which also holds memory outside the parts."""
     axes = figure.subplots()
     left = [0.0] * len(groups)
     for part in PARTS:
@@ -61,7 +56,7 @@ def _draw_bars(figure: FigureBase, groups: list[Group], *, has_legend: bool) -> 
             axes.barh(range(len(groups)), widths, left=left, label=WORDS[part], **look)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, group in enumerate(groups):
-        axes.text(left[row], row, f" {_tell(group, left[row])}", va="center", fontsize=8)
+        axes.text(left[row], row, f" {_bar_label(group, left[row])}", va="center", fontsize=8)
     axes.set_yticks(range(len(groups)), [name(group.label) for group in groups])
     axes.invert_yaxis()
     axes.margins(x=0.4)
@@ -72,7 +67,7 @@ def _draw_bars(figure: FigureBase, groups: list[Group], *, has_legend: bool) -> 
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
 
 
-def _tell(group: Group, sum_megabytes: float) -> str:
+def _bar_label(group: Group, sum_megabytes: float) -> str:
     parts = [f"{sum_megabytes:.4g} MB"] if group.cost.step_peak is not None else []
     if group.cost.peak_bytes is not None:
         parts.append(f"peak {group.cost.peak_bytes / 1e6:.0f} MB ({group.cost.peak_of})")

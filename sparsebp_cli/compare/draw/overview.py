@@ -1,4 +1,4 @@
-"""One picture of a comparison: quality against steps and against time, and where the time of a step goes."""
+"""The overview picture: quality against steps and against time, and the phases of a step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,7 @@ PHASES = (("forward", "#56B4E9", ""), ("backward", "#D55E00", "//"), ("optimizer
 
 
 def draw_overview(figure: Figure, comparison: Comparison) -> None:
-    """Draw curves at equal steps and at equal time, and the phases of a step.
-
-    Args:
-        figure: Empty.
-        comparison: What was compared.
-    """
+    """Draw curves at equal steps and at equal time, and the phases of a step."""
     figure.set_size_inches(11, 3.8 + legend_room(comparison, 4) + 0.2 * max(0, len(comparison.groups) - 12))
     steps, seconds, phases = figure.subplots(1, 3, width_ratios=(1, 1, 0.9))
     draw_curves(steps, comparison, find_course(comparison.metric), "step")
@@ -37,7 +32,7 @@ def draw_overview(figure: Figure, comparison: Comparison) -> None:
 
 
 def _cut_the_start(steps: Axes, seconds: Axes, comparison: Comparison) -> None:
-    """A value before training that lies far from all later ones would press them together: it is told instead."""
+    """Leave a value before training that is far from all later ones out of the axes, and write it as text instead."""
     points = [point for run in comparison.runs if run.counts for point in run.curves[find_course(comparison.metric)]]
     first, later = ([p.value for p in points if (p.step == 0) == at_start] for at_start in (True, False))
     span = max(later, default=0.0) - min(later, default=0.0)
@@ -45,8 +40,8 @@ def _cut_the_start(steps: Axes, seconds: Axes, comparison: Comparison) -> None:
         return
     for axes in (steps, seconds):
         axes.set_ylim(min(later) - 0.08 * span, max(later) + 0.08 * span)
-    told = f"before training: {sum(first) / len(first):.3g} (outside)"
-    steps.text(0.98, 0.97, told, transform=steps.transAxes, ha="right", va="top", fontsize=8, color="#555555")
+    text = f"before training: {sum(first) / len(first):.3g} (outside)"
+    steps.text(0.98, 0.97, text, transform=steps.transAxes, ha="right", va="top", fontsize=8, color="#555555")
 
 
 def _draw_phases(axes: Axes, groups: tuple[Group, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Quality against the time of a step, and against memory: what is better than what in both."""
+"""Quality against step time and against memory, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ if TYPE_CHECKING:
 
 
 def draw_pareto(figure: Figure, comparison: Comparison) -> None:
-    """Draw every group as a point; those on the front are joined.
-
-    Args:
-        figure: Empty.
-        comparison: What was compared.
-    """
+    """Draw every group as a point, and join those on the front."""
     figure.set_size_inches(10, 4.4 + legend_room(comparison, 4))
     time, memory = figure.subplots(1, 2, sharey=True)
     _draw(time, comparison, "step_seconds", 1000.0)

@@ -1,4 +1,4 @@
-"""A comparison as one page that stands alone: no network, readable on a phone, in print, in light and in dark."""
+"""The HTML report of a comparison: one file, readable offline, on a phone, in print, in light and in dark."""
 
 from sparsebp_cli.compare.report.page import REPORT_CURVES, render_report, write_report
 

@@ -1,11 +1,11 @@
-"""The end of the report: every run, where it ran, and how all of it is made again."""
+"""The report's appendix: every run, the environments, and the commands and recipes that make all of it again."""
 
 from __future__ import annotations
 
 import base64
 import shlex
 import time
-from html import escape
+from dataclasses import dataclass
 from typing import Any
 
 from sparsebp_cli.compare import number as show
@@ -17,14 +17,7 @@ from sparsebp_cli.run.visible import mask
 
 
 def runs_grid(comparison: Comparison) -> Grid:
-    """Return every run that was given.
-
-    Args:
-        comparison: What was compared.
-
-    Returns:
-        One row a run.
-    """
+    """Return one row for each run, those that count in no mean included."""
     rows = []
     for run in comparison.runs:
         commit = f"{run.git_sha[:10]}{' + changes' if run.dirty else ''}" or show.NONE
@@ -49,14 +42,7 @@ def runs_grid(comparison: Comparison) -> Grid:
 
 
 def environment_grid(comparison: Comparison) -> Grid:
-    """Return where the runs ran; what differs between them is among the other differences, too.
-
-    Args:
-        comparison: What was compared.
-
-    Returns:
-        One row a thing and value.
-    """
+    """Return one row for each property of the environments and each value that it has in some run."""
     values: dict[str, dict[str, dict[str, None]]] = {}
     for run in comparison.runs:
         for key, value in flatten(run.environment).items():
@@ -71,54 +57,65 @@ def environment_grid(comparison: Comparison) -> Grid:
     return Grid("Environment", ("what", "value", "groups"), rows, aside=3)
 
 
-def reproduce(comparison: Comparison, command: str) -> str:
-    """Return the section that tells how everything is made again.
+@dataclass(frozen=True)
+class RecipeText:
+    """A recipe as YAML; ``file_name`` is empty for another program's parameters, which SparseBP cannot run."""
 
-    Args:
-        comparison: What was compared.
-        command: That made the report; empty leaves it out.
+    title: str
+    text: str
+    file_name: str = ""
 
-    Returns:
-        HTML.
-    """
-    ours = [group for group in comparison.groups if group.policies]
+    @property
+    def base64(self) -> str:
+        """The YAML as the base64 of a data URL."""
+        return base64.b64encode(self.text.encode()).decode()
+
+
+@dataclass(frozen=True)
+class Appendix:
+    """The commands and recipes that make every run and the report again."""
+
+    made_with: str
+    commands: tuple[str, ...]
+    recipes: tuple[RecipeText, ...]
+
+    @property
+    def has_recipes(self) -> bool:
+        """Whether SparseBP can run at least one of the recipes."""
+        return any(recipe.file_name for recipe in self.recipes)
+
+
+def make_appendix(comparison: Comparison, command: str) -> Appendix:
+    """Collect what makes everything again; an empty command, which made the report, is left out."""
     lines = []
-    for group in ours:
-        seeds = ",".join(str(seed) for seed in group.seeds)
-        lines.append(f"sparsebp run {_file_name(group)}" + (f" --seeds {seeds}" if seeds else ""))
+    for group in comparison.groups:
+        if group.policies:
+            seeds = ",".join(str(seed) for seed in group.seeds)
+            lines.append(f"sparsebp run {_file_name(group)}" + (f" --seeds {seeds}" if seeds else ""))
     if command:
         lines.append(mask(command))
     versions = sorted({run.version for run in comparison.runs if run.version})
     commits = sorted({run.git_sha for run in comparison.runs if run.git_sha})
-    made = f"Made with SparseBP {', '.join(versions)}" if versions else ""
-    made += f", commit {', '.join(commits)}" if commits else ""
-    said = "Save each recipe under the name that stands above it, then:" if ours else "No run here has a recipe."
-    recipes = "".join(_recipe(group) for group in comparison.groups)
-    return (
-        f"<section><h2>How to make it again</h2>{f'<p>{escape(made)}.</p>' if made else ''}<p>{said}</p>"
-        f"<pre><code>{escape(chr(10).join(lines))}</code></pre>{recipes}</section>"
-    )
+    made_with = f"Made with SparseBP {', '.join(versions)}" if versions else ""
+    made_with += f", commit {', '.join(commits)}" if commits else ""
+    return Appendix(made_with, tuple(lines), tuple(_recipe(group) for group in comparison.groups))
 
 
 def _file_name(group: Group) -> str:
     return shlex.quote(f"{group.label.replace('#', '-')}.yaml")
 
 
-def _recipe(group: Group) -> str:
+def _recipe(group: Group) -> RecipeText:
     import yaml
 
-    text = yaml.safe_dump(_plain(group.recipe), sort_keys=False, allow_unicode=True, width=100)
+    text = yaml.safe_dump(_without_store(group.recipe), sort_keys=False, allow_unicode=True, width=100)
     if not group.policies:
-        head = f"{escape(group.label)}: parameters, as another program logged them"
-        return f"<details><summary>{head}</summary><pre><code>{escape(text)}</code></pre></details>"
-    name = escape(_file_name(group))
-    encoded = base64.b64encode(text.encode()).decode()
-    link = f'<a download="{name}" href="data:text/yaml;base64,{encoded}">save</a>'
-    return f"<details><summary>{name}</summary><p>{link}</p><pre><code>{escape(text)}</code></pre></details>"
+        return RecipeText(f"{group.label}: parameters, as another program logged them", text)
+    return RecipeText(_file_name(group), text, _file_name(group))
 
 
-def _plain(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The store is the reader's own business, and its address may name a machine."""
+def _without_store(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Leave the store's address out: it may name a private machine, and a reader has another store."""
     tracking = recipe.get("tracking")
     return recipe | (
         {"tracking": {k: v for k, v in tracking.items() if k != "uri"}} if isinstance(tracking, dict) else {}

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from sparsebp_cli.bench import Quartiles
+from sparsebp_cli.bench import RoundQuartiles
 from sparsebp_cli.plan.cost import ceiling, realised_share
 from sparsebp_cli.worker.bench.subject import Count, Pass, Subject
 from sparsebp_cli.worker.bench.variant import Variant
@@ -44,13 +44,13 @@ def run_interleaved(
     return found
 
 
-def quartiles(values: Sequence[float]) -> Quartiles:
+def quartiles(values: Sequence[float]) -> RoundQuartiles:
     """Return median and quartiles, rounded to four significant digits; a single value is all three."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return Quartiles(median=_round(median), low=_round(low), high=_round(high))
+    return RoundQuartiles(median=_round(median), low=_round(low), high=_round(high))
 
 
-def ratios(passes: Sequence[Pass], plain: Sequence[Pass], of: Callable[[Pass], float]) -> Quartiles:
+def ratios(passes: Sequence[Pass], plain: Sequence[Pass], of: Callable[[Pass], float]) -> RoundQuartiles:
     """Return quartiles of a time over that of plain PyTorch in the same round; below 1 is faster."""
     return quartiles([of(mine) / max(of(theirs), 1e-9) for mine, theirs in zip(passes, plain, strict=True)])
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsebp_cli.bench import BreakEven, Form, Row, find_break_even
+from sparsebp_cli.bench import BenchmarkRow, BreakEven, Form, find_break_even
 from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import GradientSelector
 from sparsebp_cli.worker.bench.rounds import bound, quartiles, ratios
@@ -27,7 +27,7 @@ class BenchCase:
     keep: float | None = None  # share that is kept; None if the form has no such option
 
 
-def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, plain_passes: list[Pass]) -> Row:
+def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, plain_passes: list[Pass]) -> BenchmarkRow:
     """Summarise the counts and passes of one variant, one pass a round, relative to those of plain PyTorch."""
     variant, form = case.variant, case.form
     ratio = ratios(passes, plain_passes, lambda one: one.both)
@@ -37,7 +37,7 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
     if form is not None and form.execution == "csr" and count.backward_flops >= plain.backward_flops:
         note = "ran masked: there is no product in CSR for this dtype here"
     gain = _find_gain(case, count, plain, ratio.median)
-    return Row(
+    return BenchmarkRow(
         site=variant.sites or "",
         label=variant.label if form is None else form.label,
         execution="dense" if form is None else form.execution,
@@ -73,7 +73,7 @@ def _find_gain(case: BenchCase, count: Count, plain: Count, seconds_ratio: float
     return SelectionGain(ratio, seconds_ratio, share, None, {})
 
 
-def break_evens(forms: Sequence[Form], rows: list[Row]) -> list[BreakEven]:
+def break_evens(forms: Sequence[Form], rows: list[BenchmarkRow]) -> list[BreakEven]:
     """Return the break-evens of forms that keep a share against plain PyTorch, then those between two executions of one
     form. The first row is plain PyTorch."""
     found = [_break_even(form, None, rows) for form in forms]
@@ -84,7 +84,7 @@ def break_evens(forms: Sequence[Form], rows: list[Row]) -> list[BreakEven]:
     return [one for one in found if one is not None]
 
 
-def _break_even(form: Form, other: Form | None, rows: list[Row]) -> BreakEven | None:
+def _break_even(form: Form, other: Form | None, rows: list[BenchmarkRow]) -> BreakEven | None:
     mine = {row.keep: row for row in rows if (row.site, row.label) == (form.site, form.label)}
     points = []
     for keep, row in mine.items():
@@ -97,7 +97,7 @@ def _break_even(form: Form, other: Form | None, rows: list[Row]) -> BreakEven | 
     return find_break_even(form.site, form.label, against, points) if points else None
 
 
-def _find(rows: list[Row], form: Form, keep: float | None) -> Row | None:
+def _find(rows: list[BenchmarkRow], form: Form, keep: float | None) -> BenchmarkRow | None:
     return next((row for row in rows if (row.site, row.label, row.keep) == (form.site, form.label, keep)), None)
 
 

@@ -1,4 +1,4 @@
-"""What every grip on a run has in common: all that is known of a run is in its folder on this machine."""
+"""The part of every job that reads only the run's folder on this machine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,10 @@ from sparsebp_cli.target.launch import Launch
 POLL_SECONDS = 0.1
 
 
-class FolderJob(Job):
-    """A grip on a run, held by nothing but its folder."""
+class RunHandle(Job):
+    """A job that reads the run's status, log and exit code from its folder."""
 
     def __init__(self, run: RunFolder) -> None:
-        """Take the grip.
-
-        Args:
-            run: The run.
-        """
         self._run = run
 
     @property
@@ -52,7 +47,7 @@ class FolderJob(Job):
     def logs(self, *, follow: bool = False) -> Iterator[str]:
         rest, offset = b"", 0
         while True:
-            over = not follow or self.status().over  # asked before reading, so that the last lines are not missed
+            over = not follow or self.status().over  # read before the log, so that the last lines are not missed
             new = _read_from(self._run.log_file, offset)
             offset += len(new)
             *lines, rest = (rest + new).split(b"\n")

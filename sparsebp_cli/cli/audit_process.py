@@ -1,4 +1,4 @@
-"""Runs a command with every Python process of it watched, and takes in what they found."""
+"""Runs a command with each of its Python processes audited, and reads the reports that they write."""
 
 from __future__ import annotations
 
@@ -21,38 +21,28 @@ SITE = Path(str(files("sparsebp_cli"))) / "worker" / "audit" / "site"
 
 
 @dataclass(frozen=True)
-class Watched:
-    """What became of a command.
+class AuditedCommand:
+    """The outcome of an audited command.
 
     Args:
         exit_code: Its own; 128 and the signal's number when a signal ended it.
         report: Of the first process that trained; None without one.
-        why_nothing: Without a report, why: one line.
+        why_no_report: One line, where there is no report.
     """
 
     exit_code: int
     report: AuditReport | None
-    why_nothing: str = ""
+    why_no_report: str = ""
 
 
-def run_watched(
+def run_audited(
     command: list[str], settings: dict[str, Any], place: Path, give: Callable[[AuditReport], None], *, quiet: bool
-) -> Watched:
+) -> AuditedCommand:
     """Run a command to its end.
 
-    Args:
-        command: Program and arguments.
-        settings: ``steps``, ``threshold``, ``stop``.
-        place: An empty folder for what its processes write.
-        give: Called with the report as soon as there is one of the first rank, while the command goes on; at the end
-            with that of another, if there is only such.
-        quiet: Whether its standard output goes to standard error, so that ours is the report alone.
-
-    Returns:
-        What became of it.
-
-    Raises:
-        UsageError: There is no such program.
+    ``settings`` are ``steps``, ``threshold`` and ``stop``; its processes write to the empty folder ``place``. ``give``
+    is called with the first rank's report as soon as it exists; at the end with another rank's, if only that exists.
+    ``quiet`` sends its standard output to standard error. Raises ``UsageError`` if there is no such program.
     """
     found = place / "found"
     found.mkdir()
@@ -69,21 +59,23 @@ def run_watched(
             program = {".py": "python", ".sh": "bash"}.get(Path(command[0]).suffix)
             hint = f"; did you mean: {program} {command[0]}?" if program is not None else ""
             raise UsageError(f"{command[0]}: {error.strerror}{hint}") from None
-        report, told = None, 0
+        report, num_handled = None, 0
         try:
             while (code := _poll(process)) is None:
                 if report is None and (report := _read(found, "report-0-*.json")) is not None:
                     give(report)
-                if interrupts.received[told:]:
-                    told = len(interrupts.received)
-                    if interrupts.received[-1] == signal.SIGTERM:  # Ctrl-C reaches the command by itself
+                if interrupts.received[num_handled:]:
+                    num_handled = len(interrupts.received)
+                    if interrupts.received[-1] == signal.SIGTERM:  # the terminal sends Ctrl-C to the command too
                         process.terminate()
-        except BaseException:  # such as a closed pipe: the command must not live on without anybody to wait for it
+        except BaseException:  # such as a closed pipe: do not leave the command running unattended
             process.terminate()
             raise
     if report is None and (report := _read(found, "report-*.json")) is not None:
         give(report)
-    return Watched(code, report, "" if report is not None else _why_nothing(found, command, code, settings["steps"]))
+    return AuditedCommand(
+        code, report, "" if report is not None else _why_no_report(found, command, code, settings["steps"])
+    )
 
 
 def _poll(process: subprocess.Popen[bytes]) -> int | None:
@@ -95,12 +87,12 @@ def _poll(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _read(found: Path, pattern: str) -> AuditReport | None:
-    """The report of the lowest rank."""
+    """Return the report of the lowest rank."""
     reports = sorted(found.glob(pattern), key=lambda file: [int(number) for number in file.stem.split("-")[1:]])
     return AuditReport.from_dict(json.loads(reports[0].read_text(encoding="utf-8"))) if reports else None
 
 
-def _why_nothing(found: Path, command: list[str], code: int, steps: int) -> str:
+def _why_no_report(found: Path, command: list[str], code: int, steps: int) -> str:
     failed = next(iter(sorted(found.glob("failed-*"))), None)
     if failed is not None:
         lines = failed.read_text(encoding="utf-8").strip().splitlines()

@@ -1,4 +1,4 @@
-"""Starts the process that measures, shows how far it is, and ends it when asked to."""
+"""Starts the process that measures a benchmark, shows its progress, and ends it on a signal."""
 
 from __future__ import annotations
 
@@ -28,18 +28,10 @@ SECONDS_TO_END = 5.0
 
 
 def measure(request: Request) -> Benchmark:
-    """Have a request measured, in a process of its own.
+    """Measure a request in a process of its own.
 
-    Args:
-        request: What to measure.
-
-    Returns:
-        What was found.
-
-    Raises:
-        UsageError: The model cannot be had.
-        RunFailedError: The process failed.
-        Exit: Ctrl-C (130) or SIGTERM (143) ended it.
+    Raises ``UsageError`` if the model cannot be loaded, ``RunFailedError`` if the process failed, and ``typer.Exit``
+    after Ctrl-C (130) or SIGTERM (143).
     """
     from sparsebp_cli.bench import Benchmark
 
@@ -50,7 +42,7 @@ def measure(request: Request) -> Benchmark:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            start_new_session=True,  # Ctrl-C comes to us alone
+            start_new_session=True,  # Ctrl-C reaches this process only
         )
         try:
             assert process.stdin is not None
@@ -71,7 +63,7 @@ def measure(request: Request) -> Benchmark:
 
 
 def _follow(process: subprocess.Popen[str], interrupts: Interrupts) -> dict[str, Any] | None:
-    """Show progress until the last record, which is returned; None when there is none."""
+    """Show progress until the last record, and return it; None when there is none."""
     records: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threading.Thread(target=_read, args=(process, records), daemon=True).start()
     with _Display() as display:
@@ -83,7 +75,7 @@ def _follow(process: subprocess.Popen[str], interrupts: Interrupts) -> dict[str,
                 continue
             if record is None or record["kind"] != "progress":
                 return record
-            display.take(record["what"], record["done"], record["total"])
+            display.add(record["what"], record["done"], record["total"])
     return None
 
 
@@ -95,26 +87,28 @@ def _read(process: subprocess.Popen[str], records: queue.Queue[dict[str, Any] | 
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Close its input, which ends it, then insist."""
+    """Close its input, which ends it; then terminate it, then kill it."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
-    for ask in (process.terminate, process.kill):
+    for end in (process.terminate, process.kill):
         try:
             process.wait(SECONDS_TO_END)
         except subprocess.TimeoutExpired:
-            ask()
+            end()
     process.wait()
 
 
 def _last_line(file: IO[str]) -> str:
     file.seek(0)
     lines = [line.strip() for line in file if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 class _Display:
-    """A bar in a terminal, a line every few seconds elsewhere; on standard error, for the result may go into a pipe."""
+    """A bar in a terminal, a line every few seconds elsewhere; on standard error, because the result may go into a
+    pipe.
+    """
 
     def __init__(self) -> None:
         self._console = console(stderr=True)
@@ -130,7 +124,7 @@ class _Display:
                 SpinnerColumn(),
                 BarColumn(20),
                 TextColumn("{task.fields[left]:>13}"),
-                TextColumn("{task.description}", markup=False),  # it makes a text of its own, whatever the console does
+                TextColumn("{task.description}", markup=False),  # the console's own markup=False does not reach it
                 console=self._console,
                 transient=True,
             )
@@ -142,8 +136,8 @@ class _Display:
         if self._progress is not None:
             self._progress.stop()
 
-    def take(self, what: str, done: int, total: int) -> None:
-        """Take in how far the process is."""
+    def add(self, what: str, done: int, total: int) -> None:
+        """Show how far the process is."""
         now = time.monotonic()
         if done and self._first_done is None:
             self._first_done, self._start = done, now
@@ -158,4 +152,4 @@ class _Display:
             print_line("  ".join(part for part in (f"pass {done} of {total}", what, left) if part), stderr=True)
 
     def refresh(self) -> None:
-        """Nothing has come; a terminal's spinner turns by itself."""
+        """Do nothing: a terminal's spinner turns by itself."""

@@ -1,4 +1,4 @@
-"""What is known of a run from its folder, read without the schema: old runs and foreign options stay readable."""
+"""Reads a run's folder without the schema, so that old runs and options of missing plugins stay readable."""
 
 from __future__ import annotations
 
@@ -13,17 +13,7 @@ from sparsebp_cli.run.visible import mask
 
 
 def read_plan(run: RunFolder) -> dict[str, Any]:
-    """Return a run's plan as it is stored.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The content of ``plan.json``.
-
-    Raises:
-        RunNotFoundError: There is none, or it is damaged.
-    """
+    """Return the content of a run's ``plan.json``; raises ``RunNotFoundError`` if it is missing or damaged."""
     try:
         plan = json.loads(run.plan_file.read_bytes())
         plan["recipe"]["training"]["max_steps"]
@@ -40,7 +30,7 @@ def read_recipe(run: RunFolder) -> dict[str, Any]:
 
 
 def describe_policies(recipe: dict[str, Any]) -> str:
-    """Return policies in one line, with the options that are not as they come: ``topk keep=0.1 along=columns``."""
+    """Return policies in one line, with the options that are not defaults: ``topk keep=0.1 along=columns``."""
     entries = []
     for entry in recipe["policy"]:
         usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
@@ -51,7 +41,7 @@ def describe_policies(recipe: dict[str, Any]) -> str:
 
 @cache
 def _find_defaults(name: str) -> dict[str, Any]:
-    """Return the defaults of a policy's options, as plan.json writes them; none of a policy that is not here."""
+    """Return the defaults of a policy's options as plan.json writes them; empty for a policy that is not installed."""
     try:
         policy_class = find_policy(name).policy_class
     except PolicyError:
@@ -62,14 +52,7 @@ def _find_defaults(name: str) -> dict[str, Any]:
 
 
 def find_one(word: str) -> RunFolder:
-    """Return the one run that a word names.
-
-    Args:
-        word: See ``run.find_run``; a name with several runs means the newest.
-
-    Returns:
-        The run.
-    """
+    """Return the run that a word names; the newest, if a name has several."""
     return find_run(word)[-1]
 
 

@@ -1,4 +1,4 @@
-"""The way from runs' folders to the targets that work on them, and back."""
+"""Submits runs to the targets of their plans, and finds the jobs of submitted runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def target_of(run: RunFolder) -> Target:
-    """Return the target that a run was, or is to be, submitted to."""
+    """Return the target in a run's plan."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import make_target
 
@@ -21,14 +21,9 @@ def target_of(run: RunFolder) -> Target:
 
 
 def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]:
-    """Submit runs, each to the target of its plan; those of one target are one submission.
+    """Submit runs, each to the target of its plan; runs of one target are one submission.
 
-    Args:
-        folders: With a plan in each.
-        max_parallel: How many work at once on each target.
-
-    Returns:
-        One job a run, in the order of the folders.
+    At most ``max_parallel`` work at once on each target. Returns one job a run, in order.
     """
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import make_target
@@ -43,11 +38,7 @@ def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]
 
 
 def check_plans(plans: Sequence[Plan]) -> None:
-    """Refuse what a target cannot carry out, before anything is written or started.
-
-    Args:
-        plans: Each with its target.
-    """
+    """Raise ``UsageError`` for a plan that its target cannot run, before anything is written or started."""
     from sparsebp_cli.target import make_target
 
     for plan in plans:
@@ -55,5 +46,5 @@ def check_plans(plans: Sequence[Plan]) -> None:
 
 
 def reattach(run: RunFolder) -> Job:
-    """Return a grip on a run that was submitted before."""
+    """Return the job of a run that was submitted before."""
     return target_of(run).reattach(run)

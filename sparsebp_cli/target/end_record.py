@@ -1,4 +1,4 @@
-"""How a run ended, said for a worker that could not say it itself."""
+"""Writes the ``end`` record of a run whose worker died before it could write one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from sparsebp_cli.run import JournalWriter, RunFolder, State, read
 
 MAX_LINE_CHARACTERS = 300
 STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
-LOST = 255  # what docker notes for a container whose machine lost power
+LOST = 255  # docker's exit code of a container whose machine lost power
 
 
-def settle(
+def write_end_record(
     run: RunFolder,
     exit_code: int | None,
     *,
@@ -22,31 +22,25 @@ def settle(
     text: str = "",
     failed: bool = False,
 ) -> State | None:
-    """Append an ``end`` record where the worker left none, or where it was interrupted because of a cancel.
+    """Append an ``end`` record where the worker left none, or where a cancel interrupted it.
 
-    Args:
-        run: The run; its worker is dead. The caller holds the target's lock.
-        exit_code: What the worker ended with; negative: killed by that signal; None: not known.
-        after_attempt: Attempts in the journal before this worker was started.
-        log_offset: Where the output of this worker begins in ``worker.log``.
-        text: Why it ended, when the caller knows better than the exit code does.
-        failed: Whether that text is about a failure; else about an interruption.
+    The worker is dead, and the caller holds the target's lock. ``after_attempt`` is the number of attempts in the
+    journal before this worker started; its output in ``worker.log`` begins at ``log_offset``. A negative exit code is
+    a signal; None is unknown. ``text`` is the reason, where the caller knows better than the exit code does; with
+    ``failed`` it describes a failure, else an interruption.
 
-    Returns:
-        The status appended; None when the worker had said it all.
-
-    Raises:
-        RunBusyError: The worker lives after all.
+    Returns the status appended; None when the worker's own record is complete. Raises ``RunBusyError`` when the worker
+    turns out to be alive.
     """
-    # The worker's lock is looked at, not taken: whoever asked for the state in between would be told "running".
+    # Test the worker's lock without taking it: while we held it, the run's state would read as "running".
     if run.is_locked("worker"):
-        raise RunBusyError(f"the worker of run {run.run_id} lives: it says itself how it ends")
+        raise RunBusyError(f"the worker of run {run.run_id} is alive and will write its own end")
     with JournalWriter(run.path) as journal:
         journal.attempt = max(journal.attempt - 1, after_attempt + 1)
         step, end = _find_last(run, journal.attempt)
         cancelled = run.cancel_file.exists()
         if exit_code == 0 and run.ended() is State.FINISHED:
-            return None  # it had nothing to do
+            return None  # a worker that finds the run finished writes nothing
         if end is not None and not (cancelled and end["status"] == State.INTERRUPTED):
             return None
         if cancelled:
@@ -72,12 +66,12 @@ def _find_last(run: RunFolder, attempt: int) -> tuple[int, dict[str, Any] | None
 
 
 def _is_interruption(exit_code: int | None) -> bool:
-    """Whether something else ended the worker: a signal, or a place that went down. A worker itself ends below 128."""
+    """Whether a signal or the loss of its machine ended the worker; a worker's own exit codes are below 128."""
     return exit_code is None or exit_code < 0 or exit_code == LOST or bool(_find_signal(exit_code))
 
 
 def _find_signal(exit_code: int | None) -> str:
-    """Return the name of the signal that an exit code stands for, negative or as a shell gives it; empty for none."""
+    """Return the name of the signal of an exit code, negative or 128 + N as a shell gives it; empty for none."""
     if exit_code is None:
         return ""
     try:
@@ -88,7 +82,7 @@ def _find_signal(exit_code: int | None) -> str:
 
 def _describe_interruption(exit_code: int | None) -> str:
     if exit_code is None:
-        return "the worker ended without a word"
+        return "the worker ended without a message"
     name = _find_signal(exit_code)
     if exit_code in STOPPED:
         return f"the worker was stopped by {name} before it could write a checkpoint"

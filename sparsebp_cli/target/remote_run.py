@@ -1,0 +1,191 @@
+"""Carries out one run on a target elsewhere, from its start to the last byte fetched."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+from filelock import FileLock
+
+from sparsebp_cli.errors import RunBusyError, RunFailedError, SparseBPError, UnreachableError
+from sparsebp_cli.run import RunFolder, read
+from sparsebp_cli.target.end_record import write_end_record
+from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus
+from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.tracking import Follower
+
+DEFAULT_GRACE_SECONDS = 30.0
+UNREACHABLE, OVER = "unreachable", "over"
+
+
+class RemoteRun:
+    """Holds the target's lock of one run. Each :meth:`poll` reads the worker's status and takes the next step."""
+
+    def __init__(self, run: RunFolder, engine: TargetEngine, process: int) -> None:
+        """Lock the run; raises ``RunBusyError`` if another dispatcher has it. ``process`` is this process's id."""
+        self.run, self._engine = run, engine
+        self._lock: FileLock = run.lock("target")
+        self._save_lock = threading.Lock()
+        self._before = Launch.load(run)
+        self._obeyed: dict[str, float] = {}
+        self._follower: Follower | None = None
+        self._tracking_warning = ""  # kept when a warning about the target is cleared
+        self.failures = 0
+        if self._before is not None and self._before.sight not in {"", OVER}:  # another dispatcher started it and died
+            self._launch = replace(self._before, watcher_pid=process, sight=UNREACHABLE)
+        else:
+            attempts = max((record["attempt"] for record, _ in read(run.path)), default=0)
+            offset = run.log_file.stat().st_size if run.log_file.exists() else 0
+            self._launch = Launch(attempts, process, sight=str(Phase.WAITING), log_offset=offset)
+            run.cancel_file.unlink(missing_ok=True)
+            run.request_file.unlink(missing_ok=True)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do."""
+        return self._launch.sight == OVER
+
+    @property
+    def has_new_request(self) -> bool:
+        """Whether the user made a request (stop, kill, cancel) that was not carried out yet."""
+        return self._request() not in {"", *self._obeyed}
+
+    def adopt_worker(self) -> bool:
+        """Follow the run's worker if the engine already has one, and return whether it has."""
+        handle = self._launch.handle or self._engine.find(self.run)
+        if handle is None:
+            return False
+        self.follow(handle)
+        return True
+
+    def finish_if_ended(self) -> bool:
+        """Finish the run and release it if its worker has ended by now; return whether it had."""
+        status = self._engine.status(self.run, self._launch.handle)
+        if status.phase is Phase.OVER:
+            self._finish(status)
+        return self.over
+
+    def follow(self, handle: str) -> None:
+        """Follow the worker with this handle: save the handle, and send the journal to the tracking store."""
+        self._save(handle=handle)
+        self._follower = self._follower or Follower(self.run, warn=self._warn).start()
+
+    def mark_waiting(self) -> None:
+        """Record in the run's folder that the run waits for its turn."""
+        self._save(sight=str(Phase.WAITING))
+
+    def abandon(self, text: str = "", *, forget: bool = False) -> None:
+        """Release a run that was never started. A text is the reason why it failed; with ``forget`` the run's folder
+        stays as it was before this process locked it.
+        """
+        if text or self.run.cancel_file.exists():
+            write_end_record(self.run, None, after_attempt=self._launch.after_attempt, text=text, failed=True)
+        if forget and self._before is None:
+            self.run.target_file.unlink(missing_ok=True)
+        elif forget and self._before is not None:
+            self._before.save(self.run)  # an earlier worker may live on: a target's silence does not mean it is over
+        else:
+            self._save(sight=OVER)
+        self._launch = replace(self._launch, sight=OVER)
+        self._lock.release()
+
+    def poll(self) -> None:
+        """Read the worker's status once and act on it. A target that does not answer is recorded as unreachable."""
+        try:
+            status = self._engine.status(self.run, self._launch.handle)
+            if status.phase is Phase.OVER:
+                self._finish(status)
+                return
+            self._save(sight=str(status.phase), warning=self._tracking_warning)
+            if status.phase is Phase.WORKING:
+                self._engine.pull(self.run, self._launch.handle)
+            self._obey_requests()
+            self.failures = 0
+        except UnreachableError as error:
+            self.mark_unreachable(str(error))
+        except OSError as error:  # such as a full disk here: the target keeps its files until there is room
+            self.mark_unreachable(f"what the run wrote cannot be kept here: {error}")
+        except Exception as error:  # a defect met with one run must not stop the dispatcher of the others
+            traceback.print_exc()
+            self.mark_unreachable(f"{type(error).__name__}: {error}; the traceback is in watcher.log")
+
+    def mark_unreachable(self, problem: str) -> None:
+        """Record that nothing is known of the worker, with the problem as the run's warning."""
+        self.failures += 1
+        self._save(sight=UNREACHABLE, warning=problem)
+
+    def _finish(self, status: WorkerStatus) -> None:
+        handle, text, refused = self._launch.handle, status.text, ""
+        try:
+            if not status.gone:
+                self._engine.fetch(self.run, handle)
+        except RunFailedError as error:  # dangerous content: leave it there for the user to inspect
+            text = refused = f"{error}; it is still there, as {handle}"
+        if "kill" in self._obeyed and not self.run.cancel_file.exists():
+            text = "killed by the user; the steps since the last checkpoint are repeated on resume"
+        try:
+            write_end_record(
+                self.run,
+                status.exit_code,
+                after_attempt=self._launch.after_attempt,
+                log_offset=self._launch.log_offset,
+                text=text,
+                failed=bool(refused),
+            )
+        except RunBusyError:  # on a shared disk the worker's lock may outlive its process for a moment
+            return
+        if not status.gone and not refused:
+            self._engine.release(self.run, handle)
+        self._save(sight=OVER, exit_code=status.exit_code, warning=refused or self._tracking_warning)
+        if self._follower is not None:
+            self._save(warning=refused or self._follower.stop().advice(self.run.run_id))
+        self._lock.release()
+
+    def _obey_requests(self) -> None:
+        request, now = self._request(), time.monotonic()
+        if not request:
+            return
+        if request == "kill":
+            if "kill" not in self._obeyed:
+                self._signal(signal.SIGKILL)
+        elif not self._obeyed:
+            self._signal(signal.SIGTERM)
+        self._obeyed.setdefault(request, now)
+        if "cancel" in self._obeyed and now - self._obeyed["cancel"] > self._grace():
+            self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        self._engine.signal(self.run, self._launch.handle, number)
+
+    def _request(self) -> str:
+        if self.run.cancel_file.exists():
+            return "cancel"
+        try:
+            return self.run.request_file.read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+    def _grace(self) -> float:
+        try:
+            return float(self.run.cancel_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return DEFAULT_GRACE_SECONDS
+
+    def _warn(self, text: str) -> None:
+        print(text, flush=True)
+        self._tracking_warning = text
+        self._save(warning=text)
+
+    def _save(self, **changes: Any) -> None:
+        with self._save_lock:  # the follower warns from a thread of its own
+            self._launch = replace(self._launch, **changes)
+            self._launch.save(self.run)
+
+
+def describe(error: SparseBPError) -> str:
+    """Return why a run could not be started, as its journal keeps it."""
+    return str(error) if isinstance(error, RunFailedError) else f"it could not be started: {error}"
