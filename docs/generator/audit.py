@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from generator.comparison import DRAFT, describe
-from sparsebp_cli.finding import SCHEMA, AuditReport, report
+from sparsebp_cli.audit_report import SCHEMA, AuditReport, report
 
 
 def schema(root: Path) -> str:  # noqa: ARG001 - the signature of every page

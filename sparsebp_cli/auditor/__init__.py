@@ -1,4 +1,6 @@
-"""PUBLIC. What a backward pass really executes and keeps, and what of it is wasted: on any training of this process."""
+"""PUBLIC. Audits any training of this process: what its backward passes execute and store, and how much of it is
+wasted.
+"""
 
 from sparsebp_cli.auditor.library import Audit, audit
 

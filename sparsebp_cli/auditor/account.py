@@ -1,31 +1,26 @@
-"""From findings to the report: per step, with shares, in words."""
+"""Builds the audit's report from the judged work: per step, with shares and sentences."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from sparsebp_cli.audit_report import KINDS, AuditReport, Finding, ModuleWork
 from sparsebp_cli.auditor.hook import HookCount
 from sparsebp_cli.auditor.judge import Waste, judge_work
 from sparsebp_cli.auditor.operation import AGAIN, DGRAD, OTHER, WGRAD
 from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.auditor.verdict import Verdict, judge_leaves
-from sparsebp_cli.finding import KINDS, AuditReport, Finding, ModuleWork
 
-FEWEST_VISITS = 4  # of one call: a hook that looks at fewer parameters scans nothing
-MANY_IGNORED = 0.05  # of the labels, and of rows that are needed all the same: below, nobody expects a saving
+FEWEST_VISITS = 4  # parameters per call: a hook that reads fewer is not scanning
+MANY_IGNORED = 0.05  # share of ignored labels, and of rows needed in spite of it, above which a note explains
 MOST_NAMES = 3  # in a sentence
 
 
 def make_report(session: Session, threshold: float) -> AuditReport:
-    """Return what an audit found.
+    """Return the report of a session that has ended.
 
-    Args:
-        session: That has ended.
-        threshold: Share of a step above which a finding is shown, in [0, 1).
-
-    Returns:
-        The report.
+    ``threshold`` is the share of a step, in [0, 1), above which a finding is shown.
     """
     ledger, steps = session.ledger, max(1, session.num_steps)
     verdict = judge_leaves(session)
@@ -44,7 +39,7 @@ def make_report(session: Session, threshold: float) -> AuditReport:
         for kind in KINDS
         if kind != "scanning-hooks"
     ]
-    found += _find_hooks(session, steps)
+    found += _find_scanning_hooks(session, steps)
     found = sorted((finding for finding in found if finding.share > 0), key=lambda finding: -finding.share)
     shown = tuple(finding for finding in found if finding.share > threshold)
     exact = [finding for finding in found if finding.exact]
@@ -136,8 +131,8 @@ def _list(names: Iterable[str]) -> str:
     return f"{first} and {len(rest)} more" if rest else first
 
 
-def _find_hooks(session: Session, steps: int) -> list[Finding]:
-    many = max(FEWEST_VISITS, len(session.parameters.fates) / 2)
+def _find_scanning_hooks(session: Session, steps: int) -> list[Finding]:
+    many = max(FEWEST_VISITS, len(session.parameters.histories) / 2)
     found = [
         count
         for count in session.hooks.counts.values()
@@ -150,7 +145,7 @@ def _find_hooks(session: Session, steps: int) -> list[Finding]:
         Finding(
             kind="scanning-hooks",
             title=kind.title,
-            detail="; ".join(_tell_hook(count, steps) for count in found),
+            detail="; ".join(_describe_hook(count, steps) for count in found),
             advice=kind.advice,
             exact=kind.exact,
             modules=(),
@@ -164,7 +159,7 @@ def _find_hooks(session: Session, steps: int) -> list[Finding]:
     ]
 
 
-def _tell_hook(count: HookCount, steps: int) -> str:
+def _describe_hook(count: HookCount, steps: int) -> str:
     return (
         f"{count.name}: {count.hooks} hooks, {count.calls / steps:.0f} calls a step, "
         f"each goes through {count.visits / count.calls:.0f} parameters"

@@ -1,4 +1,4 @@
-"""Hooks of somebody else's: how often they run, how long they take, and how many parameters each call goes through."""
+"""Counts calls, time and visited parameters of hooks that the user or a library has registered."""
 
 from __future__ import annotations
 
@@ -12,72 +12,58 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsebp_cli.auditor.function_patch import FunctionPatches
+
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OURS = ("sparsebp_cli", "torch", "accelerate")  # libraries' own hooks are part of how they work
+_OURS = ("sparsebp_cli", "torch", "accelerate")  # hooks of these libraries are not findings
 
 
 @dataclass
 class HookCount:
-    """Hooks that run the same code.
+    """Hooks that run the same code."""
 
-    Args:
-        name: Of their function.
-        hooks: How many there are.
-        calls: How often they ran.
-        seconds: In them.
-        visits: Parameters that they went through, over all calls.
-    """
-
-    name: str
+    name: str  # of their function
     hooks: int = 0
     calls: int = 0
     seconds: float = 0.0
-    visits: int = 0
+    visits: int = 0  # parameters visited, over all calls
 
 
 @dataclass
 class Hooks:
-    """Puts a clock around hooks that are registered, and takes it away again.
-
-    Args:
-        counts: By the hooks' code.
-    """
+    """Wraps registered hooks with counters, and unwraps them again; ``counts`` is by name of the hooks' function."""
 
     counts: dict[str, HookCount] = field(default_factory=dict)
     _replaced: list[tuple[MutableMapping[int, Any], int, Any, Any]] = field(default_factory=list)
     _running: list[set[int]] = field(default_factory=list)
-    _before: Callable[..., Any] | None = None
+    _patches: FunctionPatches = field(default_factory=FunctionPatches)
 
     def start(self) -> None:
-        """Count who goes through the parameters of a module."""
-        self._before = named_parameters = nn.Module.named_parameters
+        """Count iterations over the parameters of a module."""
 
-        @functools.wraps(named_parameters)
-        def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-            for name, parameter in named_parameters(module, *args, **kwargs):
-                if self._running:
-                    self._running[-1].add(id(parameter))
-                yield name, parameter
+        def make(named_parameters: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(named_parameters)
+            def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+                for name, parameter in named_parameters(module, *args, **kwargs):
+                    if self._running:
+                        self._running[-1].add(id(parameter))
+                    yield name, parameter
 
-        nn.Module.named_parameters = counted  # type: ignore[method-assign,assignment]
+            return counted
+
+        self._patches.replace(nn.Module, "named_parameters", make)
 
     def stop(self) -> None:
-        """Put everything back."""
-        if self._before is not None:
-            nn.Module.named_parameters = self._before  # type: ignore[method-assign]
+        """Restore everything."""
+        self._patches.restore()
         for hooks, number, clocked, original in self._replaced:
             if hooks.get(number) is clocked:
                 hooks[number] = original
         self._replaced.clear()
 
-    def look_at(self, modules: list[nn.Module], parameters: list[Tensor]) -> None:
-        """Put a clock around every hook that has none yet.
-
-        Args:
-            modules: Whose hooks.
-            parameters: Whose hooks.
-        """
+    def wrap_hooks(self, modules: list[nn.Module], parameters: list[Tensor]) -> None:
+        """Wrap every hook of these modules and parameters that is not wrapped yet."""
         for owners, names in ((modules, _OF_MODULES), (parameters, _OF_PARAMETERS)):
             for owner in owners:
                 for name in names:
@@ -111,7 +97,7 @@ class Hooks:
 
 
 class _Visits(TorchFunctionMode):
-    """Notes parameters that anything is asked of, their ``.grad`` as well."""
+    """Records parameters that any function is called with; reading ``.grad`` is such a call."""
 
     def __init__(self, visited: set[int]) -> None:
         super().__init__()
@@ -120,7 +106,7 @@ class _Visits(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - what the public class uses
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public name
             for value in args:
                 if isinstance(value, nn.Parameter):
                     self._visited.add(id(value))

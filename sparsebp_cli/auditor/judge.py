@@ -1,4 +1,4 @@
-"""From what was counted to findings: every FLOP and every byte is in one finding at most."""
+"""Assigns counted work to findings: every FLOP and every byte belongs to one finding at most."""
 
 from __future__ import annotations
 
@@ -15,35 +15,21 @@ from sparsebp_cli.auditor.verdict import Verdict
 
 @dataclass
 class Waste:
-    """What was wasted, over all steps and passes.
+    """Wasted work, over all steps and passes."""
 
-    Args:
-        flops: By kind of finding and module.
-        saved: Bytes by kind of finding and module.
-        rows: Share of rows of products that were zero: of heads, and elsewhere.
-        head_share: Of each head, the share of its rows whose gradient was zero.
-    """
-
+    # FLOPs and saved bytes by kind of finding and module.
     flops: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
     saved: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
-    head_share: dict[str, float] = field(default_factory=dict)
-    body_share: float = 0.0
+    head_share: dict[str, float] = field(default_factory=dict)  # share of a head's rows with a gradient of zero
+    body_share: float = 0.0  # the same share over all other products
 
 
 def judge_work(session: Session, verdict: Verdict) -> Waste:
-    """Judge all FLOPs and all that was saved.
-
-    Args:
-        session: That has ended.
-        verdict: On the leaves.
-
-    Returns:
-        What was wasted.
-    """
+    """Judge all FLOPs and saved tensors of a session that has ended."""
     waste = Waste()
-    held = sum(fate.bit for fate in session.parameters.fates.values() if _waits_for_step(fate))
+    held = sum(history.bit for history in session.parameters.histories.values() if _waits_for_step(history))
     products: dict[str, AccountFlops] = defaultdict(AccountFlops)
-    _settle_whole(session.ledger.passes)
+    _resolve_zero_gradients(session.ledger.passes)
     for one in session.ledger.passes:
         for account, work in one.work.items():
             _judge_account(session, verdict, waste, one, held, account, work)
@@ -54,13 +40,16 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
     return waste
 
 
-def _waits_for_step(fate: ParameterHistory) -> bool:
-    """Whether an optimizer's step is what uses a parameter's gradient: not one that is updated in the backward."""
-    return fate.steps > 0 and (fate.steps_with_gradient > 0 or not fate.has_moved)
+def _waits_for_step(history: ParameterHistory) -> bool:
+    """Whether an optimizer's step uses a parameter's gradient, and not an update inside the backward."""
+    return history.steps > 0 and (history.steps_with_gradient > 0 or not history.has_moved)
 
 
-def _settle_whole(passes: list[PassRecord]) -> None:
-    """A gradient that is all zero is waste if it always is: that of a new low-rank adapter is so but once."""
+def _resolve_zero_gradients(passes: list[PassRecord]) -> None:
+    """Count gradients that are zero in all rows as waste only if they are zero in every pass.
+
+    The first gradient of a new low-rank adapter is zero once.
+    """
     sums: dict[Account, AccountFlops] = defaultdict(AccountFlops)
     for one in passes:
         for account, work in one.work.items():
@@ -93,13 +82,13 @@ def _judge_account(
 
 
 def _dropped_kind(session: Session, account: Account) -> str:
-    fate = session.parameters.by_name.get(account.parameter)
-    is_frozen = account.kind == WGRAD and fate is not None and not fate.tensor.requires_grad
+    history = session.parameters.by_name.get(account.parameter)
+    is_frozen = account.kind == WGRAD and history is not None and not history.tensor.requires_grad
     return "frozen-wgrad" if is_frozen else "dropped-gradient"
 
 
 def _judge_rows(session: Session, waste: Waste, products: dict[str, AccountFlops]) -> None:
-    """The forward of rows that the loss does not depend on: of heads, and of padding."""
+    """Judge the forward of rows that the loss does not depend on: in heads, and at padding."""
     ledger = session.ledger
     shares = {name: _share(work.padding + work.zero, work) for name, work in products.items()}
     body = [work for name, work in products.items() if name not in ledger.heads]
@@ -144,10 +133,10 @@ def _judge_saved(session: Session, verdict: Verdict, waste: Waste, products: dic
 def _kind_of_kept(
     session: Session, verdict: Verdict, waste: Waste, kept: Kept, unread: set[tuple[str, tuple[int, ...]]]
 ) -> str | None:
-    """What is wrong with all of a saved storage; None when somebody who is needed read it, or may have."""
+    """Return the finding for all of a saved storage; None if needed work read it, or may read it."""
     if not kept.is_unpacked:
         if kept.alive and (kept.module, kept.shape) not in unread:
-            return None  # the graph still stands, and may be asked
+            return None  # the graph still exists, and a backward may read it
         visited = any(number in session.ledger.visited for number in kept.numbers)
         return "unread-saved" if visited else "unvisited-saved"
     if not kept.num_reads:

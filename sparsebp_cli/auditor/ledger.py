@@ -1,4 +1,4 @@
-"""What was counted, by module, kind of work and the leaves that the work leads to."""
+"""Counts of the audit, by module, kind of work and the leaves that the work leads to."""
 
 from __future__ import annotations
 
@@ -10,38 +10,23 @@ from sparsebp_cli.auditor.operation import AGAIN, Operation
 
 
 class Account(NamedTuple):
-    """Work that is judged alike.
-
-    Args:
-        module: To which it belongs.
-        kind: Of :class:`~sparsebp_cli.auditor.operation.Operation`.
-        parameter: Whose product it is; empty for none.
-        leaves: That it leads to.
-    """
+    """The key of work that is judged together."""
 
     module: str
-    kind: str
-    parameter: str
-    leaves: int
+    kind: str  # as in Operation
+    parameter: str  # the parameter of a product; empty for none
+    leaves: int  # the set of leaves that the work leads to
 
 
 @dataclass
 class AccountFlops:
-    """FLOPs of one account.
+    """FLOPs of one account."""
 
-    Args:
-        flops: All.
-        dead: Of them, for gradients that autograd dropped.
-        padding: Of the others, with zero rows of the gradient at padding positions.
-        zero: Of the others, with other zero rows of the gradient.
-        whole: Of the others, with a gradient that is zero in all of its rows; part of neither of the two.
-    """
-
-    flops: float = 0.0
-    dead: float = 0.0
-    padding: float = 0.0
-    zero: float = 0.0
-    whole: float = 0.0
+    flops: float = 0.0  # all
+    dead: float = 0.0  # for gradients that autograd dropped
+    padding: float = 0.0  # of the others, for zero rows of the gradient at padding positions
+    zero: float = 0.0  # of the others, for other zero rows
+    whole: float = 0.0  # of the others, for gradients that are zero in all rows; not part of the two before
 
     def add(self, other: AccountFlops) -> None:
         """Add another account's work."""
@@ -54,33 +39,21 @@ class AccountFlops:
 
 @dataclass
 class PassRecord:
-    """One backward pass.
+    """One backward pass."""
 
-    Args:
-        collected: Parameters that it gave a gradient.
-        used: Of them, those that an optimizer's step took since.
-        discarded: Of them, those that were cleared before.
-        work: By account.
-    """
-
-    collected: int = 0
-    used: int = 0
-    discarded: int = 0
+    collected: int = 0  # parameters that got a gradient in it
+    used: int = 0  # of them, those that an optimizer's step has used since
+    discarded: int = 0  # of them, those cleared before that
     work: dict[Account, AccountFlops] = field(default_factory=dict)
 
     @property
     def pending(self) -> int:
-        """Gradients of which nobody knows yet what becomes of them."""
+        """Gradients neither used nor cleared so far."""
         return self.collected & ~self.used & ~self.discarded
 
     def add(self, operation: Operation, *, is_dead: bool, padding: float, zero: float) -> None:
-        """Count an operation.
-
-        Args:
-            operation: Counted for its FLOPs.
-            is_dead: Whether it worked for a dropped gradient.
-            padding: Share of its rows that are zero at padding positions.
-            zero: Share of its rows that are zero elsewhere.
+        """Count an operation; ``padding`` and ``zero`` are the shares of its rows that are zero at padding and
+        elsewhere.
         """
         account = Account(operation.module, operation.kind, operation.parameter, operation.leaves)
         work = self.work.setdefault(account, AccountFlops())
@@ -96,45 +69,31 @@ class PassRecord:
 
 @dataclass
 class AuditLedger:
-    """Everything that was counted.
+    """All counts of an audit."""
 
-    Args:
-        forward: FLOPs where gradients were recorded, by module.
-        ungraded: FLOPs of forwards without gradients, by module.
-        products: Of each module's forward, FLOPs of products with a weight that have a row for every position.
-        widths: Of each module, the width of the last product of its forward.
-        heads: Modules whose output is a loss's logits.
-        labels: Of all losses that were seen.
-        ignored: Of them, those that a loss left out.
-        positions: Of the attention masks that were seen.
-        padded: Of them, padding.
-        passes: Outermost backward passes.
-        visited: Numbers of nodes that a backward ran.
-    """
-
-    forward: Counter[str] = field(default_factory=Counter)
-    ungraded: Counter[str] = field(default_factory=Counter)
-    products: Counter[str] = field(default_factory=Counter)
-    widths: dict[str, int] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)
-    labels: int = 0
-    ignored: int = 0
-    positions: int = 0
-    padded: int = 0
-    passes: list[PassRecord] = field(default_factory=list)
-    visited: set[int] = field(default_factory=set)
+    forward: Counter[str] = field(default_factory=Counter)  # FLOPs with gradients recorded, by module
+    ungraded: Counter[str] = field(default_factory=Counter)  # FLOPs of forwards without gradients, by module
+    products: Counter[str] = field(default_factory=Counter)  # forward FLOPs of products with a row for every position
+    widths: dict[str, int] = field(default_factory=dict)  # width of the last product in a module's forward
+    heads: dict[str, int] = field(default_factory=dict)  # modules whose output is a loss's logits, with their width
+    labels: int = 0  # of all losses
+    ignored: int = 0  # labels that a loss ignored
+    positions: int = 0  # of all attention masks
+    padded: int = 0  # positions of padding
+    passes: list[PassRecord] = field(default_factory=list)  # outermost backward passes
+    visited: set[int] = field(default_factory=set)  # numbers of nodes that a backward ran
 
     def use(self, leaves: int) -> None:
-        """Note that somebody looked at gradients: what they are used for nobody knows, and so it counts as used.
-
-        Args:
-            leaves: Whose.
+        """Count pending gradients as used, because code outside of an optimizer has read them for an unknown
+        purpose.
         """
         for one in self.passes:
             one.used |= one.pending & leaves
 
     def total(self, *kinds: str) -> float:
-        """Return the FLOPs of all backward passes of some kinds; without any, of all but what ran again."""
+        """Return the FLOPs of all backward passes for some kinds of work; without any, of all except repeated
+        forwards.
+        """
         return sum(
             work.flops
             for one in self.passes

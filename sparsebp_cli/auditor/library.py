@@ -1,4 +1,4 @@
-"""``sbp.audit``: around any training loop, of any library."""
+"""``sbp.audit``: audits any training loop, of any library."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, Self, overload
 
 from torch import nn
 
+from sparsebp_cli.audit_report import THRESHOLD, AuditReport
 from sparsebp_cli.auditor.account import make_report
 from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.finding import THRESHOLD, AuditReport
 
-_under_way: list[Session] = []  # one at a time in a process: what is replaced belongs to all of it
+_running: list[Session] = []  # one per process, since a session replaces functions of the whole process
 
 
 class Audit:
-    """Watches every forward, backward and optimizer step of this thread while it is entered.
+    """Watches every forward, backward and optimizer step of this thread while its block runs.
 
-    Training goes on as without it, but slower; sums may differ in their last bits, since some operators take other
-    ways while they are watched.
+    The training runs as without it, but slower. Sums may differ in their last bits, because some operators use other
+    implementations under a dispatch mode.
 
     Args:
-        model: Whose modules give the names; None: the first model that is called.
-        steps: Optimizer steps after which it stops by itself, at least 1; None: until the block ends.
+        model: Its modules give the names; None: the first model that is called.
+        steps: Optimizer steps after which the audit stops, at least 1; None: at the end of the block.
         threshold: Share of a step above which a finding is shown, in [0, 1).
         on_step: Called after each optimizer step with its number and ``steps``, 0 for None.
-        on_end: Called when ``steps`` were seen.
+        on_end: Called after the last of ``steps``.
 
     Raises:
         UsageError: A number is out of range.
@@ -50,41 +50,41 @@ class Audit:
             self._session.add_model(model)
 
     def start(self) -> Self:
-        """Begin to watch.
+        """Start watching.
 
         Returns:
             This audit.
 
         Raises:
-            UsageError: Another audit is under way in this process.
+            UsageError: Another audit is running in this process.
         """
-        if any(session.is_running for session in _under_way):
-            raise UsageError("another audit is under way in this process: end it first")
-        _under_way[:] = [self._session]
+        if any(session.is_running for session in _running):
+            raise UsageError("another audit is running in this process: end it first")
+        _running[:] = [self._session]
         self._session.start()
         return self
 
     def stop(self) -> None:
-        """Watch no longer; everything is as it was. Calling it again does nothing."""
+        """Stop watching and restore everything. Further calls do nothing."""
         self._session.stop()
         self._session.close()
 
     @property
     def has_seen_backward(self) -> bool:
-        """Whether a backward pass has ended since the beginning."""
+        """Whether a backward pass has ended since the start."""
         return bool(self._session.ledger.passes)
 
     def report(self) -> AuditReport:
-        """Return what was found.
+        """Return the report.
 
         Returns:
-            The report; it prints itself in a few lines.
+            The report; printing it shows a few lines.
 
         Raises:
-            UsageError: No backward pass was seen, or the audit is still under way.
+            UsageError: No backward pass was seen, or the audit is still running.
         """
         if self._session.is_running:
-            raise UsageError("the audit is still under way: leave its block, or call stop(), before report()")
+            raise UsageError("the audit is still running: leave its block, or call stop(), before report()")
         if not self.has_seen_backward:
             raise UsageError(
                 "no backward pass was seen: call loss.backward() between start and stop, in the same thread"
@@ -92,11 +92,11 @@ class Audit:
         return make_report(self._session, self._threshold)
 
     def __enter__(self) -> Self:
-        """Begin to watch."""
+        """Start watching."""
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self.stop()
 
 
@@ -111,16 +111,16 @@ def audit(subject: Callable[[], Any], *, steps: int | None = None, threshold: fl
 def audit(
     subject: nn.Module | Callable[[], Any] | None = None, *, steps: int | None = None, threshold: float = THRESHOLD
 ) -> Audit | AuditReport:
-    """Watch a training.
+    """Audit a training.
 
     Args:
-        subject: A model, or nothing: an :class:`Audit` to be entered. Anything else that can be called: is called,
-            without arguments.
-        steps: Optimizer steps after which watching ends by itself, at least 1; None: when the block or call ends.
+        subject: A model or None: return an :class:`Audit` to use as a context manager. Any other callable: call it
+            without arguments and audit the call.
+        steps: Optimizer steps after which the audit stops, at least 1; None: when the block or call ends.
         threshold: Share of a step above which a finding is shown, in [0, 1).
 
     Returns:
-        The audit; of a function, its report.
+        The audit; for a function, its report.
 
     Raises:
         UsageError: A number is out of range, the subject is neither, or the function ran no backward pass.
@@ -129,6 +129,6 @@ def audit(
         return Audit(subject, steps=steps, threshold=threshold)
     if not callable(subject):
         raise UsageError(f"audit takes a model or a function without arguments, got {type(subject).__name__}")
-    with Audit(steps=steps, threshold=threshold) as under_way:
+    with Audit(steps=steps, threshold=threshold) as running:
         subject()
-    return under_way.report()
+    return running.report()

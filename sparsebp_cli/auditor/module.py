@@ -1,4 +1,4 @@
-"""Which module is at work, of any model that is called: modules are met as they run, not given beforehand."""
+"""Names the running module of any model: modules are discovered when they run."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsebp_cli.auditor.function_patch import FunctionPatches
 from sparsebp_cli.backward.observe.attribution import is_left_out
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 
-# A wrapper's own name for what it wraps: no part of what its user calls the module.
+# Names under which wrappers hold a module; they are left out of module names.
 WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class AnyModules(ModuleTrace):
-    """Tells the module at work, of every model that this process calls.
+    """Names the running module, of every model that this process calls.
 
-    ``nn.Module.__call__`` is replaced for as long as it is entered: hooks of a class would be seen only by modules
-    without any of their own, and tell nothing of keyword arguments.
-
-    Args:
-        at_root: Called before the forward of an outermost module, with the module, its arguments and keyword arguments.
+    It replaces ``nn.Module.__call__`` while entered, because global module hooks do not get keyword arguments.
+    ``at_root`` is called before the forward of an outermost module, with the module, its arguments and keyword
+    arguments.
     """
 
     def __init__(self, at_root: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
@@ -32,42 +31,24 @@ class AnyModules(ModuleTrace):
         self._at_root = at_root
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._roots: set[str] = set()
+        self._patches = FunctionPatches()
         self.has_compiled = False
 
     def __enter__(self) -> AnyModules:
         """Replace the call of modules."""
         super().__enter__()
-        call, enter, leave = nn.Module.__call__, self._enter_module, self._leave_module
-
-        @functools.wraps(call)
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._is_entered:
-                return call(module, *args, **kwargs)
-            name = enter(module, args, kwargs)
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                leave(name)
-
-        self._is_entered, self._call = True, call
-        nn.Module.__call__ = watched  # type: ignore[method-assign]
+        self._is_entered = True
+        self._patches.replace(nn.Module, "__call__", self._watch_calls)
         return self
 
     def __exit__(self, *trace: Any) -> None:
-        """Put it back."""
+        """Restore it."""
         self._is_entered = False
-        nn.Module.__call__ = self._call  # type: ignore[method-assign]
+        self._patches.restore()
         super().__exit__(*trace)
 
-    def adopt(self, root: nn.Module) -> bool:
-        """Name a model and all of its modules; those that have a name keep it.
-
-        Args:
-            root: An outermost module.
-
-        Returns:
-            Whether it was not known.
-        """
+    def add_root(self, root: nn.Module) -> bool:
+        """Name a root model and its modules, keeping names given before; return whether the root is new."""
         if root in self._names:
             return False
         label = ""
@@ -87,22 +68,37 @@ class AnyModules(ModuleTrace):
         return True
 
     def known(self) -> list[nn.Module]:
-        """Return every module that was met."""
+        """Return every module seen so far."""
         return list(self._names)
 
     def name_of(self, module: nn.Module) -> str:
         """Return a module's name; empty for the model itself."""
         return self._names.get(module, "")
 
-    def is_light(self, module: nn.Module) -> bool:
+    def has_no_parameters(self, module: nn.Module) -> bool:
         """Return whether a module has no parameters, such as a loss."""
         return next(module.parameters(), None) is None
+
+    def _watch_calls(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        enter, leave = self._enter_module, self._leave_module
+
+        @functools.wraps(call)
+        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not self._is_entered:
+                return call(module, *args, **kwargs)
+            name = enter(module, args, kwargs)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                leave(name)
+
+        return watched
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if not self.is_running:
             self._at_root(module, args, kwargs)
         elif module not in self._names:
-            self._names[module] = type(module).__name__  # made inside a forward
+            self._names[module] = type(module).__name__  # created inside a forward
         name = self._names[module]
         if not is_left_out():
             self._graph.enter(name)

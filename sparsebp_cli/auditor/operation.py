@@ -1,4 +1,4 @@
-"""One operator that ran inside a backward pass, and which of them worked for a gradient that autograd dropped."""
+"""Operators of a backward pass, and those of them that worked for a gradient that autograd dropped."""
 
 from __future__ import annotations
 
@@ -18,42 +18,23 @@ DGRAD, WGRAD, OTHER, AGAIN = "dgrad", "wgrad", "other", "again"
 
 @dataclass
 class Operation:
-    """One operator.
+    """One operator."""
 
-    Args:
-        reads: Storages that it reads.
-        writes: Storages that it makes or changes.
-        module: To which it belongs.
-        leaves: That its result leads to.
-        kind: ``dgrad``, ``wgrad``, ``other``, or ``again`` for a forward that runs again.
-        parameter: Whose product it is; empty for none.
-        flops: That it executed.
-        num_rows: Rows of the gradient that it multiplies; 0 when they were not looked at.
-        zero_N: Which of them are zero, one truth value a row; None when they were not looked at.
-        kept: Saved activations that it reads.
-        number: Of its node.
-    """
-
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
+    reads: tuple[int, ...]  # storages
+    writes: tuple[int, ...]  # storages that it creates or changes
     module: str
-    leaves: int
-    kind: str = OTHER
-    parameter: str = ""
+    leaves: int  # the set of leaves that its result leads to
+    kind: str = OTHER  # `again` is a repeated forward
+    parameter: str = ""  # the parameter of a product; empty for none
     flops: int = 0
-    num_rows: int = 0
-    zero_N: Tensor | None = None
-    kept: tuple[Kept, ...] = ()
-    number: int = -1
+    num_rows: int = 0  # rows of the gradient in a product; 0 if not checked
+    zero_N: Tensor | None = None  # which of them are zero; None if not checked
+    kept: tuple[Kept, ...] = ()  # saved activations that it reads
+    number: int = -1  # of its node
 
     def zero_shares(self, padding_N: Tensor | None) -> tuple[float, float]:
-        """Return the shares of its rows that are zero: at padding positions, and elsewhere; waits for the device.
-
-        Args:
-            padding_N: Which positions are padding; None for none.
-
-        Returns:
-            Both, in [0, 1].
+        """Return the shares of its rows that are zero at padding positions and elsewhere; synchronises with the
+        device.
         """
         if self.zero_N is None or not self.num_rows:
             return 0.0, 0.0
@@ -65,46 +46,36 @@ class Operation:
 
 @dataclass
 class OperatorTape:
-    """The operators of one backward pass in their order.
+    """The operators of one backward pass in order."""
 
-    Args:
-        operations: Views apart, which compute nothing.
-        references: Weak references to all that was written: no address is given away while the tape is kept.
-        dropped: Weak references to what Functions returned for inputs that need no gradient, by storage.
-        hides_from: Number of the first node that ran a backward pass of its own; what it leads to is not in the graph,
-            and only nodes with larger numbers can lead to it. None without one.
-    """
-
-    operations: list[Operation] = field(default_factory=list)
-    references: list[Any] = field(default_factory=list)
-    dropped: dict[int, Any] = field(default_factory=dict)
+    operations: list[Operation] = field(default_factory=list)  # except views, which compute nothing
+    references: list[Any] = field(default_factory=list)  # weak references to written storages keep addresses unique
+    dropped: dict[int, Any] = field(default_factory=dict)  # results of Functions for inputs that need no gradient
+    # Number of the first node that ran a backward pass of its own. The leaves of that pass are not in the graph; only
+    # nodes with larger numbers can lead to it.
     hides_from: int | None = None
 
     def hide(self, number: int) -> None:
-        """Note that a node runs a backward pass of its own, as reentrant checkpointing does.
-
-        Args:
-            number: The node's.
-        """
+        """Record that a node runs a backward pass of its own, as reentrant checkpointing does."""
         self.hides_from = number if self.hides_from is None else min(number, self.hides_from)
 
-    def settle(self) -> None:
-        """Give what may lead to a hidden graph an unknown end; a weight's own product leads to the weight alone."""
+    def mark_hidden(self) -> None:
+        """Add the unknown leaf to operations that may lead to a hidden graph; a wgrad leads to its weight alone."""
         if self.hides_from is not None:
             for operation in self.operations:
                 if operation.number >= self.hides_from and operation.kind != WGRAD:
                     operation.leaves |= UNKNOWN
 
     def find_dead(self) -> set[int]:
-        """Return which operations worked for a dropped gradient alone, by their place on the tape.
+        """Return the indices of operations that worked only for a dropped gradient.
 
-        A value whose readers are not known (a kernel of somebody's own, the host) counts as used.
+        A value with unknown readers (a custom kernel, the host) counts as used.
         """
         gone = {key for key, reference in self.dropped.items() if reference.expired()}
         if not gone:
             return set()
         dead: set[int] = set()
-        needed: dict[int, bool] = {}  # by storage: whether a reader further on is alive
+        needed: dict[int, bool] = {}  # by storage: whether a later reader is alive
         for place in range(len(self.operations) - 1, -1, -1):
             operation = self.operations[place]
             if operation.writes and all(_is_dead(key, gone, needed) for key in operation.writes):

@@ -1,4 +1,4 @@
-"""What becomes of every parameter: does it move, who updates it, and is its gradient used or thrown away?"""
+"""Tracks every parameter: whether it moves, who updates it, and whether its gradient is used or discarded."""
 
 from __future__ import annotations
 
@@ -15,42 +15,30 @@ from sparsebp_cli.auditor.reach import UNKNOWN
 from sparsebp_cli.auditor.storage import has_storage, key_of, refer
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22  # numbers that are cast at once
+_CHUNK = 1 << 22  # numbers cast at once
 
 
 @dataclass
 class ParameterHistory:
-    """One parameter.
+    """One parameter."""
 
-    Args:
-        name: In its model.
-        bit: Among the leaves.
-        tensor: The parameter.
-        print_before: Of its numbers when it was first seen.
-        steps: Of optimizers that hold it.
-        steps_with_gradient: Of them, those that found a gradient.
-        steps_with_rate: Of those, those with a learning rate other than zero.
-        chances: Of those, those whose gradient was not all zero.
-        grad_bytes: What its gradient occupied at most, after a backward pass or when an optimizer began a step.
-    """
-
-    name: str
-    bit: int
+    name: str  # in its model
+    bit: int  # in sets of leaves
     tensor: Tensor
-    print_before: tuple[int, int]
-    steps: int = 0
+    fingerprint_before: tuple[int, int]  # fingerprint when it was first seen
+    steps: int = 0  # of optimizers that hold it
     steps_with_gradient: int = 0
-    steps_with_rate: int = 0
-    chances: int = 0
-    grad_bytes: int = 0
+    steps_with_rate: int = 0  # of those, with a learning rate other than zero
+    steps_with_nonzero: int = 0  # of those, with a gradient that was not all zero
+    grad_bytes: int = 0  # largest size of its gradient after a backward or at the start of a step
 
     @property
     def has_moved(self) -> bool:
-        """Whether any of its numbers is another one than at first."""
-        return fingerprint(self.tensor) != self.print_before
+        """Whether any of its numbers has changed."""
+        return fingerprint(self.tensor) != self.fingerprint_before
 
-    def weigh(self) -> None:
-        """Note what its gradient occupies now."""
+    def record_size(self) -> None:
+        """Record the present size of its gradient."""
         if self.tensor.grad is not None:
             grad = _numbers(self.tensor.grad)
             self.grad_bytes = max(self.grad_bytes, grad.numel() * grad.element_size())
@@ -58,40 +46,25 @@ class ParameterHistory:
 
 @dataclass
 class Parameters:
-    """Every parameter that was met.
+    """All parameters seen so far."""
 
-    Args:
-        fates: By parameter.
-        by_name: The same by name.
-        captured: Bits of those whose gradient ``torch.autograd.grad`` returned to somebody.
-        optimizers: That made a step, with the number of their steps.
-        num_steps: Steps of the optimizer that made most.
-        is_ahead: Whether the last step that began was the first of its number: not that of another optimizer beside.
-        stand_ins: Whole parameters that were gathered of sharded ones, with what is known of those.
-    """
-
-    fates: dict[Tensor, ParameterHistory] = field(default_factory=dict)
+    histories: dict[Tensor, ParameterHistory] = field(default_factory=dict)
     by_name: dict[str, ParameterHistory] = field(default_factory=dict)
-    captured: int = 0
-    optimizers: dict[Any, int] = field(default_factory=dict)
-    stand_ins: dict[Tensor, ParameterHistory] = field(default_factory=dict)
-    num_steps: int = 0
-    is_ahead: bool = False
+    captured: int = 0  # bits of those whose gradient `torch.autograd.grad` returned
+    optimizers: dict[Any, int] = field(default_factory=dict)  # with the number of their steps
+    gathered: dict[Tensor, ParameterHistory] = field(default_factory=dict)  # parameters gathered from sharded ones
+    num_steps: int = 0  # of the optimizer with most steps
+    is_ahead: bool = False  # the latest step was the first with its number, and not a second optimizer's
     _bits: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, parameter: Tensor) -> None:
-        """Take in a parameter; one that is known keeps its name.
-
-        Args:
-            name: Its name.
-            parameter: It.
-        """
-        if parameter not in self.fates:
-            fate = ParameterHistory(name, self.new_bit(name), parameter, fingerprint(parameter))
-            self.fates[parameter] = self.by_name[name] = fate
+        """Add a parameter; a known one keeps its name."""
+        if parameter not in self.histories:
+            history = ParameterHistory(name, self.new_bit(name), parameter, fingerprint(parameter))
+            self.histories[parameter] = self.by_name[name] = history
 
     def new_bit(self, name: str) -> int:
-        """Return the bit of a name among the leaves."""
+        """Return the bit of a name in sets of leaves."""
         return self._bits.setdefault(name, 1 << (len(self._bits) + 1))
 
     def bit_of(self, name: str) -> int:
@@ -99,45 +72,42 @@ class Parameters:
         return self.by_name[name].bit if name in self.by_name else UNKNOWN
 
     def bits_of(self, tensors: Iterable[Tensor]) -> int:
-        """Return the bits of those tensors that are known."""
+        """Return the bits of those tensors that are known parameters."""
         bits = 0
         for tensor in tensors:
-            fate = self.find(tensor)
-            bits |= 0 if fate is None else fate.bit
+            history = self.find(tensor)
+            bits |= 0 if history is None else history.bit
         return bits
 
     def find(self, tensor: Tensor) -> ParameterHistory | None:
-        """Return what is known of a parameter, or of the one that it stands for; None for nothing."""
-        return self.fates.get(tensor) or self.stand_ins.get(tensor)
+        """Return the history of a parameter, or of the sharded one that it was gathered from; None if unknown."""
+        return self.histories.get(tensor) or self.gathered.get(tensor)
 
     def start_step(
         self, optimizer: torch.optim.Optimizer, passes: Iterable[PassRecord], *, is_again: bool = False
     ) -> None:
-        """Note what an optimizer is about to use.
+        """Record the gradients that an optimizer is about to use.
 
-        Args:
-            optimizer: About to make a step, or inside one with gradients of a closure.
-            passes: Whose gradients may wait for it.
-            is_again: Whether the closure has been called in this step before.
+        ``passes`` may have gradients pending for it. ``is_again``: this step has called its closure before.
         """
         found = lost = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter not in self.fates:
-                    self.add(f"parameter {len(self.fates)}", parameter)
-                fate = self.fates[parameter]
-                fate.steps += not is_again
+                if parameter not in self.histories:
+                    self.add(f"parameter {len(self.histories)}", parameter)
+                history = self.histories[parameter]
+                history.steps += not is_again
                 if parameter.grad is None:
-                    lost |= fate.bit
+                    lost |= history.bit
                     continue
-                found |= fate.bit
-                fate.weigh()
+                found |= history.bit
+                history.record_size()
                 if is_again:
                     continue
-                fate.steps_with_gradient += 1
+                history.steps_with_gradient += 1
                 if float(group.get("lr", 1.0)):
-                    fate.steps_with_rate += 1
-                    fate.chances += bool(_numbers(parameter.grad).any())
+                    history.steps_with_rate += 1
+                    history.steps_with_nonzero += bool(_numbers(parameter.grad).any())
         for one in passes:
             one.discarded |= one.pending & lost
             one.used |= one.pending & found
@@ -147,67 +117,54 @@ class Parameters:
         self.is_ahead, self.num_steps = made > self.num_steps, max(made, self.num_steps)
 
     def clear(self, tensors: Iterable[Tensor], passes: Iterable[PassRecord]) -> None:
-        """Note that gradients are about to be cleared.
-
-        Args:
-            tensors: Parameters whose gradients are.
-            passes: Whose gradients may not have been used yet.
-        """
+        """Record that the gradients of some parameters are about to be cleared."""
         bits = self.bits_of(tensors)
         for one in passes:
             one.discarded |= one.pending & bits
 
     def clear_missing(self, passes: list[PassRecord]) -> None:
-        """Note gradients that somebody took away since they were computed."""
+        """Record gradients that were removed since they were computed."""
         if any(one.pending for one in passes):
-            waiting = {id(fate) for fate in self.stand_ins.values()}  # FSDP may keep gradients until it reduces them
-            self.clear([p for p, fate in self.fates.items() if p.grad is None and id(fate) not in waiting], passes)
+            waiting = {
+                id(history) for history in self.gathered.values()
+            }  # FSDP may keep gradients until it reduces them
+            self.clear(
+                [p for p, history in self.histories.items() if p.grad is None and id(history) not in waiting], passes
+            )
 
     def gradients(self) -> dict[int, tuple[int, StorageWeakRef]]:
-        """Weigh all gradients, and return the bits of those that have one, by its storage, which keeps its number."""
+        """Record the size of all gradients, and return the bits of those that exist by storage, with a weak
+        reference.
+        """
         found = {}
-        for parameter, fate in self.fates.items():
-            fate.weigh()
+        for parameter, history in self.histories.items():
+            history.record_size()
             if parameter.grad is not None and has_storage(parameter.grad):
-                found[key_of(parameter.grad)] = fate.bit, refer(parameter.grad)
+                found[key_of(parameter.grad)] = history.bit, refer(parameter.grad)
         return found
 
     def bytes(self) -> tuple[int, int]:
-        """Return what parameters and their gradients occupy."""
-        own = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in map(_local, self.fates)}  # noqa: SLF001
-        return sum(own.values()), sum(fate.grad_bytes for fate in self.fates.values())
+        """Return the bytes of parameters and of their gradients."""
+        own = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in map(_local, self.histories)}  # noqa: SLF001
+        return sum(own.values()), sum(history.grad_bytes for history in self.histories.values())
 
     def state_bytes(self, of: set[str] | None = None) -> int:
-        """Return what optimizers hold for parameters.
-
-        Args:
-            of: Names; None for all.
-
-        Returns:
-            Bytes.
-        """
+        """Return the bytes of optimizer state, of the named parameters or of all."""
         count = 0
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
-                fate = self.fates.get(parameter) if isinstance(parameter, Tensor) else None
-                if of is None or (fate is not None and fate.name in of):
+                history = self.histories.get(parameter) if isinstance(parameter, Tensor) else None
+                if of is None or (history is not None and history.name in of):
                     tensors = [value for value in state.values() if isinstance(value, Tensor)]
                     count += sum(_local(value).numel() * value.element_size() for value in tensors)
         return count
 
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Return two numbers that another content would change: sums over its bits, plain and by place.
-
-    Args:
-        tensor: Of any type; waits for its device.
-
-    Returns:
-        Both sums.
-    """
+    """Return two checksums of a tensor's bits, plain and weighted by position; synchronises with its device."""
     plain = _local(tensor.detach())
     if plain.numel() and not plain.untyped_storage().nbytes():
-        return 0, 0  # its memory is given back for a while
+        return 0, 0  # its memory is freed for the moment, as FSDP does between uses
     flat = plain.contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -221,13 +178,13 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The part of a sharded tensor that this process holds."""
+    """Return the part of a sharded tensor that this process holds."""
     to_local = getattr(tensor, "to_local", None)
     local: Tensor = to_local() if to_local is not None else tensor
     return local.data if isinstance(local, nn.Parameter) else local
 
 
 def _numbers(grad: Tensor) -> Tensor:
-    """What of a gradient takes memory here: the entries of a sparse one, this process' part of a sharded one."""
+    """Return the part of a gradient that takes memory: the entries of a sparse one, the local part of a sharded one."""
     local = _local(grad)
-    return local._values() if local.layout is torch.sparse_coo else local  # noqa: SLF001 - values() asks for a coalesced one
+    return local._values() if local.layout is torch.sparse_coo else local  # noqa: SLF001 - values() refuses uncoalesced ones

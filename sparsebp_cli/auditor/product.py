@@ -1,4 +1,4 @@
-"""Products of two matrices in a backward pass, and which rows of the gradient in them are exactly zero."""
+"""Matrix products in a backward pass, and the rows of the gradient in them that are exactly zero."""
 
 from __future__ import annotations
 
@@ -16,43 +16,23 @@ _SUMS = (_ATEN.addmm, _ATEN.addmm_, _ATEN.baddbmm, _ATEN.baddbmm_, _ATEN.addbmm,
 
 
 def is_product(operator: Any) -> bool:
-    """Return whether an operator is a product of two matrices, with or without a sum.
-
-    Args:
-        operator: As ``__torch_dispatch__`` receives it.
-
-    Returns:
-        Whether it is.
-    """
+    """Return whether an operator, as ``__torch_dispatch__`` receives it, is a matrix product, with or without a sum."""
     return operator.overloadpacket in _PRODUCTS
 
 
 def factors_of(operator: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return what an operator multiplies: not what it adds the product to.
-
-    Args:
-        operator: As ``__torch_dispatch__`` receives it.
-        args: Its arguments.
-
-    Returns:
-        Tensors, in their order.
-    """
+    """Return the tensors that an operator multiplies, without the one that the product is added to."""
     tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
     return tensors[1:] if operator.overloadpacket in _SUMS else tensors
 
 
 def find_zero(left: Tensor, right: Tensor, kind: str, *, weight_is_left: bool) -> Tensor | None:
-    """Return which rows contribute nothing to a product, because they are exactly zero.
+    """Return which rows contribute nothing to a product because they are exactly zero; None if the factors cannot
+    be read.
 
-    Args:
-        left: The first factor.
-        right: The second.
-        kind: ``dgrad``: a row of the gradient makes one row of the result. ``wgrad``: it makes one term of the sum,
-            with a row of the saved input; the term is nothing when either is zero.
-        weight_is_left: Of dgrad, whether the gradient is the second factor, transposed.
-
-    Returns:
-        One truth value a row; None for tensors that cannot be looked at.
+    In ``dgrad`` a row of the gradient gives one row of the result; ``weight_is_left``: the gradient is the second
+    factor, transposed. In ``wgrad`` it gives one term of the sum, with a row of the saved input, and the term is zero
+    if either is.
     """
     if not (is_plain(left) and is_plain(right)):
         return None

@@ -1,6 +1,6 @@
-"""Which leaves every node of a graph leads to: a gradient is worth computing only on the way to one that is used.
+"""The leaves that every node of a graph leads to: a gradient is useful only on the way to a used one.
 
-A set of leaves is a whole number, one bit a leaf. Bit 0 stands for whatever is not known, and counts as used.
+A set of leaves is an integer with one bit per leaf. Bit 0 stands for unknown leaves, and counts as used.
 """
 
 from __future__ import annotations
@@ -14,34 +14,23 @@ from torch.autograd.function import BackwardCFunction
 
 from sparsebp_cli.backward.observe.graph import LEAF
 
-UNKNOWN = 1  # the bit of what nobody can judge
+UNKNOWN = 1  # the bit of leaves that cannot be judged
 
 
 @dataclass
 class LeafReachability:
-    """The graph of one backward pass.
+    """The graph of one backward pass."""
 
-    Args:
-        leaves: Of each node, by its sequence number.
-        edges: Of each node, the sets of its edges in their order; 0 for an edge that leads nowhere.
-        functions: Nodes of Functions written in Python.
-        variables: Every leaf.
-    """
-
-    leaves: dict[int, int] = field(default_factory=dict)
-    edges: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    functions: list[Any] = field(default_factory=list)
-    variables: list[Tensor] = field(default_factory=list)
+    leaves: dict[int, int] = field(default_factory=dict)  # of each node, by sequence number
+    edges: dict[int, tuple[int, ...]] = field(default_factory=dict)  # leaves of each edge of a node; 0: leads nowhere
+    functions: list[Any] = field(default_factory=list)  # nodes of Python Functions
+    variables: list[Tensor] = field(default_factory=list)  # all leaves
 
     def behind(self, number: int, own: int) -> int:
         """Return the leaves that the gradient of a product's input leads to.
 
-        Args:
-            number: The node's.
-            own: Bits of the parameters that the product's module reads itself: weight and bias.
-
-        Returns:
-            A set of leaves: without the edges to its own parameters, where there is another.
+        ``own`` has the bits of the weight and bias that the module itself reads; their edges are left out if there are
+        others.
         """
         others = [edge for edge in self.edges.get(number, ()) if edge & ~own]
         if not others:
@@ -53,15 +42,7 @@ class LeafReachability:
 
 
 def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReachability:
-    """Go through the graph below some tensors.
-
-    Args:
-        roots: What is differentiated.
-        bit_of: Of a leaf.
-
-    Returns:
-        The graph.
-    """
+    """Read the graph below some tensors; ``bit_of`` gives the bit of a leaf."""
     reach, found, order = LeafReachability(), dict[Any, int](), list[Any]()
     waiting = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
     while waiting:
@@ -80,7 +61,7 @@ def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReacha
         edges = tuple(0 if child is None else found[child] for child, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
             reach.functions.append(node)
-        hides = not any(edges)  # what leads to nothing visible may well do something of its own
+        hides = not any(edges)  # a node without visible leaves may have effects of its own
         for edge in edges:
             found[node] |= edge
         found[node] |= UNKNOWN if hides else 0

@@ -1,4 +1,4 @@
-"""Runs a backward pass as PyTorch would, with its graph known and its operators written down."""
+"""Runs a backward pass of PyTorch with its graph and operators recorded."""
 
 from __future__ import annotations
 
@@ -21,52 +21,27 @@ from sparsebp_cli.auditor.watch import OperatorWatch
 
 @dataclass(frozen=True)
 class InputGradient:
-    """The gradient of a leaf that is no parameter, after one pass.
+    """The gradient of a leaf that is no parameter, after one pass."""
 
-    Args:
-        bit: The leaf's; leaves are told apart by their order in the graph.
-        key: Of its storage.
-        reference: To its storage; None when the pass gave it none.
-    """
-
-    bit: int
-    key: int
-    reference: StorageWeakRef | None
+    bit: int  # of the leaf, by its order in the graph
+    key: int  # of the gradient's storage
+    reference: StorageWeakRef | None  # to the storage; None if the pass gave no gradient
 
 
 class PassRunner:
-    """Knows the backward passes under way.
-
-    Args:
-        watch: Sees their operators.
-        parameters: Knows whose gradients they compute.
-
-    Attributes:
-        current: The outermost pass under way; None outside.
-        inputs: What leaves that are no parameters got, pass by pass.
-    """
+    """Runs backward passes under ``watch``."""
 
     def __init__(self, watch: OperatorWatch, parameters: Parameters) -> None:
         self._watch, self._parameters = watch, parameters
-        self.current: PassRecord | None = None
-        self.inputs: list[InputGradient] = []
+        self.current: PassRecord | None = None  # the running outermost pass
+        self.inputs: list[InputGradient] = []  # gradients of leaves that are no parameters, pass by pass
         self._tapes: list[OperatorTape] = []
 
     def run(self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass; one inside another is counted with that.
-
-        Args:
-            run: PyTorch's own function.
-            outputs: What is differentiated.
-            *args: For ``run``.
-            **kwargs: For ``run``.
-
-        Returns:
-            What ``run`` returned.
-        """
+        """Run a pass by PyTorch's own function ``run``; a pass inside another counts as part of it."""
         is_outer = self.current is None
         current = self.current = self.current or PassRecord()
-        reach, seen = self._look_at(outputs, args, current, is_outer=is_outer, accumulates=kwargs["accumulate_grad"])
+        reach, seen = self._read_graph(outputs, args, current, is_outer=is_outer, accumulates=kwargs["accumulate_grad"])
         tape = self._watch.begin(reach)
         if self._tapes:
             self._tapes[-1].hide(_current_number())
@@ -86,19 +61,19 @@ class PassRunner:
                 self._watch.ledger.passes.append(current)
                 self._note_inputs(seen)
 
-    def _look_at(
+    def _read_graph(
         self, outputs: Any, args: tuple[Any, ...], current: PassRecord, *, is_outer: bool, accumulates: bool
     ) -> tuple[LeafReachability, list[tuple[int, Tensor]]]:
-        """The graph, and its leaves that are no parameters with their bits."""
+        """Return the graph, and its leaves that are no parameters with their bits."""
         parameters, seen = self._parameters, list[tuple[int, Tensor]]()
 
         def bit_of(variable: Tensor) -> int:
             if isinstance(variable, nn.Parameter) and parameters.find(variable) is None and not is_flat(variable):
-                parameters.add(f"parameter {len(parameters.fates)}", variable)
-                self._watch.weights.add(variable, parameters.fates[variable].name)
-            fate = parameters.find(variable)
-            if fate is not None:
-                return fate.bit
+                parameters.add(f"parameter {len(parameters.histories)}", variable)
+                self._watch.weights.add(variable, parameters.histories[variable].name)
+            history = parameters.find(variable)
+            if history is not None:
+                return history.bit
             if isinstance(variable, nn.Parameter) or not (is_outer and accumulates):
                 return UNKNOWN
             seen.append((parameters.new_bit(f"input {len(seen)}"), variable))
@@ -120,11 +95,11 @@ class PassRunner:
                 self.inputs.append(InputGradient(bit, 0, None))
                 continue
             self.inputs.append(InputGradient(bit, key_of(grad), refer(grad)))
-            self._watch.looks.unread.add(key_of(grad))
+            self._watch.gradient_reads.unread.add(key_of(grad))
 
 
 class _Dropped:
-    """Notes what a Function returns for inputs that need no gradient: autograd drops it."""
+    """Hook that records results of a Function for inputs that need no gradient, which autograd drops."""
 
     def __init__(self, node: Any, dropped: dict[int, Any]) -> None:
         self._wanted = [child is not None for child, _ in node.next_functions]
@@ -137,5 +112,5 @@ class _Dropped:
 
 
 def _current_number() -> int:
-    node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; tests hold it
+    node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; covered by tests
     return 0 if node is None else int(node._sequence_nr())  # noqa: SLF001 - the same

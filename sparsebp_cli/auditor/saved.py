@@ -1,9 +1,14 @@
-"""What autograd saved for the backward: where, how much, and whether anything that is used ever read it."""
+"""Tensors that autograd saved for the backward: their module and size, and whether any used gradient depended on
+them.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,35 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Kept:
-    """One storage that is saved, by one operator or by several.
+    """One saved storage, possibly saved by several operators."""
 
-    Args:
-        module: Whose forward saved it first.
-        num_bytes: Of the whole storage.
-        shape: Of the tensor that was saved first.
-        numbers: Of the nodes that saved it.
-        alive: How many of its packs still stand in the graph.
-        is_unpacked: Whether the backward took it out.
-        num_reads: By operators inside a backward.
-        need: Leaves that those who read it lead to.
-        padding_share: Of its rows, those of padding positions; 0 for what has no such rows.
-        zero_share: Of its rows, those that only products with zero rows of the gradient read.
-    """
-
-    module: str
-    num_bytes: int
-    shape: tuple[int, ...]
-    numbers: list[int] = field(default_factory=list)
-    alive: int = 0
-    is_unpacked: bool = False
-    num_reads: int = 0
-    need: int = 0
-    padding_share: float = 0.0
-    zero_share: float | None = None
+    module: str  # whose forward saved it first
+    num_bytes: int  # of the whole storage
+    shape: tuple[int, ...]  # of the tensor saved first
+    numbers: list[int] = field(default_factory=list)  # of the nodes that saved it
+    alive: int = 0  # saved tensors of it that graphs still hold
+    is_unpacked: bool = False  # the backward has read it
+    num_reads: int = 0  # by operators inside a backward
+    need: int = 0  # leaves that its readers lead to
+    padding_share: float = 0.0  # share of its rows at padding positions; 0 if it has no such rows
+    zero_share: float | None = None  # share of its rows read only by products with zero rows of the gradient
 
 
 class Packed:
-    """What stands in the graph for a saved tensor, and tells when the graph lets go of it."""
+    """A saved tensor as the graph holds it; reports when the graph releases it."""
 
     __slots__ = ("_kept", "_saved", "key", "tensor")
 
@@ -55,7 +47,7 @@ class Packed:
             kept.alive += 1
 
     def unpack(self) -> Tensor:
-        """Return the tensor, which the backward asks for."""
+        """Return the tensor to the backward."""
         if self._kept is not None:
             self._kept.is_unpacked = True
         return self.tensor
@@ -69,12 +61,7 @@ class Packed:
 
 
 class SavedTensors:
-    """Saved-tensor hooks of this thread.
-
-    Args:
-        modules: Knows which module runs.
-        weights: Parameters are there anyway and are not counted.
-    """
+    """Saved-tensor hooks of this thread; parameters are not counted."""
 
     def __init__(self, modules: AnyModules, weights: Weights) -> None:
         self._modules, self._weights = modules, weights
@@ -85,7 +72,7 @@ class SavedTensors:
         self._hooks: tuple[object, object] | None = None
 
     def start(self) -> None:
-        """Put the hooks in, unless they or somebody else's are there."""
+        """Install the hooks, unless any are installed."""
         if self._hooks is not None:
             self.is_active = True
         elif _top() is None and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
@@ -94,24 +81,24 @@ class SavedTensors:
             self.is_active = self.has_seen = True
 
     def stop(self) -> None:
-        """Take them out; as long as somebody else's are on top, they stay and do nothing."""
+        """Remove the hooks; if another library's are on top, they stay without effect."""
         self.is_active = False
         if self._hooks is not None and _top() == self._hooks:
             torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001 - as above
             self._hooks = None
 
     def release(self, key: int, kept: Kept) -> None:
-        """Note that no graph holds a storage any more."""
+        """Record that no graph holds a storage any more."""
         if self.by_key.get(key) is kept:
             del self.by_key[key]
         self.released.append(kept)
 
     def take_all(self) -> list[Kept]:
-        """Return everything: what was let go of, and what graphs still hold."""
+        """Return all storages: released ones, and those that graphs still hold."""
         return self.released + list(self.by_key.values())
 
     def _pack(self, tensor: Tensor) -> Packed:
-        plain = tensor.detach()  # the tensor itself would keep its own graph alive
+        plain = tensor.detach()  # a reference to the tensor itself would keep its graph alive
         if not has_storage(tensor):
             return Packed(self, None, 0, plain)
         key = key_of(tensor)
@@ -121,7 +108,7 @@ class SavedTensors:
         if kept is None:
             kept = self.by_key[key] = Kept(self._modules.current, num_bytes(tensor), tuple(tensor.shape))
             kept.padding_share = self._padding_share(kept.shape)
-        # A node takes its number when it is made, and saves next.
+        # A node is numbered when it is created, just before it saves its tensors.
         kept.numbers.append(torch.autograd._get_sequence_nr() - 1)  # type: ignore[attr-defined]  # noqa: SLF001
         return Packed(self, kept, key, plain)
 
@@ -133,6 +120,30 @@ class SavedTensors:
         apart = len(shape) >= 2 and shape[:2] == (size, length)
         heads = len(shape) == 4 and (shape[0], shape[2]) == (size, length)
         return share if flat or apart or heads else 0.0
+
+
+def suspend_hooks(saved: SavedTensors) -> Callable[[Any], Any]:
+    """Return a replacement of ``disable_saved_tensors_hooks`` that removes the audit's hooks first.
+
+    ``torch.func`` refuses to work while any are installed, and an audit must not make a training fail.
+    """
+
+    def make(disable: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], AbstractContextManager[None]]:
+        @functools.wraps(disable)
+        @contextmanager
+        def suspended(error_message: str) -> Iterator[None]:
+            was_active = saved.is_active
+            saved.stop()
+            try:
+                with disable(error_message):
+                    yield
+            finally:
+                if was_active:
+                    saved.start()
+
+        return suspended
+
+    return make
 
 
 def _top() -> tuple[object, object] | None:

@@ -1,4 +1,4 @@
-"""Puts everything that watches into this process, and takes it out again."""
+"""Installs everything that watches a training in this process, and removes it again."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from sparsebp_cli.auditor.function_patch import FunctionPatches
 from sparsebp_cli.auditor.hook import Hooks
 from sparsebp_cli.auditor.ledger import AuditLedger, PassRecord
 from sparsebp_cli.auditor.module import AnyModules
 from sparsebp_cli.auditor.parameter import Parameters
-from sparsebp_cli.auditor.replaced import Replaced, step_aside
 from sparsebp_cli.auditor.runner import PassRunner
-from sparsebp_cli.auditor.saved import Kept, SavedTensors
+from sparsebp_cli.auditor.saved import Kept, SavedTensors, suspend_hooks
 from sparsebp_cli.auditor.sharded import find_gathered, is_sharded
 from sparsebp_cli.auditor.storage import Weights, has_storage
 from sparsebp_cli.auditor.watch import OperatorWatch
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
-MOST_PASSES_A_STEP = 64  # of a loop without an optimizer that could be seen, a step is one backward pass
+MOST_PASSES_A_STEP = 64  # without a visible optimizer, the audit ends after so many passes per wanted step
 Progress = Callable[[int, int], None]
 
 
 class Session:
-    """Watches the trainings of this process for some optimizer steps.
+    """Watches the trainings of this process for ``steps`` optimizer steps, or until :meth:`stop`.
 
-    Args:
-        steps: How many; None: until :meth:`stop`.
-        on_step: Called after each with its number and the number of all; may raise, which ends the step's caller.
-        on_end: Called when all steps were seen.
+    ``on_step`` is called after each step with its number and the number of all, and may raise; ``on_end`` after the
+    last.
     """
 
     def __init__(
@@ -44,113 +42,109 @@ class Session:
     ) -> None:
         self.wanted, self._on_step, self._on_end = steps, on_step, on_end
         self.ledger, self.weights, self.parameters, self.hooks = AuditLedger(), Weights(), Parameters(), Hooks()
-        self.modules = AnyModules(self._see_root)
+        self.modules = AnyModules(self._on_root)
         self.saved = SavedTensors(self.modules, self.weights)
         self.watch = OperatorWatch(
             self.ledger, self.modules, self.weights, self.saved, self._shape_of, self.parameters.bit_of
         )
         self.runner = PassRunner(self.watch, self.parameters)
-        self.is_running = self._is_armed = self._is_due = False
+        self.is_running = self._is_installed = self._is_due = False
         self.seconds, self._last_number = 0.0, 0
         self._since: float | None = None
         self._handles: list[Any] = []
-        self._replaced = Replaced()
-        self._swapped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._patches = FunctionPatches()
+        self._incomplete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def start(self) -> None:
-        """Begin to watch. Operators are seen from the first forward or backward on."""
+        """Start watching. Operators are recorded from the first forward or backward on."""
         self.is_running = True
         self._num_compiled = _count_compiled()
         self.modules.__enter__()
         self.hooks.start()
-        self._arm()
+        self._install()
         steps = Steps(self)
         self._handles = [
             register_optimizer_step_pre_hook(steps.before),
             register_optimizer_step_post_hook(steps.after),
         ]
-        replace = self._replaced.replace  # both backward and grad end in the first
+        replace = self._patches.replace  # Tensor.backward and autograd.grad both call the first
         self._run = replace(torch.autograd, "_engine_run_backward", lambda _: self._run_backward)
-        replace(torch.autograd.graph, "disable_saved_tensors_hooks", step_aside(self.saved))
+        replace(torch.autograd.graph, "disable_saved_tensors_hooks", suspend_hooks(self.saved))
         replace(torch.optim.Optimizer, "zero_grad", self._clearing(_held))
         replace(nn.Module, "zero_grad", self._clearing(nn.Module.parameters))
 
     def stop(self) -> None:
-        """Watch no longer. Calling it again does nothing."""
+        """Stop watching. Further calls do nothing."""
         if not self.is_running:
             return
         self.is_running = self._is_due = False
         if self._since is not None:
             self.seconds = time.perf_counter() - self._since
-        self._replaced.restore()
+        self._patches.restore()
         self.hooks.stop()
         self.modules.__exit__(None, None, None)
         self.watch.is_active = False
-        self._withdraw()
+        self._uninstall()
         self.modules.has_compiled |= _count_compiled() > self._num_compiled
         if self.modules.has_compiled:
-            torch.compiler.reset()  # what dynamo met under a mode it would leave alone from then on
+            torch.compiler.reset()  # dynamo would never compile again what it skipped under the dispatch mode
 
     def close(self) -> None:
-        """Take out what could not be taken out before: optimizers' hooks never inside one of them."""
-        self._withdraw()
+        """Remove the optimizer hooks, which cannot be removed while one of them runs."""
+        self._uninstall()
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def saved_of_passes(self) -> list[Kept]:
-        """Return what was saved for backward passes that came; forwards after the last of them are not judged."""
+        """Return tensors saved for passes that have run; forwards after the last pass are not judged."""
         return [kept for kept in self.saved.take_all() if kept.numbers[0] < self._last_number]
 
     @property
     def passes(self) -> list[PassRecord]:
-        """Outermost backward passes, the one under way as well."""
+        """Outermost backward passes, including the running one."""
         return self.ledger.passes + ([self.runner.current] if self.runner.current is not None else [])
 
     @property
     def num_steps(self) -> int:
-        """Steps so far: of the optimizer that made most; without one, backward passes."""
+        """Steps so far: of the optimizer with most; without an optimizer, backward passes."""
         return self.parameters.num_steps or len(self.ledger.passes)
 
     def add_model(self, model: nn.Module) -> None:
-        """Name a model's modules and take in its parameters.
-
-        Args:
-            model: An outermost module.
-        """
-        if not self.modules.adopt(model) and model not in self._swapped:
+        """Name a root model's modules and add its parameters."""
+        if not self.modules.add_root(model) and model not in self._incomplete:
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public name
-            self._swapped.add(model)  # inside a transform nothing can be looked at
+            self._incomplete.add(model)  # tensors cannot be read inside a torch.func transform
             return
-        self._swapped.discard(model)
+        self._incomplete.discard(model)
         for module in model.modules():
             if is_sharded(module):
                 self.watch.find_sharded = self._find_sharded
             for name, parameter in module.named_parameters(recurse=False):
                 if is_lazy(parameter) or not (parameter.is_leaf and has_storage(parameter)):
-                    self._swapped.add(model)  # not made yet, or functional_call put another in its place
+                    self._incomplete.add(model)  # lazy, or replaced by functional_call
                     continue
                 full = ".".join(part for part in (self.modules.name_of(module), name) if part)
                 self.parameters.add(full, parameter)
-                self.weights.add(parameter, self.parameters.fates[parameter].name)
+                self.weights.add(parameter, self.parameters.histories[parameter].name)
 
-    def _see_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.add_model(module)
         if is_in_backward():
-            return  # checkpointing runs a part again: what the model was given stands
+            return  # a repeated part under checkpointing; the model's own inputs still apply
         self.watch.is_graded = torch.is_grad_enabled()
         if self.watch.is_graded:
-            self._arm()
+            self._install()
             self._begin_clock()
-            self._see_mask(module, args, kwargs)
+            self._record_mask(module, args, kwargs)
 
-    def _see_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Padding, where a mask of examples by positions tells it."""
+    def _record_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record padding from a two-dimensional attention mask."""
         given = [kwargs, *(value for value in args if isinstance(value, dict))]
         mask = next((values["attention_mask"] for values in given if values.get("attention_mask") is not None), None)
-        if mask is None and self.modules.is_light(module):
-            return  # such as a loss: what the model was given stands
+        if mask is None and self.modules.has_no_parameters(module):
+            return  # such as a loss; the model's own inputs still apply
         if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.is_floating_point():
             self.watch.padding_N = self.saved.rows = None
             return
@@ -161,18 +155,20 @@ class Session:
         self.watch.padding_N = padding_BT.flatten() if padded else None
         self.saved.rows = (*mask.shape, padded / mask.numel()) if padded else None
 
-    def _arm(self) -> None:
-        """Put the mode and the hooks of this thread in, but never on somebody else's, who will take out the top."""
-        if not self._is_armed and not _modes():
-            self._is_armed = True
+    def _install(self) -> None:
+        """Install this thread's dispatch mode and hooks, but never on top of another library's, which would remove
+        ours.
+        """
+        if not self._is_installed and not _modes():
+            self._is_installed = True
             self.watch.__enter__()  # type: ignore[no-untyped-call]
         self.saved.start()
 
-    def _withdraw(self) -> None:
-        """Take them out; as long as somebody else's are on top, they stay and do nothing."""
+    def _uninstall(self) -> None:
+        """Remove them; if another library's are on top, they stay without effect."""
         self.saved.stop()
-        if self._is_armed and _modes() and _modes()[-1] is self.watch:
-            self._is_armed = False
+        if self._is_installed and _modes() and _modes()[-1] is self.watch:
+            self._is_installed = False
             self.watch.__exit__(None, None, None)
 
     def _begin_clock(self) -> None:
@@ -182,20 +178,20 @@ class Session:
     def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_running or torch.compiler.is_compiling():
             return self._run(outputs, *args, **kwargs)
-        self._arm()
+        self._install()
         self._begin_clock()
         if self.runner.current is None:
-            for model in list(self._swapped):
+            for model in list(self._incomplete):
                 self.add_model(model)
             self._find_sharded()
             self._last_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
             self.parameters.clear_missing(self.ledger.passes)
-            self.hooks.look_at(self.modules.known(), list(self.parameters.fates))
+            self.hooks.wrap_hooks(self.modules.known(), list(self.parameters.histories))
         try:
             return self.runner.run(self._run, outputs, *args, **kwargs)
         finally:
             if self.runner.current is None:
-                self.watch.looks.gradients = self.parameters.gradients()
+                self.watch.gradient_reads.gradients = self.parameters.gradients()
                 if self._has_seen_enough():
                     self._end()
 
@@ -203,16 +199,16 @@ class Session:
         if self.watch.find_sharded is None:
             return
         for whole, sharded in find_gathered(self.modules.known()):
-            fate = self.parameters.fates.get(sharded)
-            if fate is not None and whole not in self.parameters.stand_ins:
-                self.parameters.stand_ins[whole] = fate
-                self.weights.add(whole, fate.name)
+            history = self.parameters.histories.get(sharded)
+            if history is not None and whole not in self.parameters.gathered:
+                self.parameters.gathered[whole] = history
+                self.weights.add(whole, history.name)
 
     def _clearing(self, tensors_of: Callable[[Any], Iterable[Tensor]]) -> Callable[[Any], Any]:
-        """What notes, before gradients are cleared, that they are."""
+        """Return a patch that records gradients before they are cleared."""
 
         def make(clear: Callable[..., None]) -> Callable[..., None]:
-            @functools.wraps(clear)  # accelerate looks at its signature
+            @functools.wraps(clear)  # accelerate reads its signature
             def cleared(owner: Any, *args: Any, **kwargs: Any) -> None:
                 self.parameters.clear(tensors_of(owner), self.passes)
                 clear(owner, *args, **kwargs)
@@ -227,7 +223,7 @@ class Session:
         return len(self.ledger.passes) >= self.wanted * MOST_PASSES_A_STEP
 
     def end_step(self) -> None:
-        """Tell of a step that has ended, and stop after the last."""
+        """Report a step that has ended, and stop after the last."""
         made = self.parameters.num_steps
         if self._on_step is not None and not self._is_due:
             self._on_step(made, self.wanted or 0)
@@ -243,8 +239,8 @@ class Session:
                 self._on_end()
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
-        fate = self.parameters.by_name.get(name)
-        return tuple(fate.tensor.shape) if fate is not None else ()
+        history = self.parameters.by_name.get(name)
+        return tuple(history.tensor.shape) if history is not None else ()
 
 
 def _held(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
@@ -252,8 +248,8 @@ def _held(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 
 
 def _count_compiled() -> int:
-    """How many functions ``torch.compile`` was asked for so far; what it declined under a mode is among them."""
-    convert = sys.modules.get("torch._dynamo.convert_frame")  # imported with the first
+    """Return how many functions torch.compile has seen so far, including those it skipped under a dispatch mode."""
+    convert = sys.modules.get("torch._dynamo.convert_frame")  # imported by the first use of torch.compile
     return len(convert.input_codes.seen) if convert is not None else 0
 
 
@@ -262,11 +258,7 @@ def _modes() -> list[Any]:
 
 
 class Steps:
-    """Hooks of every optimizer of this process.
-
-    Args:
-        session: That is told.
-    """
+    """Hooks on every optimizer of this process."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._has_closure = session, False
@@ -274,15 +266,9 @@ class Steps:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Note what a step that begins will use; of one with a closure, when that returns.
+        """Record the gradients that a step will use; for a step with a closure, when the closure returns.
 
-        Args:
-            optimizer: Whose.
-            args: Of its step, the optimizer first.
-            kwargs: Of its step.
-
-        Returns:
-            Both with the closure watched; None without one.
+        Returns the step's arguments with the closure wrapped; None without one.
         """
         session = self._session
         if not session.is_running:
@@ -299,7 +285,7 @@ class Steps:
         return (args[0], watched, *args[2:]), kwargs
 
     def _watch_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """A closure trains inside the optimizer's step, which uses its gradients when it returns."""
+        """Wrap a closure, which trains inside the optimizer's step; the step uses its gradients when it returns."""
         session = self._session
 
         @functools.wraps(closure)
@@ -316,18 +302,12 @@ class Steps:
         return watched
 
     def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
-        """Note that a step has ended.
-
-        Args:
-            optimizer: Whose.
-            args: Of its step.
-            kwargs: Of its step.
-        """
+        """Record that a step has ended."""
         session = self._session
         if not session.is_running:
             return
         session.watch.is_updating = False
-        if self._has_closure:  # it was never called
+        if self._has_closure:  # the closure was never called
             session.parameters.start_step(optimizer, session.passes)
-        if session.parameters.is_ahead:  # of several optimizers, the first that makes this step
+        if session.parameters.is_ahead:  # of several optimizers, the first one counts the step
             session.end_step()

@@ -1,4 +1,4 @@
-"""Parameters that FSDP shards: whole ones, gathered for a forward or backward, stand for those of the model."""
+"""Parameters sharded by FSDP: the whole ones gathered for a forward or backward stand for them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def find_gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters that were gathered so far.
-
-    Args:
-        modules: Of a model.
-
-    Yields:
-        tuple[Tensor, Tensor]: The whole one, which the graph knows, and the sharded one, which the optimizer knows.
-    """
+    """Yield pairs of a gathered parameter, which the graph holds, and the sharded one, which the optimizer holds."""
     for module in modules:
         if not is_sharded(module):
             continue
-        state = module._get_fsdp_state()  # type: ignore[operator] # noqa: SLF001 - there is no public name for any of this; a test holds it
-        one = getattr(state, "_fsdp_param_group", None)  # all that torch 2.11 has
+        # FSDP2 has no public access to its parameter groups; covered by a test. torch 2.11 has a single group.
+        state = module._get_fsdp_state()  # type: ignore[operator] # noqa: SLF001
+        one = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [one] if one is not None else []):
             for parameter in group.fsdp_params:
                 whole = getattr(parameter, "_unsharded_param", None)
@@ -34,5 +28,5 @@ def find_gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor
 
 
 def is_flat(parameter: Tensor) -> bool:
-    """Return whether a parameter is one that the first FSDP made of many: nobody else knows it."""
+    """Return whether FSDP1 made a parameter by flattening others: only FSDP itself holds it."""
     return bool(getattr(parameter, "_is_flat_param", False))

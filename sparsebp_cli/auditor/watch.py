@@ -1,4 +1,4 @@
-"""Sees every operator of this thread's forward and backward passes, and counts what it computes and what for.
+"""A dispatch mode that counts every operator of this thread's forward and backward passes, and what it computes for.
 
 Shape letters: N rows (= B*T), B examples, T positions, V vocabulary.
 """
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sparsebp_cli.auditor.gradient_read import GradientReads
 from sparsebp_cli.auditor.ledger import AuditLedger, PassRecord
-from sparsebp_cli.auditor.look import GradientReads
 from sparsebp_cli.auditor.module import AnyModules
 from sparsebp_cli.auditor.operation import AGAIN, DGRAD, WGRAD, Operation, OperatorTape
 from sparsebp_cli.auditor.product import factors_of, find_zero, is_product
@@ -30,15 +30,9 @@ _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fills a ledger. A mode of its thread, which passes every operator on unchanged.
+    """Fills a ledger; runs every operator unchanged.
 
-    Args:
-        ledger: That is filled.
-        modules: Knows which module runs.
-        weights: Knows parameters.
-        saved: Knows what was saved.
-        shape_of: Shapes of a parameter, by its name.
-        bit_of: The bit of a parameter among the leaves, by its name.
+    ``shape_of`` and ``bit_of`` give the shape and the bit of a parameter by its name.
     """
 
     def __init__(
@@ -54,38 +48,26 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger, self.modules, self.weights, self.saved = ledger, modules, weights, saved
         self._shape_of, self._bit_of = shape_of, bit_of
         self.is_active = True
-        self.is_graded = True  # whether the outermost module under way was called with gradients
+        self.is_graded = True  # whether the outermost running module was called with gradients enabled
         self.is_updating = False  # inside an optimizer's step
         self.used_here: dict[str, set[str]] = {}  # parameters that a module's forward reads
         self.padding_N: Tensor | None = None
-        self.looks = GradientReads(ledger)
-        self.find_sharded: Callable[[], None] | None = None  # where a model is sharded
+        self.gradient_reads = GradientReads(ledger)
+        self.find_sharded: Callable[[], None] | None = None  # set if a model is sharded
         self._waiting: list[tuple[LeafReachability, OperatorTape]] = []
         self._running: dict[int, tuple[LeafReachability, OperatorTape]] = {}
 
     def begin(self, reach: LeafReachability) -> OperatorTape:
-        """Expect a backward pass.
-
-        Args:
-            reach: Its graph.
-
-        Returns:
-            On which its operators will be written.
-        """
+        """Prepare for a backward pass; return the tape that its operators will be recorded on."""
         tape = OperatorTape()
         self._waiting.append((reach, tape))
         return tape
 
     def end(self, tape: OperatorTape, into: PassRecord) -> None:
-        """Count a backward pass that has ended.
-
-        Args:
-            tape: From :meth:`begin`.
-            into: The outermost pass under way, or that has just ended.
-        """
+        """Count a backward pass that has ended as part of the outermost pass ``into``."""
         self._waiting = [pair for pair in self._waiting if pair[1] is not tape]
         self._running = {number: pair for number, pair in self._running.items() if pair[1] is not tape}
-        tape.settle()
+        tape.mark_hidden()
         dead = tape.find_dead()
         for place, operation in enumerate(tape.operations):
             self.ledger.visited.add(operation.number)
@@ -108,10 +90,12 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_active and isinstance(func, OpOverload) and func is not torch.ops.prim.device.default:
             inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
             if all(tensor.device.type != "meta" for tensor in outputs):
-                self._see(func, args, kwargs, result, inputs, outputs)
+                self._record(func, args, kwargs, result, inputs, outputs)
         return result
 
-    def _see(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
         if self.find_sharded is not None:
             for tensor in inputs:
                 if isinstance(tensor, nn.Parameter) and self.weights.name_of(tensor) is None:
@@ -120,21 +104,21 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self.weights.follow(inputs, outputs)
         if not is_in_backward():
             flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-            self._see_forward(func, args, flops, name, inputs, outputs)
+            self._record_forward(func, args, flops, name, inputs, outputs)
             return
         known = {key_of(tensor) for tensor in inputs}
         writes = [tensor for tensor in outputs if key_of(tensor) not in known]
-        if func._schema.is_mutable:  # noqa: SLF001 - the one place that tells
+        if func._schema.is_mutable:  # noqa: SLF001 - not public elsewhere
             writes = outputs or inputs
         elif outputs and not writes:
             return  # a view
-        self.looks.read |= known & self.looks.unread
+        self.gradient_reads.read |= known & self.gradient_reads.unread
         pair = self._find_pass()
         if pair is None:
             return
         reach, tape = pair
         tape.references += [refer(tensor) for tensor in writes]
-        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; tests hold it
+        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; covered by tests
         number = node._sequence_nr() if node is not None else -1  # noqa: SLF001 - the same
         operation = Operation(
             reads=tuple(known),
@@ -149,7 +133,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tape.operations += self._count(operation, reach, func, formula, args, kwargs, result)
 
     def _find_pass(self) -> tuple[LeafReachability, OperatorTape] | None:
-        """The innermost pass of this thread; its number is known when its first operator runs."""
+        """Return the innermost pass of this thread; its id is known only when its first operator runs."""
         this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
         if this not in self._running:
             known = [pair[1] for pair in self._running.values()]
@@ -169,7 +153,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Any,
         result: Any,
     ) -> list[Operation]:
-        """FLOPs of an operator in a backward pass, and which gradient they are for; what it does besides, apart."""
+        """Count an operator of a backward pass and find the gradient it computes; return operations split off from
+        it.
+        """
         if func.overloadpacket is _ATEN.convolution_backward:
             return self._count_convolution(operation, reach, formula, args, kwargs, result)
         operation.flops = int(formula(*args, **kwargs, out_val=result))
@@ -177,7 +163,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operation.kind = AGAIN
             return []
         if func.overloadpacket is _ATEN.mkldnn_rnn_layer_backward:
-            return []  # both gradients in one, and of several weights
+            return []  # one operator computes the gradients of input and several weights
         factors = factors_of(func, args)
         weight = next((name for tensor in factors if (name := self.weights.name_of(tensor)) is not None), None)
         if weight is not None:
@@ -199,7 +185,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count_convolution(
         self, operation: Operation, reach: LeafReachability, formula: Any, args: Any, kwargs: Any, result: Any
     ) -> list[Operation]:
-        """One operator computes both gradients: they are counted apart."""
+        """Count the two gradients that one operator computes as two operations."""
         *rest, mask = args
         weight, parts = self.weights.name_of(args[2]), [operation]
         for place, kind in enumerate((DGRAD, WGRAD)):
@@ -223,24 +209,24 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bits
 
     def _find_parameter(self, module: str, shape: tuple[int, ...]) -> str | None:
-        """The parameter of a module that a product is the gradient of: the one of its shape."""
+        """Return the parameter of a module whose gradient a product is, by its shape."""
         for name in sorted(self.used_here.get(module, ())):
             own = self._shape_of(name)
             if len(own) > 1 and shape in (own, own[:-2] + own[:-3:-1]):
                 return name
         return None
 
-    def _see_forward(
+    def _record_forward(
         self, func: Any, args: Any, flops: int, name: str | None, inputs: list[Tensor], outputs: list[Tensor]
     ) -> None:
-        self.looks.see(func, inputs, outputs, is_updating=self.is_updating)
+        self.gradient_reads.record(func, inputs, outputs, is_updating=self.is_updating)
         if self.is_updating:
             return
         module = self.modules.current
         if name is not None:
             used = self.used_here.setdefault(module, set())
             used |= {found for tensor in inputs if (found := self.weights.name_of(tensor)) is not None}
-        # Inside a module a Function of Python, or checkpointing, may have switched gradients off for a while.
+        # Inside a module, a Python Function or checkpointing may have disabled gradients temporarily.
         if not (self.is_graded if self.modules.is_running else torch.is_grad_enabled()):
             self.ledger.ungraded[module] += flops
             return
@@ -250,9 +236,11 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self.padding_N is not None and outputs[0].shape[:-1].numel() == self.padding_N.numel():
                 self.ledger.products[module] += flops
         if func.overloadpacket in _LOSSES:
-            self._see_loss(*args[:5])
+            self._record_loss(*args[:5])
 
-    def _see_loss(self, logits_NV: Tensor, target_N: Tensor, _weight: Any, _reduction: int, ignore_index: int) -> None:
+    def _record_loss(
+        self, logits_NV: Tensor, target_N: Tensor, _weight: Any, _reduction: int, ignore_index: int
+    ) -> None:
         self.ledger.labels += target_N.numel()
         self.ledger.ignored += int((target_N == ignore_index).sum())
         width = logits_NV.shape[1] if logits_NV.ndim > 1 else logits_NV.shape[0]

@@ -1,4 +1,4 @@
-"""PUBLIC. The engine that carries policies' decisions out in a model's backward, and what measures it."""
+"""PUBLIC. The engine that applies policies to a model's backward pass, and the tools that measure it."""
 
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.backward.core.engine import Engine

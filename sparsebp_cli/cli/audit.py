@@ -15,7 +15,7 @@ from sparsebp_cli.cli.screen import Output, print_json, print_line
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
-    from sparsebp_cli.finding import AuditReport
+    from sparsebp_cli.audit_report import AuditReport
 
 WHAT, GATE, FILE = "What is watched", "For CI", "Result"
 SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python train.py --epochs 3."
@@ -121,7 +121,7 @@ def _train_command(words: list[str], changes: list[str] | None, steps: int, plac
 
 def _write_results(report: AuditReport, output: Output, html: Path | None, command: str) -> None:
     """Print a report, and write the page that was requested."""
-    from sparsebp_cli.finding import write_page
+    from sparsebp_cli.audit_report import write_page
 
     if html is not None:  # before printing: a closed pipe must not lose it
         write_page(report, html, command)

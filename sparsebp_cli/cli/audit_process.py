@@ -13,9 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sparsebp_cli.audit_report import AuditReport
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.finding import AuditReport
 
 SITE = Path(str(files("sparsebp_cli"))) / "worker" / "audit" / "site"
 

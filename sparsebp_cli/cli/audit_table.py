@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from sparsebp_cli.audit_report import AuditReport, Finding
+from sparsebp_cli.audit_report.grid import COLUMNS, count, rows, summary, where
+from sparsebp_cli.audit_report.page import BOUND
 from sparsebp_cli.cli.screen import console, make_table, print_line
-from sparsebp_cli.finding import AuditReport, Finding
-from sparsebp_cli.finding.grid import COLUMNS, count, rows, summary, where
-from sparsebp_cli.finding.page import BOUND
 
 NUMBERS = ("FLOP", "of step", "bytes", "of memory")
 MOST_MODULES = 24  # groups in the table; JSON and the page have all of them

@@ -1,4 +1,4 @@
-"""PUBLIC. What a training step holds in memory: a trace of allocations, told apart by what they are for."""
+"""PUBLIC. Traces the memory of a training step: live bytes over time, split by purpose."""
 
 from sparsebp_cli.memory.trace import MemoryTrace, memory_trace
 

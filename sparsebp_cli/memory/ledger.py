@@ -1,8 +1,8 @@
-"""Which bytes are live when, and what for: from the allocator's own record of a step.
+"""Reconstructs the live bytes of a step, by purpose, from the allocator's record.
 
-A block is what the allocator gives out at one address until it takes it back. Notes in the record say what a block is
-for; a note counts for the whole life of the block, also for the time before it: what becomes a gradient is one while
-it is computed.
+A block is the memory at one address between allocation and release. Notes in the record give a block's purpose. A note
+applies to the whole life of the block, including the time before: memory that becomes a gradient counts as one while it
+is computed.
 """
 
 from __future__ import annotations
@@ -16,50 +16,32 @@ from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemoryPoint, MemorySplit
 
 @dataclass(frozen=True)
 class Allocation:
-    """The allocator gave out a block, or took it back.
+    """The allocation or release of a block."""
 
-    Args:
-        time: In nanoseconds.
-        address: Of the block.
-        num_bytes: Its size; negative when it is taken back.
-    """
-
-    time: int
+    time: int  # nanoseconds
     address: int
-    num_bytes: int
+    num_bytes: int  # negative for a release
 
 
 @dataclass(frozen=True)
 class Note:
-    """What a block is for. One of which the allocator has not told was there before the step.
+    """The purpose of a block. A block without an allocation in the record existed before the step."""
 
-    Args:
-        time: In nanoseconds.
-        address: Of the block.
-        num_bytes: Its size.
-        part: What for; ``gone`` when it is no more.
-    """
-
-    time: int
+    time: int  # nanoseconds
     address: int
     num_bytes: int
-    part: Part | Literal["gone"]
+    part: Part | Literal["gone"]  # gone: the block was released
 
 
 @dataclass(frozen=True)
-class Turn:
-    """A phase begins.
+class PhaseStart:
+    """The beginning of a phase."""
 
-    Args:
-        time: In nanoseconds.
-        phase: Which.
-    """
-
-    time: int
+    time: int  # nanoseconds
     phase: Phase
 
 
-Event = Allocation | Note | Turn
+Event = Allocation | Note | PhaseStart
 
 
 @dataclass
@@ -71,33 +53,24 @@ class _Block:
 
 
 class MemoryLedger:
-    """All blocks of a step."""
+    """All blocks of a step that begins at ``start``, in nanoseconds."""
 
     def __init__(self, start: int) -> None:
-        """Begin with none.
-
-        Args:
-            start: When the step begins, in nanoseconds.
-        """
         self._start = start
         self._live: dict[int, _Block] = {}
         self._blocks: list[_Block] = []
-        self._turns: list[Turn] = []
+        self._phase_starts: list[PhaseStart] = []
 
     def read(self, events: Iterable[Event]) -> None:
-        """Take events in.
-
-        Args:
-            events: In the order of time.
-        """
+        """Read events in the order of time."""
         for event in events:
             match event:
-                case Turn():
-                    self._turns.append(event)
+                case PhaseStart():
+                    self._phase_starts.append(event)
                 case Allocation(num_bytes=num_bytes) if num_bytes < 0:
                     self._end(event.address, event.time)
                 case Allocation():
-                    # A block of before the step may have gone without a word.
+                    # Releases of blocks from before the step are not always recorded.
                     self._end(event.address, event.time)
                     self._begin(event.address, _Block(event.num_bytes, event.time))
                 case Note(part="gone"):
@@ -109,16 +82,16 @@ class MemoryLedger:
         """Return the live bytes from the first moment to the last."""
         changes = [(block.born, block.num_bytes, block.part) for block in self._blocks]
         changes += [(block.died, -block.num_bytes, block.part) for block in self._blocks if block.died is not None]
-        changes.sort(key=lambda change: change[0])  # births stand before deaths of the same moment
-        live, turns = dict.fromkeys(PARTS, 0), list(reversed(self._turns))
+        changes.sort(key=lambda change: change[0])  # stable: allocations precede releases at the same time
+        live, starts = dict.fromkeys(PARTS, 0), list(reversed(self._phase_starts))
         phase: Phase = "forward"
         points = [MemoryPoint(0.0, "forward", MemorySplit())]
         for time, num_bytes, part in changes:
-            while turns and turns[-1].time <= time:
-                phase = turns.pop().phase
+            while starts and starts[-1].time <= time:
+                phase = starts.pop().phase
             live[part] += num_bytes
             point = MemoryPoint((time - self._start) / 1e9, phase, MemorySplit(**live))
-            if time == self._start:  # what was there is there at once
+            if time == self._start:  # blocks from before the step make one point
                 points.clear()
             points.append(point)
         return MemoryCurve(tuple(points))
@@ -138,5 +111,5 @@ class MemoryLedger:
         if block is None:
             block = _Block(note.num_bytes, self._start, note.part)
             self._begin(note.address, block)
-        elif PARTS.index(note.part) < PARTS.index(block.part):  # a weight that is saved stays a weight
+        elif PARTS.index(note.part) < PARTS.index(block.part):  # a weight saved for the backward stays a weight
             block.part = note.part

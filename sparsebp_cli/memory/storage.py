@@ -1,4 +1,4 @@
-"""Which tensors with a storage of their own are in something: a wrapping tensor, or an optimizer's state."""
+"""Finds tensors with a storage of their own inside wrapper tensors, containers and optimizer state."""
 
 from __future__ import annotations
 
@@ -10,24 +10,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
-_DEPTH = 6  # of objects in objects: states of optimizers are two deep
+_DEPTH = 6  # levels of nested objects; optimizer states have two
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors that hold a tensor's data: itself, or what a wrapping one (float8, sharded) is made of.
-
-    Args:
-        tensor: Any; a sparse one is its indices and values.
-
-    Yields:
-        Tensor: With a storage.
+    """Yield the tensors that hold a tensor's data: itself, the parts of a wrapper (float8, sharded), or of a sparse
+    tensor.
     """
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from plain_tensors(getattr(tensor, name))
     elif tensor.layout is torch.sparse_coo:
-        yield tensor._indices()  # noqa: SLF001 - the public one refuses tensors that are not coalesced
+        yield tensor._indices()  # noqa: SLF001 - indices() refuses tensors that are not coalesced
         yield tensor._values()  # noqa: SLF001 - the same
     elif tensor.layout in _BY_ROWS:
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
@@ -38,14 +33,9 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield every tensor in a value.
+    """Yield every tensor in a value: a tensor, a container, or an object such as a low-rank optimizer's projector.
 
-    Args:
-        value: A tensor, a container of values, or an object with values, such as the projector of a low-rank optimizer.
-        depth: How many levels are looked into.
-
-    Yields:
-        Tensor: As it is found; one that is there twice comes twice.
+    A tensor that occurs twice is yielded twice.
     """
     if isinstance(value, Tensor):
         yield value

@@ -1,4 +1,4 @@
-"""PUBLIC. What memory one training step takes, moment by moment and in its parts; for any model and loop.
+"""PUBLIC. Traces the memory of one training step over time, split by purpose; for any model and loop.
 
     with sbp.memory_trace(model, optimizer) as trace:
         loss = model(**batch).loss
@@ -7,9 +7,9 @@
         optimizer.zero_grad()
     trace.peak.split.activations, trace.curve.points, trace.save("memory.png")
 
-Every byte that PyTorch's allocator gives out is accounted for, also inside of operators. What libraries take by
-themselves (packed matrices, threads' buffers) is not, nor what was there before and is no weight, gradient or state,
-unless the forward saves it or ``also`` names it.
+Every byte from PyTorch's allocator is counted, also inside of operators. Memory that libraries allocate themselves
+(packed matrices, thread buffers) is not. Tensors from before the step count if they are weights, gradients or optimizer
+state, if the forward saves them, or if ``also`` contains them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint, Phase
 
 
 class MemoryTrace:
-    """One step, traced. Made by :func:`memory_trace`; a context manager around the step, once."""
+    """The trace of one step, created by :func:`memory_trace`; a context manager around the step, used once."""
 
     def __init__(self, model: nn.Module, optimizer: Any, also: Any, device: torch.device) -> None:
         self._record = MemoryRecord(device)
@@ -40,16 +40,16 @@ class MemoryTrace:
         self._allocator_peak: int | None = None
 
     def __enter__(self) -> Self:
-        """Begin. Gradients and state that are there are counted from now on.
+        """Start the trace. Existing weights, gradients and optimizer state count from the beginning.
 
         Returns:
-            The trace, of which the figures are there after the block.
+            The trace, whose results are available after the block.
 
         Raises:
-            UsageError: A profiler is at work, or this trace was used before.
+            UsageError: A profiler is running, or this trace was used before.
         """
         if self._curve is not None:
-            raise UsageError("this trace has its step: make another one by memory_trace()")
+            raise UsageError("this trace was used already: create another one with memory_trace()")
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -61,7 +61,7 @@ class MemoryTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End; a step that failed has its curve up to there."""
+        """Stop the trace; after an error the curve ends there."""
         self._is_open = False
         self._stack.__exit__(kind, error, trace)
         if self._device.type == "cuda":
@@ -70,41 +70,41 @@ class MemoryTrace:
         self._curve = self._record.take_curve()
 
     def begin(self, phase: Phase) -> None:
-        """Say that a phase begins. If nobody does, phases are told from what runs: nodes, and ``Optimizer.step``.
+        """Mark the beginning of a phase. Without marks, phases are inferred from backward nodes and ``Optimizer.step``.
 
         Args:
             phase: ``forward``, ``backward`` or ``update``.
 
         Raises:
-            UsageError: There is no such phase, or this is not inside of the block.
+            UsageError: The phase is unknown, or the block is not active.
         """
         if phase not in PHASES:
             raise UsageError(f"phase must be one of {', '.join(PHASES)}, got {phase!r}")
         if not self._is_open:
-            raise UsageError("a phase begins inside of the trace's block")
+            raise UsageError("begin() must be called inside of the trace's block")
         self._record.begin(phase)
 
     @property
     def curve(self) -> MemoryCurve:
-        """Live bytes from the first moment to the last, in parts.
+        """Live bytes over time, by purpose.
 
         Raises:
             UsageError: The block has not ended.
         """
         if self._curve is None:
-            raise UsageError("the trace has its figures when its block has ended")
+            raise UsageError("the trace has no results yet: read them after its block")
         return self._curve
 
     @property
     def peak(self) -> MemoryPoint:
-        """The first moment at which most is live."""
+        """The first moment with the most live bytes."""
         return self.curve.peak
 
     @property
     def allocator_peak_bytes(self) -> int | None:
-        """The peak that CUDA's allocator tells of the same step, beside which the split can be held; None on a CPU.
+        """The peak that CUDA's allocator reports for the step, to compare the split with; None on a CPU.
 
-        It also has what was there before and belongs to no part.
+        It includes earlier tensors that belong to no part.
         """
         return self._allocator_peak
 
@@ -112,7 +112,7 @@ class MemoryTrace:
         """Draw the curve.
 
         Args:
-            path: Where to; ``.png``, ``.svg`` or ``.pdf``. It is replaced.
+            path: The file, ``.png``, ``.svg`` or ``.pdf``; it is overwritten.
 
         Returns:
             The path.
@@ -128,21 +128,21 @@ class MemoryTrace:
 def memory_trace(
     model: nn.Module, optimizer: Any = None, *, also: Any = None, device: torch.device | str | None = None
 ) -> MemoryTrace:
-    """Trace the memory of one training step: forward, backward, update. The step's numbers stay what they are.
+    """Trace the memory of one training step: forward, backward, update. The step's results do not change.
 
     Args:
-        model: Whose parameters and buffers are the weights.
-        optimizer: Whose state is told; None: there is none, or it stays in the workspace.
-        also: Tensors, or lists, dicts and objects with tensors, that are there before the step, are none of the above
-            and shall count as workspace: a teacher's weights, an average of the weights.
-        device: Whose memory; None: that of the model's first parameter.
+        model: Its parameters and buffers are the weights.
+        optimizer: Its state is reported; None: there is none, or it counts as workspace.
+        also: Other tensors from before the step, or containers and objects with tensors, that shall count as workspace:
+            a teacher's weights, an average of the weights.
+        device: The device to trace; None: that of the model's first parameter.
 
     Returns:
         A context manager for the step.
 
     Raises:
         UsageError: ``model`` is no module, or there is no such device.
-        UnsupportedError: The device is neither a CPU nor CUDA, or the optimizer is none of PyTorch's kind.
+        UnsupportedError: The device is neither a CPU nor CUDA, or the optimizer is no torch optimizer.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model must be an nn.Module, got {type(model).__name__}")

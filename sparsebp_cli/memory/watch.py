@@ -1,4 +1,4 @@
-"""Notes into the allocator's record what storages are for, while a step runs. Nothing of the step is changed by it."""
+"""Notes the purpose of storages in the allocator's record while a step runs, without changing the step."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ from sparsebp_cli.run.memory import Part
 
 
 class MemoryWatch:
-    """Tells weights, gradients, optimizer state and saved activations. A context manager, inside that of the record.
+    """Notes weights, gradients, optimizer state and saved activations. A context manager, inside that of the record.
 
-    Args:
-        record: Receives the notes.
-        model: Of which the weights are.
-        optimizer: Of its parameters; None: no state is told.
-        also: Tensors, or what holds them, that are there before the step and count as workspace.
-
-    Raises:
-        UnsupportedError: ``optimizer`` is none of PyTorch's kind.
+    ``also`` has tensors from before the step that count as workspace. Raises :class:`UnsupportedError` if ``optimizer``
+    is no torch optimizer.
     """
 
     def __init__(self, record: MemoryRecord, model: nn.Module, optimizer: Any, also: Any = None) -> None:
-        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self._record, self._model, self._also = record, model, also
@@ -42,11 +36,7 @@ class MemoryWatch:
         self._watched: dict[int, weakref.ref[Any]] = {}
 
     def __enter__(self) -> MemoryWatch:
-        """Note what is there, and begin.
-
-        Returns:
-            This.
-        """
+        """Note existing tensors, and start."""
         self._note_all()
         self._note(self._also, "workspace")
         self._also = None
@@ -61,7 +51,7 @@ class MemoryWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Note what has come, and end."""
+        """Note new tensors, and stop."""
         self._stack.close()
         self._note_all()
         self._watched.clear()
@@ -93,7 +83,7 @@ class MemoryWatch:
                 self._watch(plain.untyped_storage())
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        """The allocator of a CPU does not tell when a block of before the record is taken back."""
+        """Note the release of a storage: a CPU's allocator does not record it for blocks from before the record."""
         address, num_bytes = storage.data_ptr(), storage.nbytes()
         known = self._watched.get(address)
         if not address or (known is not None and known() is storage):
@@ -108,14 +98,14 @@ class MemoryWatch:
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()  # the tensor itself would keep its own graph alive
+    return tensor.detach()  # a reference to the tensor itself would keep its graph alive
 
 
 @contextmanager
 def _packs_noted(note: Callable[[Any], None]) -> Iterator[None]:
-    """Note what is really kept wherever tensors are saved: of several nested hooks PyTorch asks the innermost alone.
+    """Note the tensors that hooks really store: of several nested saved-tensor hooks, PyTorch calls only the innermost.
 
-    So those of activation checkpointing would hide what they keep, and what its second forward keeps.
+    So the hooks of activation checkpointing would hide what they store, and what its second forward stores.
     """
     original = saved_tensors_hooks.__enter__
 
@@ -123,7 +113,7 @@ def _packs_noted(note: Callable[[Any], None]) -> Iterator[None]:
         def pack(tensor: Tensor) -> Any:
             try:
                 packed = self.pack_hook(tensor)
-            except BaseException:  # how checkpointing ends its second forward, with this tensor kept
+            except BaseException:  # checkpointing ends its second forward so, with this tensor stored
                 note(tensor)
                 raise
             if isinstance(packed, Tensor | tuple | list):
@@ -140,9 +130,9 @@ def _packs_noted(note: Callable[[Any], None]) -> Iterator[None]:
 
 
 def _hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Put a hook in front of others: an eager update has taken the gradient away when its own hook ends."""
+    """Register a hook before others: an eager update's own hook frees the gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - there is no public way to order them
+    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - hooks cannot be ordered otherwise
     others = {key: value for key, value in hooks.items() if key != handle.id}
     mine = hooks[handle.id]
     hooks.clear()

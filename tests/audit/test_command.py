@@ -12,9 +12,9 @@ import jsonschema
 import pytest
 from typer.testing import CliRunner
 
+from sparsebp_cli.audit_report import SCHEMA, AuditReport
 from sparsebp_cli.cli.app import app
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.finding import SCHEMA, AuditReport
 
 ROOT = Path(__file__).parents[2]
 Audit = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 import sparsebp_cli as sbp
-from sparsebp_cli.finding import AuditReport
+from sparsebp_cli.audit_report import AuditReport
 
 WIDTHS = (32, 64, 128, 64, 32)
 N = 16

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.finding import AuditReport
+from sparsebp_cli.audit_report import AuditReport
 
 
 def _run(register: Callable[[nn.Module], None]) -> AuditReport:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import sparsebp_cli as sbp
-from sparsebp_cli.finding import AuditReport
+from sparsebp_cli.audit_report import AuditReport
 
 N = 8
 Loop = Callable[[nn.Module], None]

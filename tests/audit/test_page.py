@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.audit_report import KINDS, AuditReport, Finding, ModuleWork, render_page
 from sparsebp_cli.cli.audit_table import print_audit
-from sparsebp_cli.finding import KINDS, AuditReport, Finding, ModuleWork, render_page
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 FLAGS += ["--disable-component-update", "--virtual-time-budget=2000", "--enable-logging=stderr", "--v=0"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
-from sparsebp_cli.finding import AuditReport
+from sparsebp_cli.audit_report import AuditReport
 
 N = 8
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import sparsebp_cli as sbp
-from sparsebp_cli.finding import AuditReport
+from sparsebp_cli.audit_report import AuditReport
 
 N, D = 16, 32
 

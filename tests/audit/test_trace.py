@@ -96,7 +96,7 @@ def test_bad_use_is_one_clear_line() -> None:
             call()
         assert said in str(caught.value)
     with sbp.audit(_model()) as audit:
-        with pytest.raises(UsageError, match="still under way"):
+        with pytest.raises(UsageError, match="still running"):
             audit.report()
-        with pytest.raises(UsageError, match="another audit is under way"):
+        with pytest.raises(UsageError, match="another audit is running"):
             sbp.audit().start()

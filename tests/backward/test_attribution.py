@@ -67,7 +67,7 @@ def test_several_forwards_stay_known_and_the_oldest_are_forgotten(monkeypatch: p
     attribution, x = Attribution(model), torch.ones(2, 3)
     first, outside, second = model(x).grad_fn, torch.ones(1, requires_grad=True).exp().grad_fn, model(x).grad_fn
     assert [attribution.name_of(node) for node in (first, outside, second)] == ["2", None, "2"]
-    monkeypatch.setattr("sparsebp_cli.backward.observe.attribution.MOST_NOTES", 40)
+    monkeypatch.setattr("sparsebp_cli.backward.observe.attribution.MOST_RECORDS", 40)
     for _ in range(20):
         last = model(x)
     assert [attribution.name_of(node) for node in (first, second, last.grad_fn)] == [None, None, "2"]

@@ -133,7 +133,7 @@ def test_dropped_attention_is_computed_again_whole_and_noted(
     outcome = assert_fast_is_reference(lambda: _double(family, attn_implementation=attention, **rates))
     assert outcome.report is not None
     assert len(outcome.report.notes) == 2
-    assert all("is computed again whole: its attention has dropout" in note for note in outcome.report.notes)
+    assert all("is recomputed for all rows: its attention has dropout" in note for note in outcome.report.notes)
     assert torch.equal(outcome.generator, step(_double(family, **rates), None, plain=True).generator)
 
 

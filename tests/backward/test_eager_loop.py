@@ -131,7 +131,7 @@ def test_a_pass_that_breaks_off_says_how_far_it_came_and_nothing_is_applied_twic
             assert changed == [False] * 4 + [True] * 4
             said = "broke off after 4 of 8 parameters had been updated"
             assert any(said in note for note in caught.value.__notes__)
-            with pytest.raises(UsageError, match=f"{said}: go back to a checkpoint, or call optimizer.step()"):
+            with pytest.raises(UsageError, match=f"{said}: load a checkpoint, or call optimizer.step()"):
                 engine.backward(model(given(1)))
             optimizer.step()
         assert all(p.grad is None for p in model.parameters())

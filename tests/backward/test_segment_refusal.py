@@ -135,7 +135,7 @@ def test_a_filled_cache_is_refused() -> None:
         cache = model(tokens(0), use_cache=True).past_key_values
     with (
         sbp.attach(model, [], segments=2),
-        pytest.raises(UnsupportedError, match=r"'model.layers.0' is given keys and values of earlier positions"),
+        pytest.raises(UnsupportedError, match=r"'model.layers.0' got a key.value cache with earlier positions"),
     ):
         loss_of(model, past_key_values=cache)
 

@@ -10,6 +10,8 @@ import pytest
 import yaml
 from rich.table import Table
 
+from sparsebp_cli.audit_report import AuditReport, Finding
+from sparsebp_cli.audit_report.report import ModuleWork
 from sparsebp_cli.bench import Benchmark, BenchmarkRow
 from sparsebp_cli.bench.break_even import BreakEven
 from sparsebp_cli.bench.request import Request
@@ -19,8 +21,6 @@ from sparsebp_cli.cli.display import LiveDisplay
 from sparsebp_cli.cli.follow import print_end
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console
-from sparsebp_cli.finding import AuditReport, Finding
-from sparsebp_cli.finding.report import ModuleWork
 from sparsebp_cli.run import JournalWriter, RunFolder
 from sparsebp_cli.target.contract import CheckResult as Check
 from sparsebp_cli.target.local import LocalJob, LocalTarget

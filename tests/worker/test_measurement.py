@@ -205,7 +205,7 @@ def test_what_the_engine_notes_is_in_the_journal_once(measured) -> None:
         {"name": "topk", "keep": 0.5}, model={"config": GPT2}, backward={"sites": "branches"}, measure=NEVER
     )
     notes = [text for _, level, text in history.notes if level == "info"]
-    why = "is computed again whole: its attention has dropout"
+    why = "is recomputed for all rows: its attention has dropout"
     assert notes == [f"transformer.h.{layer}.attn {why}" for layer in (0, 1)]
 
 

@@ -1,1 +1,1 @@
-"""Sites at the outputs of residual branches."""
+"""The site `branches`: the outputs of a model's residual branches."""

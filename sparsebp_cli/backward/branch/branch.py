@@ -1,7 +1,8 @@
-"""One residual branch: how it runs, for all rows or for some, and what its backward costs.
+"""One residual branch: running it for all rows or for some.
 
-Between the norm before the core and the norm after it the layer's own code does nothing, so the three can be run as one
-piece. The modules pass the residual stream on untouched until the last of them, which runs the piece.
+A branch consists of an optional norm, a core (attention or MLP), and an optional second norm. The layer's own code
+computes nothing between them, so the three can run as one piece: the first modules pass the residual stream through
+unchanged, and the last one runs the whole piece.
 """
 
 from __future__ import annotations
@@ -20,44 +21,33 @@ from sparsebp_cli.backward.patch.forward import call_module
 from sparsebp_cli.backward.patch.rng import capture_generators
 from sparsebp_cli.errors import UnsupportedError
 
-_STREAM = "hidden_states"  # what transformers calls the argument that a core computes from
+_STREAM = "hidden_states"  # transformers' name of the core's input
 
 
 @dataclass
 class Call:
-    """One forward of a branch: all that computing it again needs beside its input.
+    """Everything besides its input that is needed to run one forward of a branch again."""
 
-    Args:
-        args: Positional arguments of the core after the first.
-        kwargs: Keyword arguments of the core, without its input and without a cache.
-        autocast: Whether autocast was on, and its dtype.
-        tape: The draws of its dropouts.
-        generators: The global generators at its start; None when only the tape is needed.
-        whole: Why it cannot be computed again for some rows only; empty where it can.
-        stores: Whether every linear's output is kept that a backward reads; else keys and values alone, if narrow.
-        kept: What linears gave, by their names in the core.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: tuple[bool, torch.dtype]
+    args: tuple[Any, ...]  # positional arguments of the core after the first
+    kwargs: dict[str, Any]  # without the core's input and without a key/value cache
+    autocast: tuple[bool, torch.dtype]  # enabled, and its dtype
     tape: DropoutTape = field(default_factory=DropoutTape)
-    generators: tuple[Tensor, Tensor | None] | None = None
-    whole: str = ""
-    stores: bool = False
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    generators: tuple[Tensor, Tensor | None] | None = None  # state at the start; None: the tape is enough
+    whole_reason: str = ""  # why it cannot be recomputed for some rows only; empty where it can
+    stores: bool = False  # store every linear's output that the backward reads; else only narrow keys and values
+    kept: dict[str, Tensor] = field(default_factory=dict)  # outputs of linears, by their names in the core
 
 
 class Branch:
     """A residual branch of one layer.
 
     Args:
-        name: Of the core in the model: the site's name.
+        name: Name of the core in the model; also the site's name.
         core: The attention or MLP.
         last: Name of the core's last linear.
         before: The norm whose output the core reads, if the branch includes one.
         after: The norm that reads the core's output, if there is one.
-        attention: The linears of an attention; None for a core that computes each position on its own.
+        attention: The attention's linears; None for a core that computes each position independently.
         layer: Number of the decoder layer.
     """
 
@@ -79,7 +69,7 @@ class Branch:
         self.dropouts = DropoutRecorder(*self.parts)
 
     def _keys_are_narrow(self, attention: AttentionLayout) -> bool:
-        """Whether keys and values together are no wider than the residual stream, which is kept anyway."""
+        """Whether keys and values together are no wider than the residual stream, which is stored in any case."""
         widths = [
             form.by_output(cast("Tensor", module.weight)).shape
             for name, module, form in self.linears
@@ -93,18 +83,10 @@ class Branch:
         return list({id(p): p for p in trained}.values())
 
     def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call that begins with these arguments of the core.
+        """Return a record of the forward that starts with these arguments, with generator states where they are needed
+        later.
 
-        Args:
-            x: The residual stream.
-            args: Positional arguments after the first.
-            kwargs: Keyword arguments.
-
-        Returns:
-            The call, its generators noted where they will be needed.
-
-        Raises:
-            UnsupportedError: The attention is given keys and values that it does not compute.
+        Raises :class:`UnsupportedError` if a non-empty key/value cache is passed in.
         """
         device = x.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
@@ -112,35 +94,29 @@ class Branch:
         if self.attention is not None:
             if is_filled(call.kwargs.get(self.attention.cache), self.core):
                 raise UnsupportedError(
-                    f"{self.name!r} is given keys and values of earlier positions; branches compute without them"
+                    f"{self.name!r} got a key/value cache with earlier positions; sites='branches' needs an empty cache"
                 )
             call.kwargs[self.attention.cache] = None
-            call.whole = (
+            call.whole_reason = (
                 "its attention has dropout"
-                if _draws_attention(self.core)
-                else _find_unknown(self.core, args, call.kwargs)
+                if _has_attention_dropout(self.core)
+                else _find_unsupported(self.core, args, call.kwargs)
             )
-        if call.whole and self.core.training:
+        if call.whole_reason and self.core.training:
             call.generators = capture_generators(x.device)
         return call
 
     def run(self, x: Tensor, call: Call, **changes: Any) -> Tensor:
-        """Run all parts.
+        """Run all parts on the residual stream or on rows of it; ``changes`` override the call's keyword arguments.
 
-        Args:
-            x: The residual stream, or rows of it.
-            call: The core's other arguments.
-            **changes: Arguments that differ from the call's.
-
-        Returns:
-            What is added to the residual stream.
+        Returns what is added to the residual stream.
         """
         if self.before is not None:
             x = call_module(self.before, x)
         return self.finish(self.run_core(x, call, **changes))
 
     def run_core(self, x: Tensor, call: Call, **changes: Any) -> Tensor:
-        """Run the core alone, on what the norm before it gives."""
+        """Run the core alone on the output of the norm before it."""
         output = call_module(self.core, x, *call.args, **(call.kwargs | changes))
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
 
@@ -150,13 +126,13 @@ class Branch:
 
 
 def autocast_as(call: Call, device: torch.device) -> torch.autocast:
-    """Return autocast as it was in a call's forward."""
+    """Return an autocast context with the settings of a call's forward."""
     enabled, dtype = call.autocast
     return torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-def _draws_attention(core: nn.Module) -> bool:
-    """Whether the attention's probabilities are dropped out: their mask cannot be drawn again for some queries."""
+def _has_attention_dropout(core: nn.Module) -> bool:
+    """Whether attention probabilities are dropped out: their mask cannot be redrawn for a subset of the queries."""
     if not core.training:
         return False
     rates = (getattr(core, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
@@ -166,8 +142,8 @@ def _draws_attention(core: nn.Module) -> bool:
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids"}
 
 
-def _find_unknown(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Say which argument cannot be cut down to some rows; empty when all can."""
+def _find_unsupported(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Name the argument that cannot be restricted to some rows; empty when all can."""
     if args:
         return "its arguments come without names"
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
@@ -178,7 +154,7 @@ def _find_unknown(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if positions is not None and not (isinstance(positions, tuple) and all(p.dim() == 3 for p in positions)):
         return "its position_embeddings are not of three dimensions"
     rest = {k: v for k, v in kwargs.items() if k not in _KNOWN}
-    unknown = [k for k, v in rest.items() if isinstance(v, Tensor) and v.dim() > 0]  # one number is the same for all
+    unknown = [k for k, v in rest.items() if isinstance(v, Tensor) and v.dim() > 0]  # a scalar applies to every row
     if rest.get("is_causal") is not None:
         unknown.append("is_causal")
     return f"it takes {unknown[0]}" if unknown else ""

@@ -1,4 +1,4 @@
-"""What one branch's backward costs, dense and with a share of its rows, as FLOPs from shapes alone."""
+"""FLOPs of one branch's backward, dense and for a share of its rows, from shapes alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.branch.stored_outputs import is_again
+from sparsebp_cli.backward.branch.stored_outputs import is_recomputed
 from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.policy import Rows, Selection
 
@@ -19,46 +19,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BranchCost:
-    """dgrad and wgrad of a branch's linears and, in an attention, of its products; see
+    """dgrad and wgrad of a branch's linears and of its attention products, as a
     :class:`sparsebp_cli.backward.core.extension.SiteCost`.
-
-    Args:
-        branch: The branch.
-        form: ``masked``: as autograd does it; ``stored`` or ``again``: the kept rows alone, with the linears' outputs
-            kept or multiplied again; ``whole``: all is computed again.
-        batch_shape: The output's shape without features.
-        input_needs_grad: Whether the core's input does: not, where nothing before it is trained.
     """
 
     branch: Branch
+    # masked: the ordinary backward; stored, again: the kept rows alone, with outputs of linears stored or multiplied
+    # again; whole: every row is recomputed.
     form: Literal["masked", "stored", "again", "whole"]
-    batch_shape: tuple[int, ...]
-    input_needs_grad: bool = True
+    batch_shape: tuple[int, ...]  # of the output, without features
+    input_needs_grad: bool = True  # False where nothing before the core is trained
 
     @property
     def pads(self) -> bool:
-        """Whether every example multiplies as many queries as the one that keeps most."""
+        """Whether every example multiplies as many queries as the example that keeps most."""
         return self.branch.attention is not None and self.form in ("stored", "again")
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
-        """Return the dense work, and what is left of it.
-
-        Args:
-            selection: The kind; None: dense.
-            budget: Share of rows that is kept, in (0, 1].
-
-        Returns:
-            Dense and claimed; what is computed again counts as claimed.
-        """
+        """Return the dense work and the claimed part of it; recomputed forward work counts as claimed."""
         share = budget if selection is Rows and self.form in ("stored", "again") else 1.0
         runs = self.form != "masked"
         dense = claimed = 0.0
         for linear in self._linears():
             dense += linear.backward
-            again = linear.again * linear.forward * runs
+            again = linear.recomputes * linear.forward * runs
             if linear.by_rows or not runs:
                 claimed += (linear.backward + again) * share
-            else:  # all positions get gradients through keys and values
+            else:  # keys and values of every position get gradients
                 claimed += linear.backward + again + (linear.backward + again) * share * linear.fused
         forward, backward = self._products()
         dense += backward
@@ -73,18 +60,20 @@ class BranchCost:
             yield _Linear(
                 forward=flops,
                 backward=flops * (self.input_needs_grad or not self._reads_input(name)) + flops * weight.requires_grad,
-                again=is_again(self.branch, name, stores=self.form == "stored", whole=self.form == "whole"),
+                recomputes=is_recomputed(self.branch, name, stores=self.form == "stored", whole=self.form == "whole"),
                 by_rows=attention is None or name.partition(".")[0] not in attention.key_value,
                 fused=attention is not None and attention.fused and self.form != "whole",
             )
 
     def _reads_input(self, name: str) -> bool:
-        """Whether a linear reads the core's input, and not what a trained linear made of it."""
+        """Whether a linear reads the core's input directly, and not the output of another trained linear."""
         return name.partition(".")[0] != self.branch.last and ".lora_B." not in name
 
     def _products(self) -> tuple[float, float]:
-        """Queries times keys and probabilities times values: 4 B T T D forward, 8 B T T D backward, and 10 where a
-        fused kernel multiplies the first again, as counted."""
+        """Return forward and backward FLOPs of queries times keys and probabilities times values.
+
+        Forward 4 B T T D, backward 8 B T T D; 10 for a fused kernel, which multiplies queries and keys once more.
+        """
         if self.branch.attention is None or len(self.batch_shape) != 2:
             return 0.0, 0.0
         (num_examples, num_positions), width = self.batch_shape, _attention_width(self.branch)
@@ -97,13 +86,13 @@ class BranchCost:
 class _Linear:
     forward: float
     backward: float
-    again: bool
+    recomputes: bool
     by_rows: bool
     fused: bool
 
 
 def _attention_width(branch: Branch) -> int:
-    """Heads times width of a head: what the output projection reads."""
+    """Return heads times head width: the input width of the output projection."""
     assert branch.attention is not None
     output: nn.Module = getattr(branch.core, branch.last)
     return int(output.nx if hasattr(output, "nx") else output.in_features)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
-"""The dropout of a branch, drawn again for some of its rows.
+"""Dropout of a branch, redrawn in the backward for some of its rows.
 
-A branch that is computed again in the backward needs the masks of its forward, and for the kept rows only. So the
-forward notes the random generator's state at every dropout, and the second time the whole mask is drawn from that
-state, and the rows taken out of it. The global generators are left as they were.
+Recomputing a branch needs the dropout masks of its forward, restricted to the kept rows. The forward records the
+random generator's state at every dropout; the recomputation draws the whole mask from that state again and selects the
+rows. The global generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.backward.patch.rng import get_state, set_state
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One call of a dropout: where the generator stood, and what was asked for."""
+    """One dropout call: the generator's state before it, and the mask's shape, dtype and device."""
 
     state: Tensor
     shape: torch.Size
@@ -31,21 +31,13 @@ class Draw:
 
 @dataclass
 class DropoutTape:
-    """The draws of one forward of a branch, by module.
-
-    Args:
-        draws: In the order of the calls of each module.
-    """
+    """The draws of one forward of a branch, by module, in the order of its calls."""
 
     draws: dict[nn.Module, list[Draw]] = field(default_factory=lambda: defaultdict(list))
 
 
 class DropoutRecorder:
-    """The dropouts of one branch: idle, or recording, or replaying a tape.
-
-    Args:
-        *root: Modules of the branch.
-    """
+    """The dropouts of one branch: idle, recording, or replaying a tape."""
 
     def __init__(self, *root: nn.Module) -> None:
         self.modules = [m for part in root for m in part.modules() if type(m) is nn.Dropout]
@@ -53,23 +45,14 @@ class DropoutRecorder:
         self.index_K: Tensor | None = None
         self._taken: dict[nn.Module, int] | None = None  # when replaying
 
-    def install(self) -> None:
-        """Cover the modules."""
+    def install(self, patches: ForwardPatches) -> None:
+        """Override the forward of each dropout."""
         for module in self.modules:
-            module.__dict__["forward"] = DropoutOverride(module, self)
-
-    def remove(self) -> None:
-        """Uncover them."""
-        for module in self.modules:
-            module.__dict__.pop("forward", None)
+            patches.install(module, DropoutOverride(module, self))
 
     @contextmanager
     def recording(self) -> Iterator[DropoutTape]:
-        """Note every draw.
-
-        Yields:
-            Tape: It fills while the block runs.
-        """
+        """Record every draw of the block on the tape that is yielded."""
         self.tape, self._taken = DropoutTape(), None
         try:
             yield self.tape
@@ -78,15 +61,7 @@ class DropoutRecorder:
 
     @contextmanager
     def replaying(self, tape: DropoutTape, index_K: Tensor | None) -> Iterator[None]:
-        """Repeat the draws of a tape.
-
-        Args:
-            tape: Of the forward.
-            index_K: Rows that the modules are now called with; None: all of them.
-
-        Yields:
-            None: As long as the branch is computed again.
-        """
+        """Repeat the draws of a tape; the modules are called with the rows ``index_K``, or with all if that is None."""
         self.tape, self.index_K, self._taken = tape, index_K, {}
         try:
             yield
@@ -94,15 +69,7 @@ class DropoutRecorder:
             self.tape = self.index_K = self._taken = None
 
     def run(self, module: nn.Dropout, x: Tensor) -> Tensor:
-        """Drop out, as the module does.
-
-        Args:
-            module: The dropout.
-            x: Its input.
-
-        Returns:
-            Its output.
-        """
+        """Apply dropout as the module does, and record or replay its mask."""
         if self.tape is None or not module.training or module.p == 0.0:
             return nn.functional.dropout(x, module.p, module.training, module.inplace)
         if self._taken is None:

@@ -1,7 +1,7 @@
-"""How one residual branch is run while an engine is attached.
+"""The forward of one residual branch while an engine is attached.
 
-Two forms carry a decision out. *Masked*, the reference: the branch runs as it always does, and the gradient of its
-output is masked. *Sparse recompute*, for rows: see :mod:`sparsebp_cli.backward.branch.recompute`.
+A decision is carried out in one of two ways. *Masked*, the reference: the branch runs unchanged and the gradient of
+its output is masked. *Sparse recompute*, for selections of rows: see :mod:`sparsebp_cli.backward.branch.recompute`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ if TYPE_CHECKING:
 
 
 class BranchSite:
-    """Where the policy is asked about one branch; see :class:`sparsebp_cli.backward.branch.recompute.RowSelector`.
-
-    Args:
-        branch: What is run.
-        engine: Who knows the step and the policy.
-    """
+    """One branch as a site of the engine; a :class:`~sparsebp_cli.backward.branch.recompute.RowSelector`."""
 
     def __init__(self, branch: Branch, engine: SiteEngine) -> None:
         self.branch, self.engine = branch, engine
-        self.waiting: tuple[Tensor, Call] | None = None  # for the norm after the core
-        self.input_needs_grad = True  # the core's, in the forward that was last
+        self.pending: tuple[Tensor, Call] | None = None  # a core's input, until the norm after it runs the branch
+        self.input_needs_grad = True  # of the core, in its latest forward
 
     @property
     def form(self) -> Literal["plain", "masked", "rows"]:
-        """How a forward that begins now is run: as ever; as ever, with its gradient masked; or by sparse recompute."""
+        """How to run a forward that starts now: unchanged, with the gradient of its output masked, or by sparse
+        recompute.
+        """
         if not (self.engine.enabled and torch.is_grad_enabled()):
             return "plain"
         policy = self._policy
@@ -51,39 +48,33 @@ class BranchSite:
         return self.engine.policy_at(Site(self.branch.name, 0, (), self.branch.layer))
 
     def dense_flops(self, batch_shape: tuple[int, ...], call: Call) -> float:
-        """Return what the dense backward of a forward in sparse recompute multiplies."""
-        return self._work(batch_shape, call).claim(None, 1.0).dense_flops
+        """Return the FLOPs of the dense backward of a forward in sparse recompute."""
+        return self._cost(batch_shape, call).claim(None, 1.0).dense_flops
 
     def decide(self, grad_NO: Tensor, batch_shape: torch.Size, call: Call | None) -> tuple[Tensor, Selection | None]:
-        """Ask the policy what is kept.
+        """Return the gradient to use and the policy's selection of it, None for all of it.
 
-        Args:
-            grad_NO: The gradient of the branch's output.
-            batch_shape: The output's shape without features.
-            call: The forward in sparse recompute; None when the gradient is masked.
-
-        Returns:
-            The gradient to go on with, and what is kept; None for everything.
+        ``call`` is the forward in sparse recompute, or None when the gradient is masked.
         """
         site = Site(self.branch.name, grad_NO.shape[1], tuple(batch_shape), self.branch.layer)
-        return self.engine.decide(site, grad_NO, self._work(tuple(batch_shape), call))
+        return self.engine.decide(site, grad_NO, self._cost(tuple(batch_shape), call))
 
-    def _work(self, batch_shape: tuple[int, ...], call: Call | None) -> BranchCost:
+    def _cost(self, batch_shape: tuple[int, ...], call: Call | None) -> BranchCost:
         form: Literal["masked", "stored", "again", "whole"] = "masked"
         if call is not None:
-            form = "whole" if call.whole else "stored" if call.stores else "again"
+            form = "whole" if call.whole_reason else "stored" if call.stores else "again"
         return BranchCost(self.branch, form, batch_shape, self.input_needs_grad)
 
 
 class BeforeOverride(ForwardOverride):
-    """The ``forward`` of the norm before a core: passes the residual stream on, for the core to begin with."""
+    """The ``forward`` of the norm before a core: in sparse recompute it returns the residual stream for the core."""
 
     def __init__(self, module: nn.Module, site: BranchSite) -> None:
         self.module, self.site = module, site
         self.shown: weakref.ref[Tensor] | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.site.form != "rows":
+        if self.is_removed or self.site.form != "rows":
             return cast("Tensor", call_module(self.module, x))
         self.shown = weakref.ref(x)
         return x
@@ -97,7 +88,7 @@ class CoreOverride(ForwardOverride):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         site, branch, form = self.site, self.site.branch, self.site.form
-        if form == "plain":
+        if self.is_removed or form == "plain":
             return call_module(branch.core, *args, **kwargs)
         x, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
         site.input_needs_grad = x.requires_grad
@@ -108,10 +99,10 @@ class CoreOverride(ForwardOverride):
             _check_same(x, branch.before.__dict__["forward"].shown, f"the norm before {branch.name!r} and it")
         call = branch.enter(x, rest, kwargs)
         call.stores = site.engine.stores
-        if call.whole:
-            site.engine.notes[branch.name] = f"{branch.name} is computed again whole: {call.whole}"
+        if call.whole_reason:
+            site.engine.notes[branch.name] = f"{branch.name} is recomputed for all rows: {call.whole_reason}"
         if branch.after is not None:
-            site.waiting = (x, call)
+            site.pending = (x, call)
             output = x
         else:
             output = SparseRecompute.apply(x, site, call, *branch.parameters())  # type: ignore[no-untyped-call]
@@ -119,25 +110,25 @@ class CoreOverride(ForwardOverride):
 
 
 class AfterOverride(ForwardOverride):
-    """The ``forward`` of the norm after a core: runs the whole branch, where the core left it that."""
+    """The ``forward`` of the norm after a core: in sparse recompute it runs the whole branch."""
 
     def __init__(self, module: nn.Module, site: BranchSite) -> None:
         self.module, self.site = module, site
 
     def __call__(self, x: Tensor) -> Tensor:
-        site, waiting = self.site, self.site.waiting
-        site.waiting = None
-        if waiting is None:
+        site, pending = self.site, self.site.pending
+        site.pending = None
+        if pending is None:
             output = cast("Tensor", call_module(self.module, x))
-            return _gate(output, site) if site.form == "masked" else output
-        stream, call = waiting
+            return _mask_gradient(output, site) if site.form == "masked" and not self.is_removed else output
+        stream, call = pending
         _check_same(x, lambda: stream, f"{site.branch.name!r} and the norm after it")
         return cast("Tensor", SparseRecompute.apply(stream, site, call, *site.branch.parameters()))  # type: ignore[no-untyped-call]
 
 
 def _check_same(x: Tensor, shown: Callable[[], Tensor | None] | None, between: str) -> None:
     if shown is None or shown() is not x:
-        raise UnsupportedError(f"between {between} something is computed that the layout does not name")
+        raise UnsupportedError(f"the layer computes something between {between} that its layout does not name")
 
 
 def _run_masked(site: BranchSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -145,17 +136,17 @@ def _run_masked(site: BranchSite, args: tuple[Any, ...], kwargs: dict[str, Any])
     if site.branch.after is not None:
         return output
     if isinstance(output, tuple):
-        return _gate(output[0], site), *output[1:]
-    return _gate(output, site)
+        return _mask_gradient(output[0], site), *output[1:]
+    return _mask_gradient(output, site)
 
 
-def _gate(output: Tensor, site: BranchSite) -> Tensor:
-    return cast("Tensor", _Gate.apply(output, site))  # type: ignore[no-untyped-call]
+def _mask_gradient(output: Tensor, site: BranchSite) -> Tensor:
+    return cast("Tensor", _MaskGradient.apply(output, site))  # type: ignore[no-untyped-call]
 
 
 @final
-class _Gate(Function):
-    """Does nothing, until the gradient arrives."""
+class _MaskGradient(Function):
+    """Identity in the forward; masks the gradient in the backward."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, site: BranchSite) -> Tensor:

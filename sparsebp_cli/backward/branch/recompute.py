@@ -1,14 +1,14 @@
-"""Sparse recompute: the branch's forward keeps its input alone, its backward runs it again for the kept rows alone.
+"""Sparse recompute: the forward stores the branch's input; the backward runs the branch again for the kept rows.
 
-The forward runs without a graph. In the backward the rows are chosen from the gradient of the branch's output; the
-branch runs again on these rows, with a graph, is differentiated, and the gradient of the input is put back into its
-rows. An MLP is computed position by position, so that is all. In an attention the kept queries look at all keys and
-values, which get gradients at all positions; nothing is approximated.
+The forward runs without a graph. The backward selects rows from the gradient of the branch's output, runs the branch
+again on these rows with a graph, differentiates it, and writes the input's gradient into those rows. An MLP computes
+each position independently, so nothing else is needed. In an attention the kept queries attend to all keys and values,
+which get gradients at all positions. Nothing is approximated.
 
-The branch keeps its input and the outputs of its linears, or its input alone and multiplies again (``checkpointing``;
-:mod:`sparsebp_cli.backward.branch.stored_outputs`). Of a dense step, 3 F, a share p of the rows leaves F (1 + 2 p) in
-the first case and at most F (1 + 3 p) in the second, but for the linears of keys and values, whose backward stays
-dense.
+The branch stores its input and the outputs of its linears, or its input alone and multiplies again (``checkpointing``;
+:mod:`sparsebp_cli.backward.branch.stored_outputs`). If a dense step costs 3 F, a share p of the rows costs F (1 + 2 p)
+in the first case and at most F (1 + 3 p) in the second, except for the linears of keys and values, whose backward
+stays dense.
 
 Shape letters: B examples, T positions, N rows (= B*T), D width, K kept.
 """
@@ -31,28 +31,29 @@ from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.backward.patch.rng import generators_at
 from sparsebp_cli.policy import Rows, Selection
 
-_QUERIES_AT_ONCE = 128  # of 512; 64, 128 and all are within a few percent on two CPU cores: docs/log.md, 2026-11-21
+# At 512 positions, chunks of 64, of 128 and of all are within a few percent on two CPU cores: docs/log.md, 2026-11-21.
+_QUERIES_AT_ONCE = 128
 
 
 class RowSelector(Protocol):
-    """Who is asked what to keep: the site of a branch."""
+    """The site of a branch, as sparse recompute uses it."""
 
     branch: Branch
 
     def decide(self, grad_NO: Tensor, batch_shape: torch.Size, call: Call) -> tuple[Tensor, Selection | None]:
-        """Return the gradient to go on with, and what is kept of it; None for all of it."""
+        """Return the gradient to use and the selection of it; None for all of it."""
 
 
 @final
 class SparseRecompute(Function):
-    """A branch whose backward runs it again for the kept rows. Saves the branch's input."""
+    """A branch that saves its input, and whose backward runs it again for the kept rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, chooser: RowSelector, call: Call, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, selector: RowSelector, call: Call, *parameters: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        ctx.chooser, ctx.call, ctx.num_parameters = chooser, call, len(parameters)
-        with record_outputs(chooser.branch, call), chooser.branch.dropouts.recording() as call.tape:
-            output = chooser.branch.run(x, call).detach()
+        ctx.selector, ctx.call, ctx.num_parameters = selector, call, len(parameters)
+        with record_outputs(selector.branch, call), selector.branch.dropouts.recording() as call.tape:
+            output = selector.branch.run(x, call).detach()
         ctx.kept_names = tuple(call.kept)
         ctx.save_for_backward(x, *call.kept.values())
         call.kept = {}
@@ -63,18 +64,18 @@ class SparseRecompute(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * (3 + int(ctx.num_parameters))
-        (x, *kept), chooser = ctx.saved_tensors, ctx.chooser
+        (x, *kept), selector = ctx.saved_tensors, ctx.selector
         x = x.detach().requires_grad_(ctx.needs_input_grad[0])
         call = replace(ctx.call, kept=dict(zip(ctx.kept_names, kept, strict=True)))
-        branch = chooser.branch
-        grad_ND, selection = chooser.decide(grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], call)
+        branch = selector.branch
+        grad_ND, selection = selector.decide(grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], call)
         wanted = [p for p, needs in zip(branch.parameters(), ctx.needs_input_grad[3:], strict=True) if needs]
         dx: Tensor | None
         gradients: tuple[Tensor | None, ...]
         with autocast_as(call, x.device), torch.enable_grad():
             if isinstance(selection, Rows) and selection.index_K.numel() == 0:
                 dx, gradients = torch.zeros_like(x), tuple(torch.zeros_like(p) for p in wanted)
-            elif isinstance(selection, Rows) and not call.whole:
+            elif isinstance(selection, Rows) and not call.whole_reason:
                 run = _run_rows if branch.attention is None else _run_queries
                 dx, gradients = run(branch, call, x, grad_ND, selection, wanted)
             else:
@@ -91,7 +92,7 @@ _Result = tuple[Tensor | None, tuple[Tensor | None, ...]]
 
 def _run_whole(branch: Branch, call: Call, x: Tensor, grad: Tensor, parameters: list[Tensor]) -> _Result:
     with ExitStack() as stack:
-        if call.generators is not None:  # something draws that the tape does not know
+        if call.generators is not None:  # the branch draws random numbers outside of the dropouts on the tape
             stack.enter_context(generators_at(call.generators, x.device))
         else:
             stack.enter_context(branch.dropouts.replaying(call.tape, None))
@@ -136,7 +137,10 @@ def _run_queries(
 
 
 def _split(branch: Branch, call: Call, index_BK: Tensor, grad_BKO: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """On a CPU, early queries go apart from late ones, so that they need not look at late keys."""
+    """Split the queries into chunks where that saves work.
+
+    On a CPU, a chunk of early queries skips the later keys; on an accelerator one large product is faster.
+    """
     splits = not index_BK.is_cuda and is_causal(branch, call)
     size = _QUERIES_AT_ONCE if splits else max(1, index_BK.shape[1])
     return zip(torch.split(index_BK, size, 1), torch.split(grad_BKO, size, 1), strict=True)
@@ -153,14 +157,14 @@ def _differentiate(
 
 
 def _by_example(rows: Rows, grad_ND: Tensor, num_examples: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Return row numbers (B, K) and gradients (B, K, O); an example with fewer rows has zero gradients at the end."""
+    """Return row numbers (B, K) and gradients (B, K, O); examples with fewer rows are padded with zero gradients."""
     if num_examples in (1, rows.num_examples):
         return rows.index_K.view(num_examples, -1), rows.gather(grad_ND).view(num_examples, -1, grad_ND.shape[1])
     order = rows.index_K.argsort()
     index_K, grad_KO = rows.index_K[order], rows.gather(grad_ND)[order]
     example_K = index_K // num_positions
     count_B = torch.bincount(example_K, minlength=num_examples)
-    most = int(count_B.max())  # waits for the device: equal parts (Rows.num_examples) do not
+    most = int(count_B.max())  # synchronises with the device; equal counts return above without that
     place_K = (
         example_K * most + torch.arange(len(index_K), device=index_K.device) - (count_B.cumsum(0) - count_B)[example_K]
     )

@@ -1,4 +1,4 @@
-"""The site `branches`: which residual branches a model has, and what is put into them."""
+"""The site `branches`: finds a model's residual branches and installs the overrides of their modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparsebp_cli.backward.branch.forward import AfterOverride, BeforeOverride, 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.patch.forward import ForwardOverride, check_free
+from sparsebp_cli.backward.patch.forward import ForwardPatches, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -23,31 +23,28 @@ if TYPE_CHECKING:
 
 @final
 class BranchAdapter:
-    """Every residual branch; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
+    """Attaches an engine to every residual branch; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
-    Args:
-        model: One whose layers have a layout.
-        exclude: Globs over module names; a branch whose core matches stays dense.
-
-    Raises:
-        UsageError: A pattern matches nothing.
-        UnsupportedError: No layout is known, the model is attached, or a part of a branch has hooks.
+    ``exclude`` has globs over module names; a branch whose core matches stays dense. Raises :class:`UsageError` if a
+    pattern matches no module, and :class:`UnsupportedError` if no layout is known, the model is attached already, or a
+    module of a branch has hooks.
     """
 
     def __init__(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
         found, patterns = _find_branches(model), list(exclude)
         names = [branch.name for branch in found]
         modules = [name for name, _ in model.named_modules()]
-        for pattern in patterns:  # what is no branch is dense anyway: such as lm_head, which a base recipe leaves out
+        for pattern in patterns:  # any module is accepted: base recipes exclude lm_head, which is no branch
             if not any(fnmatchcase(name, pattern) for name in modules):
                 raise UsageError(f"exclude: {pattern!r} matches no branch of the model{did_you_mean(pattern, names)}")
         self.excluded = tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
         self._branches = [branch for branch in found if branch.name not in self.excluded]
         shared = {id(b.before) for b in found if b.name in self.excluded}
         for branch in self._branches:
-            if id(branch.before) in shared:  # a branch that stays dense reads this norm's output
+            if id(branch.before) in shared:  # the norm must really run for the excluded branch that also reads it
                 branch.before = None
                 branch.parts = [part for part in branch.parts if id(part) not in shared]
+        self._patches = ForwardPatches()
         self.names = tuple(branch.name for branch in self._branches)
         self.not_covered = find_linears(model).not_covered
         for branch in self._branches:
@@ -57,22 +54,17 @@ class BranchAdapter:
     def install(self, engine: SiteEngine) -> None:
         for branch in self._branches:
             site = BranchSite(branch, engine)
-            branch.dropouts.install()
-            branch.core.forward = CoreOverride(site)
+            branch.dropouts.install(self._patches)
+            self._patches.install(branch.core, CoreOverride(site))
             if branch.before is not None:
-                branch.before.forward = BeforeOverride(branch.before, site)
+                self._patches.install(branch.before, BeforeOverride(branch.before, site))
             if branch.after is not None:
-                branch.after.forward = AfterOverride(branch.after, site)
+                self._patches.install(branch.after, AfterOverride(branch.after, site))
 
     def remove(self) -> None:
-        for branch in self._branches:
-            branch.dropouts.remove()
-            for part in branch.parts:
-                for module in part.modules():
-                    if isinstance(module.__dict__.get("forward"), ForwardOverride):
-                        del module.__dict__["forward"]
+        self._patches.remove()
 
-    def around(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
+    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
         return nullcontext()
 
 
@@ -97,7 +89,7 @@ def _make_branch(prefix: str, layer: nn.Module, layout: BranchLayout, layers: La
     for child in (layout.core, layout.before, layout.after):
         part = None if child is None else getattr(layer, child, None)
         if child is not None and part is None:
-            raise UnsupportedError(f"the layout of {type(layer).__name__} names {child!r}, which {name} has not")
+            raise UnsupportedError(f"the layout of {type(layer).__name__} names {child!r}, which is not at {name!r}")
         parts.append(part)
     core, before, after = parts
     return Branch(name, cast("nn.Module", core), layout.last, before, after, layout.attention, layers.number_of(name))
@@ -108,4 +100,4 @@ def _check_part(name: str, part: nn.Module) -> None:
         check_free(f"{name}: {inner}" if inner else name, module)
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(getattr(part, hook) for hook in hooks):
-        raise UnsupportedError(f"a part of the branch {name!r} has hooks: it is not run on its own any more")
+        raise UnsupportedError(f"a module of the branch {name!r} has hooks, which would not run: remove them first")

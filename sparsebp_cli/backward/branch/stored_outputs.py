@@ -1,8 +1,7 @@
-"""What a branch keeps of its linears' outputs, so that they are not multiplied again in its backward.
+"""Outputs of a branch's linears, stored in the forward so that the backward need not multiply again.
 
-Every linear's output is kept, but for the last one's, which is never needed: nothing is computed of it but a sum.
-Where memory matters more, keys and values alone are kept, since all positions need them, and only where they are no
-wider than the residual stream.
+Every linear's output is stored except the last one's, which no gradient depends on. To save memory, only keys and
+values are stored, because all positions need them, and only if they are no wider than the residual stream.
 """
 
 from __future__ import annotations
@@ -24,90 +23,68 @@ from sparsebp_cli.policy import Selection
 
 @contextmanager
 def record_outputs(branch: Branch, call: Call) -> Iterator[None]:
-    """Keep linears' outputs in a call.
-
-    Args:
-        branch: What runs.
-        call: Where they are kept.
-
-    Yields:
-        None: As long as the forward runs.
-    """
+    """Store outputs of linears in ``call.kept`` while the forward of a branch runs in the block."""
     versions: dict[str, int] = {}
-    spoilt: set[str] = set()
+    unusable: set[str] = set()
 
     def keep(name: str, module: nn.Module, x: Tensor) -> Tensor:
         output = cast("Tensor", call_module(module, x))
         if name in call.kept:
-            spoilt.add(name)  # called twice
+            unusable.add(name)  # called twice
         call.kept[name], versions[name] = output, output._version  # noqa: SLF001 - see below
         return output
 
-    wanted = [(n, m) for n, m, _ in branch.linears if _is_kept(branch, n, stores=call.stores) and not call.whole]
+    wanted = [(n, m) for n, m, _ in branch.linears if _is_kept(branch, n, stores=call.stores) and not call.whole_reason]
     with replace_forwards((module, partial(keep, name, module)) for name, module in wanted):
         yield
-    # What was changed in place afterwards, such as clamped, is not what the linear gave.
-    spoilt |= {n for n, output in call.kept.items() if output._version != versions[n]}  # noqa: SLF001
-    for name in spoilt:
+    # An output that was changed in place later (olmo clamps it) is not the linear's output any more. Only the private
+    # version counter of a tensor tells.
+    unusable |= {n for n, output in call.kept.items() if output._version != versions[n]}  # noqa: SLF001
+    for name in unusable:
         del call.kept[name]
 
 
 def replay_outputs(
     branch: Branch, call: Call, index_K: Tensor | None
 ) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """Return the linears that need not multiply when a branch runs again, with what gives their outputs.
+    """Return replacements of the forwards of those linears that need not multiply when a branch runs again.
 
-    Args:
-        branch: What runs again.
-        call: Its forward.
-        index_K: The rows that it runs on; None: all.
-
-    Returns:
-        What :func:`~sparsebp_cli.backward.patch.forward.replace_forwards` takes.
+    ``index_K`` has the rows that the branch runs on; None means all. The result is for
+    :func:`~sparsebp_cli.backward.patch.forward.replace_forwards`.
     """
     modules: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     for name, module, form in branch.linears:
         if name in call.kept:
-            modules.append((module, partial(_give, module, form, call.kept[name], index_K)))
+            modules.append((module, partial(_replay, module, form, call.kept[name], index_K)))
         elif name == branch.last and branch.after is None:
-            modules.append((module, partial(_give, module, form, None, index_K)))
+            modules.append((module, partial(_replay, module, form, None, index_K)))
     return modules
 
 
-def is_again(branch: Branch, name: str, *, stores: bool, whole: bool) -> bool:
-    """Whether a linear multiplies again when the branch does.
-
-    Args:
-        branch: The branch.
-        name: The linear's, in its core.
-        stores: Whether all outputs are kept that a backward reads.
-        whole: Whether all rows are computed again, and nothing is kept.
-
-    Returns:
-        The answer.
-    """
+def is_recomputed(branch: Branch, name: str, *, stores: bool, whole: bool) -> bool:
+    """Whether a linear multiplies again when the branch is recomputed; ``whole``: for all rows, with nothing stored."""
     if name == branch.last and branch.after is None:
         return False
     return whole or not _is_kept(branch, name, stores=stores)
 
 
 def _is_kept(branch: Branch, name: str, *, stores: bool) -> bool:
-    # An adapter's linear is a child of what it adapts; the base layer's output is kept, the adapter is computed again.
+    # peft puts the adapted linear into a child `base_layer`. Its output is stored; the adapter itself is recomputed.
     if branch.attention is not None and name.removesuffix(".base_layer") in branch.attention.key_value:
         return stores or branch.keeps_keys
     return stores and not (name == branch.last and branch.after is None)
 
 
-def _give(module: nn.Module, form: WeightLayout, kept: Tensor | None, index_K: Tensor | None, x: Tensor) -> Tensor:
-    known_form = _KeptForm(form, kept, index_K)
+def _replay(module: nn.Module, form: WeightLayout, kept: Tensor | None, index_K: Tensor | None, x: Tensor) -> Tensor:
+    known_form = _StoredOutputLayout(form, kept, index_K)
     if not (x.requires_grad or any(p.requires_grad for p in module.parameters(recurse=False))):
         return known_form.forward(x, cast("Tensor", module.weight), None)
     return run_linear(module, x, _Dense(known_form))
 
 
 @final
-class _KeptForm(WeightLayout):
-    """A linear whose output is known, or not needed."""
+class _StoredOutputLayout(WeightLayout):
+    """The layout of a linear whose output is stored, or not needed."""
 
     def __init__(self, form: WeightLayout, kept: Tensor | None, index_K: Tensor | None) -> None:
         self.form, self.kept, self.index_K, self.output_dim = form, kept, index_K, form.output_dim
@@ -129,7 +106,7 @@ class _KeptForm(WeightLayout):
 
 @dataclass(frozen=True)
 class _Dense:
-    """See :class:`sparsebp_cli.backward.linear.function.SelectionSource`: keeps everything."""
+    """A :class:`sparsebp_cli.backward.linear.function.SelectionSource` that keeps everything."""
 
     form: WeightLayout
     reference: bool = True

@@ -1,1 +1,1 @@
-"""The engine: its steps, its decisions at sites, its counts and its report."""
+"""The engine: step numbering, decisions at sites, counters and the report."""

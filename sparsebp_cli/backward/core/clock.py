@@ -1,4 +1,4 @@
-"""Which step, micro-batch and draw a decision belongs to."""
+"""Numbering of optimizer steps, micro-batches and draws."""
 
 from __future__ import annotations
 
@@ -16,14 +16,8 @@ from sparsebp_cli.policy import Step
 class Clock:
     """Counts optimizer steps, and backward passes within them.
 
-    Args:
-        optimizer: Its steps advance the step number; None: every backward does.
-        seed: Of random decisions.
-        num_steps: Optimizer steps of the whole training, where that is known.
-        on_advance: Called with every new step, before anything of it is computed.
-
-    Raises:
-        UnsupportedError: ``optimizer`` is none of PyTorch's kind.
+    Without an optimizer every backward advances the step. ``num_steps`` is the length of the training, if known;
+    ``on_advance`` is called at the start of each step, before anything of it is computed.
     """
 
     def __init__(
@@ -49,26 +43,19 @@ class Clock:
         )
 
     def count_backward(self) -> None:
-        """Go on after a backward pass."""
+        """Count a finished backward pass."""
         self.micro_batch += 1
         if self._hook is None:
             self._advance()
 
     def go_to(self, index: int, micro_batch: int) -> None:
-        """Be at a step, as after a resume."""
+        """Set the step and micro-batch, as after a resume."""
         self.index, self.micro_batch = index, micro_batch
         self._on_advance(self.now())
 
     @contextmanager
-    def aside(self, draw: int) -> Iterator[None]:
-        """Let time pass for a probe alone: afterwards it is as late as before.
-
-        Args:
-            draw: Of random policies, while it lasts.
-
-        Yields:
-            None: As long as it lasts.
-        """
+    def probing(self, draw: int) -> Iterator[None]:
+        """Restore step, micro-batch and draw after a probe; random policies use ``draw`` inside the block."""
         before = self.index, self.micro_batch, self.draw
         self.draw = draw
         try:
@@ -77,7 +64,7 @@ class Clock:
             self.index, self.micro_batch, self.draw = before
 
     def stop(self) -> None:
-        """Listen to the optimizer no more."""
+        """Remove the hook on the optimizer."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -86,7 +73,7 @@ class Clock:
 
 
 def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it, and skips it while accumulating
+    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper skips steps while accumulating
     if not isinstance(inner, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     return inner.register_step_post_hook(hook)

@@ -1,4 +1,4 @@
-"""What the engine counts while it works: host numbers, and tensors where reading them would stall a device."""
+"""The engine's counters: numbers on the host, and tensors where reading them would synchronise with the device."""
 
 from __future__ import annotations
 
@@ -29,14 +29,7 @@ class SiteCounter:
     arrived_flops: float = 0.0
 
     def report(self, name: str) -> SiteReport:
-        """Return the totals as plain numbers.
-
-        Args:
-            name: The site's.
-
-        Returns:
-            The report of this site.
-        """
+        """Return the totals as plain numbers."""
         return SiteReport(
             name=name,
             layer=self.layer,
@@ -53,7 +46,7 @@ class SiteCounter:
 
 @dataclass
 class ChosenCounter:
-    """Totals, and what came since they were last taken."""
+    """Total of :class:`Chosen`, and the part of it since it was last taken."""
 
     total: Chosen | None = None
     untaken: Chosen | None = field(default=None)
@@ -65,7 +58,7 @@ class ChosenCounter:
         self.untaken = chosen if self.untaken is None else self.untaken + chosen
 
     def take(self) -> Chosen | None:
-        """Return what came since the last call; None when nothing did."""
+        """Return what was counted since the last call; None if nothing was."""
         chosen, self.untaken = self.untaken, None
         return chosen
 
@@ -85,28 +78,21 @@ class Counter:
     untaken_route: Route | None = None
     chosen: ChosenCounter = field(default_factory=ChosenCounter)
     products: Products = field(default_factory=Products)
-    products_at_sites: float = 0.0  # FLOPs of the passes that `products` are of
-    num_read: int = 0  # such passes
+    products_at_sites: float = 0.0  # FLOPs at sites, of the passes whose graph was read into `products`
+    num_read: int = 0  # passes whose graph was read
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Counter:
-        """Return a counter that lists these sites even when none is ever asked."""
+        """Return a counter that lists these sites even if no gradient ever arrives at them."""
         return cls({name: SiteCounter() for name in names})
 
     def start_backward(self) -> None:
-        """Forget the last backward's numbers."""
+        """Reset the numbers of the last backward."""
         self.calls = {}
         self.last_dense_flops = self.last_claimed_flops = 0.0
 
     def next_call(self, name: str) -> int:
-        """Return which gradient of this site this is in this backward, counted from 0.
-
-        Args:
-            name: The site's.
-
-        Returns:
-            The number.
-        """
+        """Return the index, from 0, of this gradient among those of the same site in this backward."""
         call = self.calls.get(name, 0)
         self.calls[name] = call + 1
         return call
@@ -122,13 +108,8 @@ class Counter:
     ) -> None:
         """Count one gradient.
 
-        Args:
-            site: Where.
-            grad_NO: The gradient that arrived.
-            claim: The site's work, dense and as the policy claims.
-            allowed: What is claimed, with counts rounded up.
-            selection: What is kept.
-            dense_rows: Rows of the dense backward that it stands for; None: its own.
+        ``allowed`` is the claim with counts rounded up. ``dense_rows`` is the number of rows of the dense backward that
+        the gradient stands for; None: its own.
         """
         arrived, dense_flops, num_entries = claim.dense_flops, claim.dense_flops, grad_NO.numel()
         if dense_rows is not None:
@@ -148,23 +129,11 @@ class Counter:
         self.last_claimed_flops += claim.claimed_flops
 
     def kept(self) -> tuple[float, int]:
-        """Return kept entries and all entries, over all sites; waits for the device.
-
-        Returns:
-            Both counts.
-        """
+        """Return kept entries and all entries over all sites; synchronises with the device."""
         return sum(float(s.kept) for s in self.sites.values()), sum(s.entries for s in self.sites.values())
 
     def report(self, adapter: SiteAdapter, notes: Mapping[str, str]) -> Report:
-        """Return everything as plain numbers; waits for the device.
-
-        Args:
-            adapter: Whose sites these are.
-            notes: How the engine carries the policy out.
-
-        Returns:
-            The report.
-        """
+        """Return everything as plain numbers; synchronises with the device."""
         kept, entries = self.kept()
         whole = self._whole()
         known = {*adapter.not_covered, *adapter.excluded}
@@ -192,22 +161,14 @@ class Counter:
         return Whole(self.products_at_sites / products.total, tuple(shares), self.num_read)
 
     def take_kept_share(self) -> float | None:
-        """Return the kept share since the last call.
-
-        Returns:
-            The share; None when no gradient arrived since.
-        """
+        """Return the kept share since the last call; None if no gradient arrived since."""
         kept, entries = self.kept()
         new_kept, new_entries = kept - self.taken_kept, entries - self.taken_entries
         self.taken_kept, self.taken_entries = kept, entries
         return new_kept / new_entries if new_entries else None
 
     def add_route(self, route: Route) -> None:
-        """Count where a router let the gradient go.
-
-        Args:
-            route: Of one backward.
-        """
+        """Add the route of one backward."""
         self.route = route if self.route is None else self.route + route
         self.untaken_route = route if self.untaken_route is None else self.untaken_route + route
 
@@ -218,37 +179,22 @@ class Counter:
 
 
 def allowed_share(budget: float, selection: Selection | None, grad_NO: Tensor, site: Site, *, pads: bool) -> float:
-    """Return the share of a site's work that a policy may leave, with counts rounded up and examples padded.
+    """Return the share of a site's work that a policy may execute, with counts rounded up and examples padded.
 
-    Args:
-        budget: The share that the policy says it keeps, in (0, 1].
-        selection: What it kept; None: everything.
-        grad_NO: Of what; not empty.
-        site: Where.
-        pads: Whether every example multiplies as many rows as the one that keeps most.
-
-    Returns:
-        A share, at least the budget. Waits for the device where examples are padded.
+    ``budget`` is the share that the policy claims to keep, in (0, 1]; the result is at least that. ``pads`` says that
+    every example multiplies as many rows as the one that keeps most; reading that count synchronises with the device.
     """
     padded = pad_up(selection, len(grad_NO), site.num_examples) if pads else 0.0
     return max(padded, round_up(budget, selection, grad_NO))
 
 
 def round_up(budget: float, selection: Selection | None, grad_NO: Tensor) -> float:
-    """Return the share of a site's work that a policy may leave without breaking its claim.
+    """Return the share of a site's work that a policy may execute without breaking its claim; at least the budget.
 
-    What is kept or cut only together is a unit: a row (one of each example, where each gives as many), a column, a
+    Entries that can only be kept together form a unit: a row (one of each example, where each has as many), a column, a
     block, an entry of each row. A share of n units is at most ``max(1, ceil(budget * n))`` of them, so at most one more
-    than the budget; blocks at the edge of a grid are multiplied as if they were whole. What was kept counts as long as
-    that explains it.
-
-    Args:
-        budget: The share that the policy says it keeps, in (0, 1].
-        selection: What it kept; None: everything.
-        grad_NO: Of what; not empty.
-
-    Returns:
-        A share, at least the budget; more than 1 where blocks at the edges make it so.
+    than the budget. Blocks at the edge of a grid are multiplied whole, so the result may exceed 1. It never exceeds
+    what was really kept, unless the budget does.
     """
     num_rows, num_columns = grad_NO.shape
     match selection:
@@ -267,15 +213,9 @@ def round_up(budget: float, selection: Selection | None, grad_NO: Tensor) -> flo
 
 
 def pad_up(selection: Selection | None, num_rows: int, num_examples: int) -> float:
-    """Return the share of rows that is multiplied where every example has as many as the one that keeps most.
+    """Return the share of rows multiplied if every example is padded to the one that keeps most; in [0, 1].
 
-    Args:
-        selection: What was kept.
-        num_rows: N.
-        num_examples: B; each has as many rows.
-
-    Returns:
-        A share in [0, 1]; 0 for a selection of anything else than rows. Waits for the device.
+    0 for a selection of anything but rows. Synchronises with the device.
     """
     if not isinstance(selection, Rows) or selection.index_K.numel() == 0:
         return 0.0

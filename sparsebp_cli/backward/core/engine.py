@@ -1,4 +1,4 @@
-"""The engine: a model's backward, in which policies decide at sites and extensions act beside them."""
+"""The engine: runs a model's backward, consults policies at sites and lets extensions act on the pass."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ _OUTSIDE = (
 
 
 class Engine:
-    """Carries out a policy's decisions in a model. Made by ``attach``.
+    """Applies a policy's decisions in a model's backward pass. Created by ``attach``.
 
-    Backward passes of an attached model go through :meth:`backward`. A plain ``loss.backward()`` is refused: it would
-    be neither dense nor what the policy meant at this step.
+    Run every backward pass of an attached model through :meth:`backward`. A plain ``loss.backward()`` is refused: it
+    would be neither dense nor what the policy prescribes at this step.
 
     Args:
-        adapter: Puts the engine at the model's sites.
-        runner: Asks the policy that decides at sites; None for dense.
-        model: That the sites are in.
+        adapter: Installs the engine at the model's sites.
+        runner: Calls the gradient policy that decides at sites; None for dense.
+        model: The model that contains the sites.
         optimizer: Its steps advance the step number; None: every backward does.
-        reference: Mask, then multiply densely.
-        stores: Whether branches keep their linears' outputs; else their inputs, and the kept rows are multiplied again.
-        seed: Of random decisions.
-        num_steps: Optimizer steps of the whole training, where that is known.
-        extensions: What carries out policies that do not decide at sites, and what runs the pass another way.
+        reference: Mask gradients, then multiply densely.
+        stores: Whether branches store the outputs of their linears; else their inputs, and multiply kept rows again.
+        seed: Seed of random decisions.
+        num_steps: Optimizer steps of the whole training, if known.
+        extensions: Carry out policies that do not decide at sites, or run the pass in another way.
     """
 
     def __init__(  # noqa: PLR0913 - what attach puts together
@@ -73,12 +73,12 @@ class Engine:
         extensions: Sequence[EngineExtension] = (),
     ) -> None:
         self._model, self._adapter, self._runner = model, adapter, runner
-        self._clock = Clock(optimizer, seed, num_steps, self._start_step)  # refuses before anything changes
+        self._clock = Clock(optimizer, seed, num_steps, self._start_step)  # may raise, so it precedes all changes
         self.reference, self.stores, self.extensions = reference, stores, tuple(extensions)
         self.enabled, self.notes = True, dict[str, str]()
-        self.leaves_out = False  # whether a forward has left something out so far
-        self.forward: ShortForward | None = None  # the forward under way, where it leaves something out
-        # Numbers of examples in the model's last forward; empty: not known; None: no policy needs them.
+        self.leaves_out = False  # whether any forward has skipped positions or examples so far
+        self.forward: ShortForward | None = None  # the current forward, if it skips positions or examples
+        # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
         self.batch_sizes: frozenset[int] | None = None if runner is None else frozenset()
         self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)
         self._freezes = any(isinstance(extension, FreezesParameters) for extension in self.extensions)
@@ -94,25 +94,25 @@ class Engine:
         self._start_step(self.now())
 
     def backward(self, loss: Tensor, backward: Callable[..., object] | None = None, *, is_last: bool = True) -> None:
-        """Run the backward pass, with the policy asked at every site.
+        """Run the backward pass, calling the policy at every site.
 
         Args:
             loss: As for ``loss.backward()``.
-            backward: What runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``. Under
-                ``eager_clip='exact'`` it is called twice, at first with ``retain_graph=True`` as well.
-            is_last: Of the micro-batches whose gradients one step adds up. Under ``update='eager'`` parameters change
-                in this one's pass; else it does not matter.
+            backward: Runs the pass instead of ``torch.Tensor.backward``, such as ``accelerator.backward``. With
+                ``eager_clip='exact'`` it is called twice, the first time with ``retain_graph=True`` as well.
+            is_last: Whether this is the last micro-batch of a step. With ``update='eager'`` parameters change in its
+                pass; otherwise it makes no difference.
 
         Raises:
-            UsageError: The engine is detached, a backward is under way, or no policy would be asked, since the loss
-                does not come from the attached model's own forward.
+            UsageError: The engine is detached, a backward is running already, or the loss does not come from the
+                attached model's own forward, so that no policy would be called.
         """
         if not self._attached:
             raise UsageError("this engine is detached: attach the model again")
         if self._step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
         if self.enabled:
-            self._check_seen(loss)
+            self._check_site_in_graph(loss)
         self._counter.start_backward()
         reads = self._reads_graph()
         if reads:
@@ -135,28 +135,33 @@ class Engine:
             self._clock.count_backward()
 
     def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: Any) -> None:
-        with self._adapter.around(loss) as instead:
+        with self._adapter.backward_context(loss) as instead:
             (backward or torch.Tensor.backward)(loss if instead is None else instead, **options)
 
-    def _check_seen(self, loss: Tensor) -> None:
+    def _check_site_in_graph(self, loss: Tensor) -> None:
         for extension in self.extensions:
             if isinstance(extension, RequiresForward):
-                extension.check_asked()
+                extension.check_called()
         asks = self._runner is not None or any(isinstance(extension, RequiresForward) for extension in self.extensions)
-        # What is frozen may lie between all sites and the loss; at nodes every node is one.
+        # Frozen parameters may cut every site off from the loss.
         if asks and not self._freezes and self._trains_at_sites() and not has_site(loss, self):
             raise UsageError(_UNSEEN)
 
     def _trains_at_sites(self) -> bool:
-        """Whether a site has trained weights, so that a loss of this model passes through it: where adapters alone are
-        trained, and they are left out, no gradient need go through any site."""
+        """Whether a site has trained weights, so that a loss of this model must depend on it.
+
+        If only adapters are trained and they are excluded, no gradient need pass any site.
+        """
         modules = dict(self._model.named_modules())
         sites = (modules[name] for name in self._adapter.names if name in modules)
         return any(p.requires_grad for module in sites for p in module.parameters())
 
     def _reads_graph(self) -> bool:
-        """Whether the graph of the pass that begins is one of those that are read: ever fewer, so that it costs
-        nothing; and none where what a policy left out before the forward is not in the graph."""
+        """Whether to read the graph of the next pass for the report.
+
+        Passes 1, 2, 4, 8 ... are read, so the cost vanishes over a training. None is read if a policy skipped work
+        before the forward, since that work is not in the graph.
+        """
         number = self._counter.num_backwards + 1
         if not self.enabled or self._clock.draw or number & (number - 1):
             return False
@@ -168,7 +173,9 @@ class Engine:
         return bool(self._adapter.names) and not unknown
 
     def _name_parameters(self) -> dict[int, str]:
-        """Return the names of parameters by ``id``; of a shared one, the name of a place that the report lists."""
+        """Return the names of parameters by ``id``; for a shared one, prefer a name that the report does not list
+        elsewhere.
+        """
         listed = {*self._adapter.not_covered, *self._adapter.excluded}
         names = [(name, p) for name, p in self._model.named_parameters(remove_duplicate=False)]
         names.sort(key=lambda pair: pair[0].rpartition(".")[0] in listed)
@@ -179,22 +186,22 @@ class Engine:
         return self._clock.now()
 
     def check_inside(self) -> None:
-        """Refuse a backward that did not go through this engine. Called by the sites.
+        """Refuse a backward that does not run through this engine. Called by the sites.
 
         Raises:
-            UsageError: It did not.
+            UsageError: The backward was started from outside.
         """
         if self.enabled and self._step is None:
             raise UsageError(_OUTSIDE)
 
     def policy_at(self, site: Site) -> GradientSelector | None:
-        """Return who will decide at a site in the backward under way, or the next one; None: dense there.
+        """Return the policy that decides at a site in the current or next backward.
 
         Args:
-            site: Where.
+            site: The site.
 
         Returns:
-            The policy, with the share that it keeps at this step.
+            The policy, with its ``keep`` of this step; None if the site stays dense.
         """
         if self._runner is None or not self.enabled:
             return None
@@ -203,19 +210,19 @@ class Engine:
     def decide(
         self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:
-        """Ask the policy, and count. Called by the sites.
+        """Call the policy at a site and count the result. Called by the sites.
 
         Args:
-            site: Where.
+            site: The site.
             grad_NO: The gradient of the site's output.
-            work: What the site's dense backward is.
+            work: The cost of the site's dense backward.
             dense_rows: Rows of the dense backward that the gradient stands for; None: its own.
 
         Returns:
-            The gradient to go on with, and what is kept of it; None for everything.
+            The gradient to use, and the selection of it; None keeps everything.
 
         Raises:
-            UsageError: The backward did not go through this engine.
+            UsageError: The backward does not run through this engine.
         """
         if not self.enabled:
             return grad_NO, None
@@ -224,24 +231,24 @@ class Engine:
         step = replace(self._step, call=self._counter.next_call(site.name))
         policy, selection = self.policy_at(site), None
         if policy is not None and self._runner is not None and grad_NO.numel() > 0:
-            grad_NO, selection = self._runner.take(policy, grad_NO, site, step)
+            grad_NO, selection = self._runner.select(policy, grad_NO, site, step)
         kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
         claim = allowed = work.claim(kind, budget)
-        if self._clock.draw and grad_NO.numel() > 0:  # training does not wait for what only a probe reads
+        if self._clock.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device
             allowed = work.claim(kind, allowed_share(budget, selection, grad_NO, site, pads=work.pads))
         self._counter.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
         return grad_NO, selection
 
     @contextmanager
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> Iterator[None]:
-        """Count sites as what a forward stands for that leaves positions or examples out. Called by extensions.
+        """Scale the counts at sites during a forward that skips positions or examples. Called by extensions.
 
         Args:
-            num_rows: B*T, where it runs some positions alone.
-            scale: Examples over those that it runs.
+            num_rows: B*T of the whole batch, if the forward runs some positions only.
+            scale: Examples of the batch over those that the forward runs.
 
         Yields:
-            None: As long as the forward lasts.
+            None: While the forward runs.
         """
         outer, self.leaves_out = self.forward, True
         self.forward = ShortForward(num_rows, scale * (1.0 if outer is None else outer.scale))
@@ -252,46 +259,49 @@ class Engine:
 
     @contextmanager
     def probing(self, draw: int = 1, *, feedback: bool = True) -> Iterator[None]:
-        """Apply the policy without a trace: step, report and kept share are afterwards as they were before.
+        """Apply the policy without side effects: step, report and kept share are restored afterwards.
 
-        Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` speak of the probe alone.
+        Inside, :meth:`report`, :meth:`claim`, :meth:`take_kept_share` and :meth:`take_route` describe the probe alone.
 
         Args:
-            draw: Of random policies; other than 0, so that training's decisions are not used up or repeated.
-            feedback: Whether error feedback adds what training has cut.
+            draw: Draw of random policies; other than 0, so that the probe neither uses up nor repeats training's
+                decisions.
+            feedback: Whether error feedback adds what training has left out.
 
         Yields:
-            None: As long as the probe lasts.
+            None: While the probe runs.
         """
-        decision = nullcontext() if self._runner is None else self._runner.aside(feedback=feedback)
+        decision = nullcontext() if self._runner is None else self._runner.probing(feedback=feedback)
         before, self._counter = self._counter, Counter.of(self._adapter.names)
         try:
-            with self._clock.aside(draw), decision:
+            with self._clock.probing(draw), decision:
                 yield
         finally:
             self._counter = before
 
     def report(self) -> Report:
-        """Return what happened so far at every site, as plain numbers; waits for the device."""
+        """Return what happened at every site so far, as plain numbers; synchronises with the device."""
         return self._counter.report(self._adapter, self.notes)
 
     def claim(self) -> FlopEstimate:
-        """Return the last backward's FLOPs at the sites, dense and as the policy claims, from shapes alone."""
+        """Return the last backward's FLOPs at the sites, dense and as claimed by the policy, from shapes alone."""
         return FlopEstimate(self._counter.last_dense_flops, self._counter.last_claimed_flops)
 
     def take_kept_share(self) -> float | None:
-        """Return the share of gradient entries kept since the last call, over all sites; waits for the device.
+        """Return the share of gradient entries kept since the last call, over all sites; synchronises with the device.
 
-        None when no gradient arrived since.
+        None if no gradient arrived since.
         """
         return self._counter.take_kept_share()
 
     def take_chosen(self) -> Chosen | None:
-        """Return what was chosen of all batches since the last call together; None when nothing was."""
+        """Return the counts of chosen targets, positions and examples since the last call; None if nothing was
+        chosen.
+        """
         return self._counter.chosen.take()
 
     def take_route(self) -> Route | None:
-        """Return where a router let the gradients of all passes since the last call go; None without a router."""
+        """Return where a router sent the gradients of all passes since the last call; None without a router."""
         return self._counter.take_route()
 
     def add_chosen(self, chosen: Chosen) -> None:
@@ -299,26 +309,28 @@ class Engine:
         self._counter.chosen.add(chosen)
 
     def add_route(self, route: Route) -> None:
-        """Count where a router let the gradient of one backward go. Called by the site adapter."""
+        """Count where a router sent the gradient of one backward. Called by the site adapter."""
         self._counter.add_route(route)
 
     def columns(self, **columns: Tensor) -> None:
-        """Give token policies what a script's own loss takes out of the batch before the model sees it.
+        """Set the batch columns that token policies need and the model's forward does not get.
+
+        For scripts that compute their own loss and remove ``labels`` from the batch before calling the model.
 
         Args:
-            **columns: By name, each (B, T): ``labels``, and what the policy reads; or ``num_items_in_batch``, a number
-                that counts in place of the forward's. They count until the next call.
+            **columns: By name, each (B, T): ``labels``, and columns that the policy reads; or ``num_items_in_batch``, a
+                number that replaces the forward's. They stay set until the next call.
         """
         for extension in self.extensions:
             if isinstance(extension, AcceptsColumns):
-                extension.give(**columns)
+                extension.set_columns(**columns)
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Run forward and backward densely, as if no policy were attached; nothing is counted. Segments stay.
+        """Run forward and backward densely, without policies and without counting. Segments stay active.
 
         Yields:
-            None: As long as the model is dense.
+            None: While policies are off.
         """
         before = self.enabled
         self._enable(False)
@@ -328,26 +340,27 @@ class Engine:
             self._enable(before)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to decide as this one would.
+        """Return the state that a resumed run needs for the same decisions.
 
         Returns:
-            The step number, the backward's number in it, and the tensors that error feedback will add; and
-            what extensions keep: under an eager update, the norm of the last step's gradients.
+            The step number, the backward's number within it, the tensors that error feedback will add, and the entries
+            of
+            extensions: with an eager update, the norm of the last step's gradients.
         """
-        cut = {} if self._runner is None else dict(self._runner.cut)
+        cut = {} if self._runner is None else dict(self._runner.residuals)
         state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
         for extension in self._keepers():
             state |= extension.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Restore a state.
 
         Args:
             state: From :meth:`state_dict`.
 
         Raises:
-            UsageError: It is not such a state.
+            UsageError: It is no such state.
         """
         counts, cut = (state.get("index"), state.get("micro_batch")), state.get("cut")
         good = state.keys() == self.state_dict().keys() and all(type(count) is int and count >= 0 for count in counts)
@@ -355,12 +368,12 @@ class Engine:
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         self._clock.go_to(state["index"], state["micro_batch"])
         if self._runner is not None:
-            self._runner.cut = dict(cut)
+            self._runner.residuals = dict(cut)
         for extension in self._keepers():
             extension.load_state_dict(state)
 
     def detach(self) -> None:
-        """Give the model back as it was. Calling it again does nothing."""
+        """Restore the model as it was before ``attach``. Further calls do nothing."""
         if self._attached:
             for extension in reversed(self.extensions):
                 extension.remove()

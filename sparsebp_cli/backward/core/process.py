@@ -1,4 +1,4 @@
-"""Whether gradients are reduced over several processes, and which of them this is."""
+"""Detection of training in several processes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,22 @@ SEVERAL = "several (DDP or FSDP)"
 
 
 def current_rank() -> int:
-    """Return which of the processes that train together this is, from 0; 0 for one alone."""
+    """Return this process's rank among those that train together; 0 for a single process."""
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def count_processes(model: nn.Module) -> int:
-    """Return how many processes train together: 2 where the model is made for several, however many there are."""
+    """Return the number of processes that train together; at least 2 if the model is wrapped in DDP."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         return distributed.get_world_size()
     return 2 if any(isinstance(module, DistributedDataParallel) for module in model.modules()) else 1
 
 
 def refuse_processes(model: nn.Module, policies: Iterable[Policy] = (), **options: object) -> None:
-    """Refuse what would leave the processes with different gradients, or waiting for each other.
+    """Refuse combinations that would leave the processes with different gradients, or waiting for each other.
 
-    Asked again before a backward, since a model can be wrapped after it was attached.
-
-    Args:
-        model: That is trained.
-        policies: That are at work.
-        **options: Of ``attach``, that are in force.
-
-    Raises:
-        UnsupportedError: There are several processes, or the model is made for them.
+    Checked again before a backward, since a model can be wrapped after it was attached. ``options`` are those of
+    ``attach``; the composition table raises :class:`UnsupportedError`.
     """
     facts = {**options, "processes": count_processes(model), "loop": "own"}
     refuse(Setup([PolicyFacts.of(policy) for policy in policies], facts, words={"processes": SEVERAL}))

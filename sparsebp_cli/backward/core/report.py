@@ -1,4 +1,4 @@
-"""What the engine tells: per site, what was asked, kept and claimed. Plain numbers that outlive the model."""
+"""The engine's report: calls, kept entries and claimed FLOPs of every site, as plain numbers that outlive the model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Self
 
 from torch import Tensor
 
-Number = int | float | Tensor  # tensors stay on their device until somebody reads them
+Number = int | float | Tensor  # tensors stay on their device until they are read
 
 
 @dataclass(frozen=True)
 class FlopEstimate:
-    """Multiplications of the sites in one backward as FLOPs, from shapes alone.
+    """FLOPs of the multiplications at the sites in one backward, from shapes alone.
 
     Args:
-        dense_flops: Of the dense backward, counting only gradients that autograd asked for.
-        claimed_flops: What the policy claims to leave of it; what is computed again in the backward is added.
+        dense_flops: Of the dense backward, counting only gradients that autograd requires.
+        claimed_flops: The part that the policy claims to execute, plus recomputation of the forward.
     """
 
     dense_flops: float
@@ -28,17 +28,17 @@ class FlopEstimate:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a router let the gradient go; those of several backward passes can be added.
+    """Where a router sent the gradient. Routes of several backward passes can be added.
 
     Args:
         num_backwards: Backward passes.
         num_nodes: Nodes of their graphs.
-        num_nodes_reached: Nodes that a gradient arrived at; the others did nothing.
-        parameters: Names of the parameters that a gradient arrived at.
+        num_nodes_reached: Nodes that a gradient reached; the others computed nothing.
+        parameters: Names of the parameters that a gradient reached.
         num_decisions: Nodes with two or more edges to choose from.
-        num_judged: Of these, choices that were compared with a full backward (lookahead).
-        num_misses: Of these, choices that led away from the largest gradient among the parameters behind the node.
-        num_largest_reached: Passes, of those with lookahead, that reached the parameter of largest gradient of all.
+        num_judged: Decisions that were compared with a full backward (lookahead).
+        num_misses: Compared decisions that excluded the largest gradient among the parameters behind the node.
+        num_largest_reached: Passes with lookahead that reached the parameter with the largest gradient of all.
     """
 
     num_backwards: int
@@ -52,16 +52,16 @@ class Route:
 
     @property
     def miss_rate(self) -> float | None:
-        """Misses over choices that were compared; None without lookahead."""
+        """Misses over compared decisions; None without lookahead."""
         return self.num_misses / self.num_judged if self.num_judged else None
 
     @property
     def nodes_reached(self) -> float:
-        """Nodes that a gradient arrived at, a backward pass."""
+        """Mean number of nodes that a gradient reached per backward."""
         return self.num_nodes_reached / self.num_backwards
 
     def __add__(self, other: Route) -> Route:
-        """Return both together."""
+        """Return the sum of both."""
         mine, theirs = vars(self), vars(other)
         parameters = self.parameters | other.parameters
         return Route(**{key: mine[key] + theirs[key] for key in mine if key != "parameters"}, parameters=parameters)
@@ -69,17 +69,17 @@ class Route:
 
 @dataclass(frozen=True, repr=False)
 class Chosen:
-    """Counts of one or more forwards; two can be added.
+    """Counts of one or more forwards under token or example selection. Counts can be added.
 
     Args:
-        targets: Predictions that the labels train; examples, in a classification.
-        trained: Of these, those whose loss counts.
-        real: Positions that are no padding.
-        carried: Of these, those that carry gradient.
-        examples: Examples that there was a choice among.
-        chosen_examples: Of these, those that were backpropagated.
-        scoring_seconds: Wall time of the forwards that were run for scores, the reference model's included.
-        scoring_flops: Their FLOPs; 0 unless they ran under :func:`~sparsebp_cli.backward.count_flops`.
+        targets: Predictions with a label; in a classification, examples.
+        trained: Targets whose loss counts.
+        real: Positions that are not padding.
+        carried: Real positions that carry gradient.
+        examples: Examples to choose from.
+        chosen_examples: Examples that were backpropagated.
+        scoring_seconds: Wall time of scoring forwards, the reference model's included.
+        scoring_flops: FLOPs of scoring forwards; 0 unless they ran under :func:`~sparsebp_cli.backward.count_flops`.
     """
 
     targets: Number = 0
@@ -93,16 +93,16 @@ class Chosen:
 
     @property
     def trained_share(self) -> float | None:
-        """Trained over targets; None without targets. Waits for the device."""
+        """Trained over targets; None without targets. Synchronises with the device."""
         return float(self.trained) / float(self.targets) if float(self.targets) else None
 
     @property
     def carried_share(self) -> float | None:
-        """Carried over real; None where nobody counted positions. Waits for the device."""
+        """Carried over real; None if positions were not counted. Synchronises with the device."""
         return float(self.carried) / float(self.real) if float(self.real) else None
 
     def describe(self) -> str:
-        """Return the counts in words, as plain numbers. Waits for the device."""
+        """Return the counts as a phrase. Synchronises with the device."""
         trained, carried = self.trained_share, self.carried_share
         parts = (
             []
@@ -116,27 +116,27 @@ class Chosen:
         return ", ".join(parts)
 
     def __repr__(self) -> str:
-        """Return all counts as plain numbers. Waits for the device."""
+        """Return all counts as plain numbers. Synchronises with the device."""
         counts = {f.name: getattr(self, f.name) for f in fields(self)}
         plain = (f"{name}={value.item() if isinstance(value, Tensor) else value}" for name, value in counts.items())
         return f"Chosen({', '.join(plain)})"
 
     def __add__(self, other: Self) -> Self:
-        """Return both together."""
+        """Return the sum of both."""
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 @dataclass(frozen=True)
 class EagerReport:
-    """What happened in the last pass that updated.
+    """The last pass that updated parameters eagerly.
 
     Args:
-        num_early: Parameters that were updated while the pass ran.
-        waited: Names of those that were updated when it had ended.
-        gradient_bytes: Most bytes of gradients that were there at a time: those that had arrived at parameters, or all
-            that one node of the graph gives at once (a segment gives those of all its layers). What has not all its
-            parts yet is not counted; ``sbp.memory_trace`` sees everything.
-        gradient_norm: 2-norm of all gradients together, before they were clipped.
+        num_early: Parameters that were updated during the pass.
+        waited: Names of parameters that were updated after it.
+        gradient_bytes: Peak bytes of gradients held at once: those that had arrived at parameters, or all that one
+            graph node produces together (a segment produces those of all its layers). Partial sums are not counted;
+            ``sbp.memory_trace`` sees everything.
+        gradient_norm: 2-norm of all gradients together before clipping.
     """
 
     num_early: int
@@ -147,20 +147,20 @@ class EagerReport:
 
 @dataclass(frozen=True)
 class SiteReport:
-    """What happened at one site since the model was attached.
+    """One site since the model was attached.
 
     Args:
         name: The site's name.
-        layer: Number of its layer, from 0, an encoder's before a decoder's; None outside of the layers.
-        calls: How often a gradient arrived.
-        rows: Rows of all these gradients together.
-        entries: Entries of these gradients in the dense backward, positions and examples that were left out included.
-        kept_share: Kept entries over all entries; None when no gradient arrived.
-        dense_flops: Of the dense backward of this site, positions and examples that were left out included.
-        claimed_flops: What the policies claim to leave of ``dense_flops``.
-        allowed_flops: The same, in a probe with counts rounded up to whole rows, columns or blocks and examples padded
-            to the longest: what is executed beyond that was not claimed.
-        arrived_flops: Of ``dense_flops``, those of gradients that arrived.
+        layer: Layer number from 0, an encoder's before a decoder's; None outside of the layers.
+        calls: Gradients that arrived.
+        rows: Rows of all these gradients.
+        entries: Entries of these gradients in the dense backward, including skipped positions and examples.
+        kept_share: Kept entries over all entries; None if no gradient arrived.
+        dense_flops: FLOPs of this site's dense backward, including skipped positions and examples.
+        claimed_flops: The part of ``dense_flops`` that the policies claim to execute.
+        allowed_flops: In a probe, ``claimed_flops`` with counts rounded up to whole rows, columns or blocks and
+            examples padded to the longest: executing more than that breaks the claim.
+        arrived_flops: The part of ``dense_flops`` whose gradients arrived.
     """
 
     name: str
@@ -177,14 +177,14 @@ class SiteReport:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole dense backward: every product in the autograd graphs of the first, second, fourth, eighth ... pass.
+    """The whole dense backward: every product in the autograd graphs of passes 1, 2, 4, 8 ...
 
-    A forward that a checkpointed layer runs again is no part of it.
+    Forward work that a checkpointed layer repeats is not included.
 
     Args:
-        sites_share: Of its FLOPs, those at sites, in [0, 1].
-        elsewhere: Of its FLOPs, the share with each parameter that is not at a site, the largest first; an empty name
-            is for products with no parameter, as those of queries and keys.
+        sites_share: Share of its FLOPs at sites, in [0, 1].
+        elsewhere: Share of its FLOPs with each parameter that is not at a site, the largest first; the empty name is
+            for products without a parameter, such as queries times keys.
         num_passes: Passes whose graph was read.
     """
 
@@ -195,20 +195,20 @@ class Whole:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What happened since the model was attached. ``print(report)`` shows a short table.
+    """Summary since the model was attached. ``print(report)`` shows a short table.
 
     Args:
         sites: Every site, in the model's order.
-        not_covered: Places that compute in their own way (quantised, sharded), and parameters that the backward was
-            seen to multiply with elsewhere, such as those of experts: their backward is dense.
-        excluded: Places that the user left out.
-        kept_share: Kept entries over all entries, over all sites; None when no gradient arrived.
+        not_covered: Modules with a forward of their own (quantised, sharded), and parameters that are multiplied
+            outside of sites, such as those of experts: their backward is dense.
+        excluded: Modules that the user excluded.
+        kept_share: Kept entries over all entries, over all sites; None if no gradient arrived.
         num_backwards: Backward passes that went through the engine.
-        notes: How the engine carries the policy out, where that is its own choice; one sentence each.
-        route: Where a router let the gradient go; None without a router, and before the first backward.
-        chosen: What was chosen of the batches before their forward, and what that cost; None where nothing was.
-        whole: The whole dense backward; None where it is not known.
-        whole_unknown: Why it is not known; empty where it is.
+        notes: One sentence on each choice that the engine made itself in carrying the policy out.
+        route: Where a router sent the gradient; None without a router, and before the first backward.
+        chosen: What was chosen of the batches before their forward, and its cost; None if nothing was.
+        whole: The whole dense backward; None if unknown.
+        whole_unknown: Why it is unknown; empty if it is known.
     """
 
     sites: tuple[SiteReport, ...]
@@ -229,27 +229,29 @@ class Report:
 
     @property
     def dense_flops(self) -> float:
-        """Of the dense backward of all sites, and not of the whole model."""
+        """Dense backward FLOPs of all sites, which is not the whole model."""
         return sum(site.dense_flops for site in self.sites)
 
     @property
     def arrived_flops(self) -> float:
-        """Of ``dense_flops``, those of gradients that arrived: not of positions or examples that were left out."""
+        """The part of ``dense_flops`` whose gradients arrived: without skipped positions and examples."""
         return sum(site.arrived_flops for site in self.sites)
 
     @property
     def claimed_flops(self) -> float:
-        """What the policy claims to leave of ``dense_flops``."""
+        """The part of ``dense_flops`` that the policies claim to execute."""
         return sum(site.claimed_flops for site in self.sites)
 
     @property
     def claimed_share(self) -> float | None:
-        """What the policies claim to leave of the *sites'* dense backward; None when no gradient arrived at one."""
+        """Share of the *sites'* dense backward that the policies claim to execute; None if no gradient arrived at a
+        site.
+        """
         return self.claimed_flops / self.dense_flops if self.dense_flops else None
 
     @property
     def whole_share(self) -> float | None:
-        """What the policies claim to leave of the *whole* dense backward; None where that is not known."""
+        """Share of the *whole* dense backward that the policies claim to execute; None if unknown."""
         if self.whole is None or self.claimed_share is None:
             return None
         return 1.0 - (1.0 - self.claimed_share) * self.whole.sites_share
@@ -339,7 +341,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _name(names: Sequence[str], shares: Mapping[str, float] | None = None) -> str:
-    """Return the names of the largest shares of the whole backward, with those of all layers as one."""
+    """Return the names with the largest shares of the whole backward; the same name in all layers counts as one."""
     together = Counter[str]()
     for name in names:
         known = {} if shares is None else shares

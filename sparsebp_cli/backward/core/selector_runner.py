@@ -1,9 +1,10 @@
-"""One decision of a gradient policy: the options that every selector has, and the policy itself.
+"""Runs a gradient policy with the options that every selector has.
 
-Layers in or out, the warm-up of ``keep`` and error feedback are the same for all policies, so they are carried out
-here. The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018), https://arxiv.org/abs/1712.01887,
-section 3.3, by the same factor every step instead of every epoch; error feedback that of Frank Seide et al., "1-Bit
-Stochastic Gradient Descent" (Interspeech 2014), applied to the gradient of a site instead of that of a parameter.
+Restriction to layers, the warm-up of ``keep`` and error feedback are the same for all policies, so they are
+implemented here. The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018),
+https://arxiv.org/abs/1712.01887, section 3.3, with the same factor every step instead of every epoch. Error feedback is
+that of Frank Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), applied to a site's gradient instead
+of a parameter's.
 """
 
 from __future__ import annotations
@@ -19,28 +20,17 @@ from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
 
 class SelectorRunner:
-    """Asks one selector, and keeps what error feedback adds at the next step.
-
-    Args:
-        selector: The policy.
-        num_layers: Decoder layers of the model; 0: it has none that are known.
+    """Calls one selector and stores the residuals of error feedback. ``num_layers`` is 0 for a model without known
+    layers.
     """
 
     def __init__(self, selector: GradientSelector, num_layers: int) -> None:
         self.selector = selector
-        self.cut: dict[str, Tensor] = {}  # by site, micro-batch and call
+        self.residuals: dict[str, Tensor] = {}  # what error feedback adds later, by site, micro-batch and call
         self._layers = None if selector.layers is None else _number(selector.layers, num_layers)
 
     def policy_at(self, site: Site, step: Step) -> GradientSelector | None:
-        """Return who decides here and now, with the share that the warm-up allows; None: dense.
-
-        Args:
-            site: Where.
-            step: When.
-
-        Returns:
-            The policy.
-        """
+        """Return the policy at a site and step, with the ``keep`` of the warm-up; None if the site stays dense."""
         if self._layers is not None and site.layer not in self._layers:
             return None
         steps = self.selector.keep_warmup_steps
@@ -50,60 +40,44 @@ class SelectorRunner:
         return self.selector.model_copy(update={"keep": keep ** (step.index / steps)})
 
     @contextmanager
-    def aside(self, *, feedback: bool) -> Iterator[None]:
-        """Decide for a probe: what error feedback will add is afterwards as it was before.
-
-        Args:
-            feedback: Whether it adds, in the probe, what was cut before it.
-
-        Yields:
-            None: As long as the probe lasts.
-        """
-        before = self.cut
-        self.cut = dict(before) if feedback else {}
+    def probing(self, *, feedback: bool) -> Iterator[None]:
+        """Restore the residuals of error feedback after a probe; without ``feedback`` the probe starts with none."""
+        before = self.residuals
+        self.residuals = dict(before) if feedback else {}
         try:
             yield
         finally:
-            self.cut = before
+            self.residuals = before
 
-    def take(
+    def select(
         self, policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step
     ) -> tuple[Tensor, Selection | None]:
-        """Ask the policy.
+        """Return the gradient, with the residual of earlier steps added, and the policy's selection of it.
 
-        Args:
-            policy: From :meth:`policy_at`.
-            grad_NO: The gradient that arrived.
-            site: Where.
-            step: When.
-
-        Returns:
-            The gradient with what was cut before added, and what is kept of it.
-
-        Raises:
-            UnsupportedError: Error feedback, and the gradient has other dimensions than a step before.
+        Raises :class:`UnsupportedError` if error feedback meets a gradient with another number of dimensions than
+        before.
         """
         if not policy.error_feedback:
             return grad_NO, policy.select(grad_NO, site, step)
         key, shape = f"{site.name}/{step.micro_batch}/{step.call}", (*site.batch_shape, site.num_features)
-        before = self.cut.get(key)
+        before = self.residuals.get(key)
         if before is not None:
             before = _fit(before, shape, site.name)
             grad_NO = _add_where_both_are(grad_NO.view(shape), before.to(grad_NO.dtype)).view(grad_NO.shape)
         selection = policy.select(grad_NO, site, step)
         kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
         left = (grad_NO - kept_NO).view(shape)
-        self.cut[key] = left if before is None else _keep_waiting(left, before)
+        self.residuals[key] = left if before is None else _retain_unmatched(left, before)
         return grad_NO, selection
 
 
-# What was cut waits at its place, which is an example's number in the batch and a position, until a gradient comes to
-# that place again. So the last batch of an epoch may be smaller, and batches may differ in length.
+# A residual belongs to an example's index in the batch and a position, and stays until a gradient arrives at that index
+# again. So the last batch of an epoch may be smaller, and batches may differ in length.
 
 
 def _fit(before: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     if before.dim() == 2 and before.numel() == prod(shape):
-        return before.view(shape)  # from a checkpoint that was written with rows of all examples in one dimension
+        return before.view(shape)  # older checkpoints store (B*T, O)
     if before.dim() != len(shape) or before.shape[-1] != shape[-1]:
         shapes = f"{tuple(before.shape)}, then {shape}"
         raise UnsupportedError(f"error_feedback needs gradients of the same dimensions, got {shapes} at {name!r}")
@@ -119,7 +93,7 @@ def _add_where_both_are(grad: Tensor, before: Tensor) -> Tensor:
     return grad
 
 
-def _keep_waiting(left: Tensor, before: Tensor) -> Tensor:
+def _retain_unmatched(left: Tensor, before: Tensor) -> Tensor:
     sizes = [max(pair) for pair in zip(left.shape, before.shape, strict=True)]
     if list(left.shape) == sizes:
         return left

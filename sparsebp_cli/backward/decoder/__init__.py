@@ -1,1 +1,1 @@
-"""What is known about decoders of transformers: layers, layouts of branches, key/value caches."""
+"""Decoders of transformers: their layers, the layouts of their branches, and stand-ins for key/value caches."""

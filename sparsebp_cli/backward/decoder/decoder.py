@@ -1,4 +1,4 @@
-"""The decoder in a model, as far as token selection needs to know it, or one line why it is not known."""
+"""The causal language model that token selection works on: its head, layers and attentions."""
 
 from __future__ import annotations
 
@@ -16,35 +16,22 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, attention_name, find_layouts
 from sparsebp_cli.errors import UnsupportedError
 
-BUILT = ("eager", "sdpa")
+SUPPORTED = ("eager", "sdpa")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer.
+    """One decoder layer."""
 
-    Args:
-        name: In the causal language model.
-        module: The layer.
-        core: Its attention.
-        attention: The attention's linears.
-    """
-
-    name: str
+    name: str  # in the causal language model
     module: nn.Module
-    core: nn.Module
+    core: nn.Module  # its attention
     attention: AttentionLayout
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal language model of transformers.
-
-    Args:
-        model: With its head.
-        head: What makes logits.
-        layers: In their order.
-    """
+    """A causal language model of transformers, its output head and its layers in order."""
 
     model: nn.Module
     head: nn.Module
@@ -52,7 +39,7 @@ class Decoder:
 
     @cached_property
     def pair_cost(self) -> float:
-        """What a query and a key cost in attention, over what a row costs in the linears of a layer."""
+        """Cost of one query-key pair in attention over the cost of one row in a layer's linears."""
         middle = self.layers[0]
         weights = sum(parameter.numel() for parameter in middle.module.parameters() if parameter.dim() == 2)
         width = cast("Any", self.model).config.hidden_size
@@ -63,26 +50,19 @@ class Decoder:
         """transformers' name of the attention function.
 
         Raises:
-            UnsupportedError: Which keys it looks at without a mask is not known.
+            UnsupportedError: It is not known which keys this function attends to without a mask.
         """
         names = {attention_name(layer.core) for layer in self.layers}
         name = names.pop() if len(names) == 1 else None
-        if name not in BUILT:
-            raise UnsupportedError(f"token selection needs attention {' or '.join(BUILT)}, got {name!r}")
+        if name not in SUPPORTED:
+            raise UnsupportedError(f"token selection needs attention {' or '.join(SUPPORTED)}, got {name!r}")
         return name
 
 
 def find_decoder(model: nn.Module) -> Decoder:
-    """Find the decoder in a model.
+    """Find the causal language model in a model or wrapper, such as peft's.
 
-    Args:
-        model: A causal language model of transformers, or what wraps one, such as peft.
-
-    Returns:
-        The decoder.
-
-    Raises:
-        UnsupportedError: There is none, or its architecture is not known.
+    Raises :class:`UnsupportedError` if there is none, or its architecture is not known.
     """
     causal = next((module for module in model.modules() if _has_head(module)), None)
     if causal is None:
@@ -91,7 +71,7 @@ def find_decoder(model: nn.Module) -> Decoder:
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
             raise UnsupportedError(f"token selection needs a decoder alone; {_name(causal)} has {option}")
-    if config.get_text_config() is not config:  # what is no text may be looked at from before
+    if config.get_text_config() is not config:  # images may be attended to by earlier positions
         raise UnsupportedError(
             f"token selection needs a model of text alone; {_name(causal)} has {type(config).__name__}"
         )
@@ -103,7 +83,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         core = None if found is None else getattr(module, found[0], None)
         if found is None or not isinstance(core, nn.Module):
             raise UnsupportedError(
-                f"token selection does not know {_name(module)}: a plugin can tell its attention, as a tuple of "
+                f"token selection does not know {_name(module)}: a plugin can describe its attention, as a tuple of "
                 f"BranchLayout under the entry-point group {GROUP} with the name {_name(module)}"
             )
         layers.append(Layer(numbers.names[number], module, core, found[1]))
@@ -115,15 +95,7 @@ def find_decoder(model: nn.Module) -> Decoder:
 
 
 def refuse_prompt(model: nn.Module, name: str) -> None:
-    """Refuse a trained prompt, such as those of peft, that no gradient would reach.
-
-    Args:
-        model: That is attached.
-        name: Of the policy, under which only trained positions carry gradient.
-
-    Raises:
-        UnsupportedError: There is one.
-    """
+    """Refuse a trained prompt, such as peft's, that would get no gradient if only trained positions carry one."""
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
@@ -137,30 +109,14 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     return _names(cast("Any", type(module)))
 
 
-def by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a module's forward by their names.
-
-    Args:
-        module: Its class's own forward tells the names.
-        args: As given.
-        kwargs: As given.
-
-    Returns:
-        All of them that were given.
-    """
+def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the given arguments of a module's forward by their names, as its class declares them."""
     return dict(zip(argument_names(module), args, strict=False)) | kwargs
 
 
 @contextmanager
-def unchecked(module: nn.Module) -> Iterator[None]:
-    """Run a layer without its own checkpointing, which takes its cache away.
-
-    Args:
-        module: The layer.
-
-    Yields:
-        None: As long as it runs.
-    """
+def without_checkpointing(module: nn.Module) -> Iterator[None]:
+    """Run a layer without its own activation checkpointing, which would drop its key/value cache."""
     before = module.__dict__.get("gradient_checkpointing")
     if before:
         module.__dict__["gradient_checkpointing"] = False
@@ -177,7 +133,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 
 
 def _has_head(module: nn.Module) -> bool:
-    loaded = sys.modules.get("transformers.modeling_utils")  # a model that is one has loaded it
+    loaded = sys.modules.get("transformers.modeling_utils")  # loaded if the model is one of transformers
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
         return False
     return "labels" in argument_names(module) and module.get_output_embeddings() is not None

@@ -1,4 +1,4 @@
-"""Stand-ins for a key/value cache: by way of that argument an attention's keys and values can be taken or given."""
+"""Stand-ins for a key/value cache, to read an attention's keys and values or to supply others."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 
-class RecordedKV(Exception):  # noqa: N818 - no error: it carries a result out of a forward that need not go on
-    """Ends an attention's forward once its keys and values are there."""
+class RecordedKV(Exception):  # noqa: N818 - not an error: it ends a forward early and carries its result
+    """Ends an attention's forward once its keys and values are computed."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
@@ -19,34 +19,28 @@ class RecordedKV(Exception):  # noqa: N818 - no error: it carries a result out o
 
 
 class RecordKV:
-    """A cache that takes the keys and values and goes no further: raises :class:`RecordedKV`."""
+    """A cache that ends the forward at its first update by raising :class:`RecordedKV`."""
 
     def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> NoReturn:
-        """Take what the attention adds."""
+        """Raise with the keys and values of the attention."""
         raise RecordedKV(keys, values)
 
 
 class FixedKV:
-    """A cache that gives keys and values, whatever is added to it.
-
-    Args:
-        keys: (B, H, T, D).
-        values: The same.
-    """
+    """A cache that returns the given keys and values, each (B, H, T, D), whatever is added to it."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return what is given."""
+        """Return the given keys and values."""
         return self.keys, self.values
 
 
 class ConcatKV:
-    """A cache that puts keys and values of other positions before what is added to it.
+    """A cache that prepends keys and values of other positions to those added to it.
 
-    Args:
-        before: Gives them, shown what is added; each (B, H, T, D).
+    ``before`` returns them, each (B, H, T, D), given the added ones.
     """
 
     def __init__(self, before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
@@ -59,10 +53,8 @@ class ConcatKV:
 
 
 class SharedKV:
-    """A cache that keeps what is added to it as ``own``, and puts keys and values of other positions behind it.
-
-    Args:
-        behind: These, each (B, H, T, D); None: none.
+    """A cache that stores what is added to it as ``own``, and appends keys and values (B, H, T, D) of other
+    positions.
     """
 
     def __init__(self, behind: tuple[Tensor, Tensor] | None) -> None:
@@ -83,32 +75,29 @@ def _apply(function: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def _uncompiled() -> Any:
-    """Return what calls a function outside of a compiled attention, which asks its cache: a layer may run there."""
+    """Return a function that calls another outside of torch.compile: a compiled attention may call a cache that runs a
+    layer.
+    """
     return cast("Any", torch.compiler).disable(_apply)
 
 
-def silence(
+def skip_outputs(
     core: nn.Module, names: Iterable[str], *, one_head: bool = True
 ) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
-    """Return what silences modules of an attention whose output is not wanted.
+    """Return replacements that skip the computation of an attention's children whose output is not needed.
 
-    Args:
-        core: The attention.
-        names: Of its children: linears give zeros without computing, norms what they get.
-        one_head: Zeros of one head: less to carry about, for attentions that take any number of heads.
-
-    Returns:
-        What :func:`~sparsebp_cli.backward.patch.forward.replace_forwards` takes.
+    Linears return zeros, norms their input. With ``one_head`` the zeros are of one head's width, for attentions that
+    take any number of heads. The result is for :func:`~sparsebp_cli.backward.patch.forward.replace_forwards`.
     """
-    silent: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
-    clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo does so in place
+    skipped: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
+    clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo clamps them in place
     for name in names:
         module = getattr(core, name)
         width = getattr(module, "nf", getattr(module, "out_features", None))
         if width is not None and one_head:
             width = getattr(core, "head_dim", width)
-        silent.append((module, _same if width is None else partial(_zeros, width, is_written=clips)))
-    return silent
+        skipped.append((module, _same if width is None else partial(_zeros, width, is_written=clips)))
+    return skipped
 
 
 def _zeros(width: int, x: Tensor, *, is_written: bool) -> Tensor:
@@ -121,5 +110,5 @@ def _same(x: Tensor) -> Tensor:
 
 
 def is_filled(cache: Any, core: nn.Module) -> bool:
-    """Whether a key/value cache, or None, holds anything for an attention."""
+    """Whether a key/value cache, or None, holds earlier positions of an attention."""
     return cache is not None and cache.get_seq_length(getattr(core, "layer_idx", 0)) > 0

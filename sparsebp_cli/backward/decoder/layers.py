@@ -1,4 +1,4 @@
-"""Which layer a module belongs to, of a decoder, an encoder, or both."""
+"""Numbering of the layers of a decoder, an encoder, or both."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from torch import nn
 class LayerNumbers:
     """The layers of a model, numbered from 0.
 
-    They are the entries of the list of modules that holds most of the model's parameters. Where that list lies in
-    one of two modules ``encoder`` and ``decoder`` beside each other, the layers are those of both, the encoder's first:
-    so -1 is the decoder's last.
+    The layers are the entries of the module list with most parameters. If that list lies in one of two sibling modules
+    ``encoder`` and ``decoder``, the layers of both count, the encoder's first, so -1 is the decoder's last.
 
     Args:
         model: Any module.
 
     Attributes:
-        layers: All of them; none when the model has no list.
+        layers: All layers; empty if the model has no module list.
         names: The name of each.
     """
 
@@ -27,7 +26,7 @@ class LayerNumbers:
         self.names = [_join(name, str(number)) for name, stack in self._stacks for number in range(len(stack))]
 
     def number_of(self, name: str) -> int | None:
-        """Return the layer's number, from 0, of a module or parameter by its name; None outside of the layers."""
+        """Return the layer number, from 0, of a module or parameter by its name; None outside of the layers."""
         first = 0
         for stack_name, stack in self._stacks:
             prefix = _join(stack_name, "")
@@ -37,18 +36,18 @@ class LayerNumbers:
         return None
 
     def owner_of(self, name: str) -> str:
-        """Return the nearest module of a site, parameter or module by its name; empty for the model itself."""
+        """Return the innermost module that contains a site, parameter or module; empty for the model itself."""
         while name not in self._names:
             name = name.rpartition(".")[0]
         return name
 
     def part_of(self, name: str) -> str:
-        """Return the layer that holds a site, parameter or module; outside of the layers its nearest module."""
+        """Return the layer that contains a site, parameter or module; outside of the layers the innermost module."""
         number = self.number_of(name)
         return self.owner_of(name) if number is None else self.names[number]
 
     def describe(self) -> str:
-        """Return which layers have which numbers, in words."""
+        """Return a phrase that says which numbers belong to which module."""
         parts, first = [], 0
         for name, stack in self._stacks:
             last = first + len(stack) - 1

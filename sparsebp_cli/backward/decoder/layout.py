@@ -1,8 +1,8 @@
-"""Where the residual branches are in a layer, by the layer's class: what the site `branches` knows of an architecture.
+"""Layouts of residual branches in a layer, by the layer's class.
 
-A branch is what is computed between taking the residual stream and adding to it again: a norm, attention or MLP, and in
-some architectures another norm. Layouts of other architectures come through the entry-point group `sparsebp.layouts`:
-the entry's name is the class of the layer, its object a tuple of :class:`BranchLayout`.
+A branch computes what is added to the residual stream: a norm, attention or MLP, and in some architectures another
+norm. Plugins add layouts through the entry-point group `sparsebp.layouts`: the entry's name is the class of the layer,
+its object a tuple of :class:`BranchLayout`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class AttentionLayout:
     """The linears of an attention, as names of its children.
 
     Args:
-        query: What makes queries alone, linears and norms over their whole width; empty where one linear makes
-            queries, keys and values.
-        key_value: What makes keys or values; the one linear that makes all three stands here.
+        query: Children that compute only queries: linears, and norms over their whole width; empty if one linear
+            computes queries, keys and values.
+        key_value: Children that compute keys or values, or the one linear that computes all three.
         cache: The argument of ``forward`` that takes a key/value cache.
     """
 
@@ -34,7 +34,7 @@ class AttentionLayout:
 
     @property
     def fused(self) -> bool:
-        """Whether one linear makes queries, keys and values."""
+        """Whether one linear computes queries, keys and values."""
         return not self.query
 
 
@@ -44,10 +44,10 @@ class BranchLayout:
 
     Args:
         core: The attention or MLP.
-        last: The core's last linear, of whose output nothing is computed but a sum or a dropout.
+        last: The core's last linear, whose output is only added or dropped out.
         before: The norm whose output the core reads; None: the core reads the residual stream.
         after: The norm that reads the core's output; None: there is none.
-        attention: Its linears; None where each position is computed on its own, as in an MLP.
+        attention: Its linears; None for a core that computes each position independently, such as an MLP.
     """
 
     core: str
@@ -111,13 +111,9 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
 
 
 def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:
-    """Return every known layout by the layer's class; those of plugins come before built-in ones.
+    """Return every known layout by the layer's class; those of plugins override built-in ones.
 
-    Returns:
-        Class name to branches.
-
-    Raises:
-        UnsupportedError: A plugin's layout cannot be read.
+    Raises :class:`UnsupportedError` if a plugin's layout cannot be loaded.
     """
     layouts = dict(_BUILT_IN)
     for entry in entry_points(group=GROUP):
@@ -132,5 +128,5 @@ def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:
 
 
 def attention_name(core: nn.Module) -> str | None:
-    """Return transformers' name of the function that an attention calls; None where there is none."""
+    """Return transformers' name of the attention function, such as sdpa; None if there is none."""
     return getattr(getattr(core, "config", None), "_attn_implementation", None)

@@ -1,1 +1,1 @@
-"""How a backward pass runs and what it leaves: eager updates, segments, a store of gradients."""
+"""Ways to run a backward pass and to hold its gradients: eager updates, segments, and a gradient store."""

@@ -1,5 +1,4 @@
-"""What a :class:`~sparsebp_cli.backward.execution.grad_store.GradStore` is given, looked at before anything of it is
-used."""
+"""Checks of the arguments of a :class:`~sparsebp_cli.backward.execution.grad_store.GradStore`."""
 
 from __future__ import annotations
 
@@ -13,14 +12,7 @@ from sparsebp_cli.errors import UsageError
 
 
 def check_gradient(grad: object) -> None:
-    """Refuse what can be nobody's gradient.
-
-    Args:
-        grad: What the user gave.
-
-    Raises:
-        UsageError: It is no tensor, has whole numbers, or lies in memory in a way that sums are not built for.
-    """
+    """Raise :class:`UsageError` unless the value is a floating-point tensor, dense or in COO layout."""
     if not isinstance(grad, Tensor):
         raise UsageError(f"a gradient must be a tensor, got {type(grad).__name__}")
     check_dtype(grad.dtype)
@@ -29,14 +21,7 @@ def check_gradient(grad: object) -> None:
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuse a dtype that gradients cannot have.
-
-    Args:
-        dtype: Any.
-
-    Raises:
-        UsageError: It is none, or one of whole numbers.
-    """
+    """Raise :class:`UsageError` unless the value is a floating-point or complex dtype."""
     if not isinstance(dtype, torch.dtype):
         raise UsageError(f"dtype must be a torch.dtype, got {dtype!r}")
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -44,31 +29,17 @@ def check_dtype(dtype: object) -> None:
 
 
 def check_max_norm(max_norm: object) -> None:
-    """Refuse a bound that is none.
-
-    Args:
-        max_norm: Any.
-
-    Raises:
-        UsageError: It is no number above 0.
-    """
+    """Raise :class:`UsageError` unless the value is a number above 0."""
     is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
     if not (is_number and max_norm > 0):  # type: ignore[operator]
         raise UsageError(f"max_norm must be a number above 0, got {max_norm!r}")
 
 
 def pair_up(outputs: Any, grads: Any) -> list[tuple[Tensor, Tensor | None]]:
-    """Put outputs and their gradients together.
+    """Pair outputs with their gradients, and return the pairs that can be differentiated.
 
-    Args:
-        outputs: One tensor or several.
-        grads: As many; one for all of them; None for losses of one number.
-
-    Returns:
-        Every output that something can be differentiated of, with its gradient.
-
-    Raises:
-        UsageError: They do not fit, or there is nothing to differentiate.
+    A single gradient serves all outputs; None is for scalar outputs. Raises :class:`UsageError` if they do not fit, or
+    nothing can be differentiated.
     """
     roots = _as_list(outputs, "outputs")
     given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else _as_list(grads, "gradients")

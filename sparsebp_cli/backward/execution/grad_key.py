@@ -1,4 +1,4 @@
-"""What a :class:`~sparsebp_cli.backward.execution.grad_store.GradStore` is asked by: parameters and their names."""
+"""Keys of a :class:`~sparsebp_cli.backward.execution.grad_store.GradStore`: parameters and their names."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ Key = Tensor | str
 
 
 class Keys:
-    """The keys that are allowed.
-
-    Args:
-        model: Whose parameters they are; None: any leaf that requires grad, and any name.
-
-    Raises:
-        UsageError: The model is none.
+    """The allowed keys: parameters of a model and their names; without a model, any leaf that requires grad and any
+    name.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -29,16 +24,9 @@ class Keys:
         self._names = {parameter: name for name, parameter in reversed(self._parameters.items())}
 
     def resolve(self, key: Key) -> Key:
-        """Return the key under which an entry stands: the parameter, where it is known.
+        """Return the key that an entry is stored under: the parameter if it is known, else the name.
 
-        Args:
-            key: What the user gave.
-
-        Returns:
-            A leaf, or a name of no model.
-
-        Raises:
-            UsageError: It cannot be a key, or is foreign to the model.
+        Raises :class:`UsageError` for anything else, or a parameter that is not the model's.
         """
         if isinstance(key, str):
             if self.model is None:
@@ -57,33 +45,25 @@ class Keys:
         return key
 
     def find(self, key: object) -> Key | None:
-        """Return the same, and None for what cannot be a key."""
+        """Return the stored key like :meth:`resolve`; None for an invalid key."""
         if isinstance(key, str):
             return self._parameters.get(key, key)
         return key if isinstance(key, Tensor) else None
 
     def describe(self, key: Key) -> str:
-        """Return what errors call a key."""
+        """Return the key's description for errors."""
         if isinstance(key, str):
             return repr(key)
         return repr(self._names[key]) if key in self._names else f"a tensor of shape {tuple(key.shape)}"
 
     def check_fit(self, key: Key, grad: Tensor, like: Tensor, *, on_device: bool = True) -> None:
-        """Refuse a gradient that does not fit.
-
-        Args:
-            key: Whose it is.
-            grad: The gradient.
-            like: What it must be like.
-            on_device: Whether it must be on the same device as well.
-
-        Raises:
-            UsageError: It does not fit.
+        """Raise :class:`UsageError` unless a gradient has the shape, kind of number and, if asked, device of
+        ``like``.
         """
         if grad.shape != like.shape:
             allowed = f"allowed: {tuple(like.shape)}"
             raise UsageError(f"{self.describe(key)}: the gradient has shape {tuple(grad.shape)}, {allowed}")
         if grad.is_complex() and not like.is_complex():
-            raise UsageError(f"{self.describe(key)}: the gradient is complex, and what it belongs to is {like.dtype}")
+            raise UsageError(f"{self.describe(key)}: the gradient is complex, allowed for {like.dtype}: real numbers")
         if on_device and grad.device != like.device:
             raise UsageError(f"{self.describe(key)}: the gradient is on {grad.device}, allowed: {like.device}")

@@ -1,7 +1,7 @@
-"""Gradients apart from the parameters that they belong to: collected, summed, changed, and then applied.
+"""A store of gradients apart from their parameters, to collect, sum and change before they are applied.
 
-Several backward passes whose gradients must be summed before one optimizer step need one place for the sums: the
-segments of a network that share weights, two losses, or micro-batches. That place is a :class:`GradStore`.
+Several backward passes whose gradients are summed before one optimizer step need one place for the sums: segments of a
+network that share weights, two losses, or micro-batches. That place is a :class:`GradStore`.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class GradStore:
     """Gradients by parameter. Works with any model, optimizer and way of differentiating.
 
         store = sbp.GradStore()
-        store.backward(loss_a)          # in place of loss_a.backward(): `.grad` stays as it is
+        store.backward(loss_a)          # in place of loss_a.backward(); `.grad` is unchanged
         store.backward(loss_b)          # summed
         store.clip(1.0)
-        store.apply()                   # to `.grad`, and the store is empty
+        store.apply()                   # moves the sums to `.grad` and empties the store
         optimizer.step()
 
-    Keys are tensors that gradients accumulate in (parameters, or an input that requires grad), or names. With a model,
-    names and parameters are two ways to say the same, nothing else is accepted, and errors name parameters. A tensor
-    that is handed in is neither copied nor changed; sums and clipped gradients are new tensors of the store's own.
+    Keys are tensors that gradients accumulate in (parameters, or inputs that require grad), or names. With a model, a
+    parameter and its name are the same key, no other key is accepted, and errors name parameters. The store neither
+    copies nor changes a tensor that is passed in; sums and clipped gradients are new tensors.
 
     Args:
-        model: Whose parameters these are; None: any parameters, and names stand for themselves until :meth:`apply`.
+        model: The model that the parameters belong to; None: any parameters, and names are resolved by :meth:`apply`.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -45,16 +45,16 @@ class GradStore:
         self._entries: dict[Key, GradEntry] = {}
 
     def add(self, key: Key, grad: Tensor) -> None:
-        """Add a gradient to what is there under a key, or put it there.
+        """Add a gradient to the entry of a key, or create the entry.
 
         Args:
             key: A parameter, another leaf that requires grad, or a name.
-            grad: Of the parameter's shape and device, or of its entry's where there is one. Of two dtypes the wider
-                one holds the sum.
+            grad: A gradient with the shape and device of the parameter, or of the existing entry. The wider of two
+                dtypes holds the sum.
 
         Raises:
-            UsageError: Something other than a gradient is added, the key is none, foreign to the model or not a leaf,
-                or shape, device or kind of number do not fit.
+            UsageError: The value is no gradient, the key is invalid, unknown to the model or not a leaf, or shape,
+                device or kind of number do not fit.
         """
         check_gradient(grad)
         key = self._keys.resolve(key)
@@ -69,16 +69,16 @@ class GradStore:
         """Differentiate, and add the gradients of all leaves to the store. ``.grad`` is neither read nor changed.
 
         Hooks on a parameter's gradient (``register_hook``) run here; those that follow its accumulation
-        (``register_post_accumulate_grad_hook``) in :meth:`apply`. What reduces gradients over processes in the backward
-        itself, as DDP does, takes no part.
+        (``register_post_accumulate_grad_hook``) run in :meth:`apply`. Wrappers that reduce gradients over processes
+        during the backward, such as DDP, do not take part.
 
         Args:
-            outputs: What is differentiated, such as a loss.
-            grads: Gradient of each output; None for a loss of one number.
+            outputs: The tensors to differentiate, such as a loss.
+            grads: The gradient of each output; None for a scalar loss.
 
         Raises:
-            UsageError: Nothing that is differentiated depends on a leaf that requires grad, a leaf is foreign, or
-                outputs and gradients do not fit.
+            UsageError: No output depends on a leaf that requires grad, a leaf is not the model's, or outputs and
+                gradients do not fit.
         """
         pairs = pair_up(outputs, grads)
         leaves = find_leaves(root for root, _ in pairs)
@@ -90,28 +90,28 @@ class GradStore:
                 self._add(leaf, grad)
 
     def merge(self, other: GradStore) -> Self:
-        """Add everything that another store holds; shared parameters are summed.
+        """Add all gradients of another store; those of shared parameters are summed.
 
         Args:
-            other: Stays as it is.
+            other: The other store, which is not changed.
 
         Returns:
             This store.
 
         Raises:
-            UsageError: It is no store or this one, a key is foreign to this store's model, or two gradients of one key
-                do not fit.
+            UsageError: ``other`` is no store or this one, a key is unknown to this store's model, or two gradients of
+                one key do not fit.
         """
         if not isinstance(other, GradStore):
             raise UsageError(f"only a GradStore can be merged, got {type(other).__name__}")
         if other is self:
             raise UsageError("a store cannot be merged with itself: every gradient would double")
         keys = [(self._keys.resolve(key), entry) for key, entry in other._entries.items()]
-        for key, entry in keys:  # all of them before the first changes
+        for key, entry in keys:  # check all before changing any
             if key in self._entries:
                 self._keys.check_fit(key, entry.grad, self._entries[key].grad)
         for key, entry in keys:
-            entry.is_own = False  # from now on it is in two stores
+            entry.is_own = False  # both stores share the tensor now
             self._add(key, entry.grad)
         return self
 
@@ -121,17 +121,17 @@ class GradStore:
     def pop(self, key: Key, default: None) -> Tensor | None: ...
 
     def pop(self, key: Key, default: object = _NO_DEFAULT) -> Tensor | None:
-        """Take one gradient out.
+        """Remove one gradient and return it.
 
         Args:
-            key: Whose.
-            default: None, to be returned where there is no gradient.
+            key: A parameter or a name.
+            default: None, to be returned if there is no gradient.
 
         Returns:
             The gradient.
 
         Raises:
-            UsageError: There is none, and no default was given; or the key cannot be one.
+            UsageError: There is none and no default was given, or the key is invalid.
         """
         key = self._keys.resolve(key)
         if key not in self._entries:
@@ -143,18 +143,18 @@ class GradStore:
     def items(self) -> Iterator[tuple[Key, Tensor]]:
         """Return every key with its gradient, in the order in which keys were first added.
 
-        Keys are parameters where the store knows them, else the names that were given.
+        Keys are parameters where the store knows them, else the given names.
         """
         return ((key, entry.grad) for key, entry in list(self._entries.items()))
 
     def apply(self, model: nn.Module | None = None) -> None:
-        """Move all gradients to ``.grad``, as a backward pass would: added to what is there. The store is empty then.
+        """Move all gradients to ``.grad``, adding to what is there like a backward pass, and empty the store.
 
-        Each parameter receives its whole sum at once, and hooks that follow an accumulation run once. A gradient on
-        another device or of another dtype is brought to its parameter's.
+        Each parameter gets its whole sum at once, and its post-accumulation hooks run once. A gradient is moved to its
+        parameter's device and dtype.
 
         Args:
-            model: Where names are looked up that the store does not know; its parameters are the only ones allowed.
+            model: Resolves names that the store does not know; only its parameters are allowed.
 
         Raises:
             UsageError: A name or parameter is not the model's, a name has no model, or shapes do not fit. Nothing is
@@ -179,19 +179,19 @@ class GradStore:
             norm_type: 2.0, ``inf`` or another p.
 
         Returns:
-            One number, in a tensor; 0 for an empty store.
+            A scalar tensor; 0 for an empty store.
         """
         return get_total_norm([entry.values() for entry in self._entries.values()], norm_type)
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients down so that their norm is at most a number.
+        """Scale all gradients down so that their total norm is at most ``max_norm``.
 
         Args:
-            max_norm: More than 0.
+            max_norm: The bound, greater than 0.
             norm_type: As in :meth:`norm`.
 
         Returns:
-            The norm before.
+            The norm before scaling.
 
         Raises:
             UsageError: ``max_norm`` is no number above 0.
@@ -204,17 +204,17 @@ class GradStore:
         return norm
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> GradStore:
-        """Return a store with the same gradients on another device, or in another dtype, such as wider sums.
+        """Return a store with the same gradients on another device or in another dtype, such as a wider one for sums.
 
         Args:
-            device: None: as they are.
-            dtype: None: as they are.
+            device: The device; None keeps it.
+            dtype: The dtype; None keeps it.
 
         Returns:
-            Another store; gradients that need no change are shared with this one, and changed by neither.
+            Another store. Gradients that need no change are shared with this one; neither store changes them.
 
         Raises:
-            UsageError: ``dtype`` is none of floating point.
+            UsageError: ``dtype`` is no floating-point dtype.
         """
         if dtype is not None:
             check_dtype(dtype)
@@ -225,13 +225,13 @@ class GradStore:
         return store
 
     def __getitem__(self, key: Key) -> Tensor:
-        """Return the gradient of a parameter.
+        """Return the gradient of a key; it stays in the store.
 
         Args:
             key: A parameter or a name.
 
         Returns:
-            The gradient; it stays in the store.
+            The gradient.
 
         Raises:
             UsageError: There is none.
@@ -242,7 +242,7 @@ class GradStore:
         return self._entries[key].grad
 
     def __contains__(self, key: object) -> bool:
-        """Return whether there is a gradient for a parameter or name; a foreign one has none."""
+        """Return whether there is a gradient of a parameter or name."""
         found = self._keys.find(key)
         return found is not None and found in self._entries
 
@@ -260,7 +260,7 @@ class GradStore:
         return f"GradStore({len(self)} gradients, {size} bytes)"
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refuse copies: their keys would be copies of the parameters, which nobody trains.
+        """Refuse copies: their keys would be copied parameters, which are not trained.
 
         Raises:
             UsageError: Always.
@@ -281,25 +281,16 @@ class GradStore:
 
 @dataclass
 class GradEntry:
-    """A gradient, and whether it is the store's own.
-
-    Args:
-        grad: The gradient.
-        is_own: What was handed in may be used elsewhere, and autograd returns one tensor for two parameters where it
-            can: such a gradient is never changed. What the store has computed itself is.
-    """
+    """A gradient, and whether the store may change its tensor."""
 
     grad: Tensor
+    # Only tensors that the store computed itself may be changed: the caller may use others elsewhere, and autograd
+    # can return one tensor for two parameters.
     is_own: bool = False
 
     def plus(self, grad: Tensor) -> GradEntry:
-        """Return the sum, in this entry's own tensor where that can hold it.
-
-        Args:
-            grad: Of the same shape, on the same device.
-
-        Returns:
-            This entry or another.
+        """Return the sum with a gradient of the same shape and device, in this entry's own tensor if that can hold
+        it.
         """
         fits = torch.result_type(self.grad, grad) == self.grad.dtype and self.grad.is_sparse == grad.is_sparse
         if self.is_own and fits:
@@ -309,10 +300,10 @@ class GradEntry:
         return GradEntry(first + second, is_own=True)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply by one number, a tensor on any device."""
+        """Multiply by a scalar tensor on any device."""
         factor = factor.to(self.grad.device)
         self.grad, self.is_own = self.grad.mul_(factor) if self.is_own else self.grad * factor, True
 
     def values(self) -> Tensor:
-        """Return the entries that are stored: all of a dense gradient."""
+        """Return the stored entries: all of a dense gradient."""
         return self.grad.coalesce().values() if self.grad.is_sparse else self.grad

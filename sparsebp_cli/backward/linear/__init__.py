@@ -1,1 +1,1 @@
-"""Sites at the outputs of linears."""
+"""The site `linears`: the outputs of a model's linears."""

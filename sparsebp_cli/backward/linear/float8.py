@@ -1,13 +1,13 @@
-"""Linears of torchao that multiply in float8, with a backward that multiplies and keeps only what is asked for.
+"""torchao's float8 linears with a backward that computes and stores only what is needed.
 
-torchao 0.18's own backward multiplies for the gradient of weight and input whether or not somebody wants them, and its
-forward keeps the input in high precision for it, also where the weight is frozen. Here every cast and every product is
-torchao's, so that the numbers are its numbers, bit for bit; what is left out are products without a reader. Where the
-weight's gradient reads the input cast as the forward casts it (scales for a whole tensor), that cast is kept: one byte
-a number in place of two or four. Other scales are taken along the other dimension, so the input itself is kept.
+torchao 0.18's own backward computes the gradients of weight and input whether or not they are needed, and its forward
+stores the input in high precision even for a frozen weight. Here every cast and every product is torchao's, so the
+numbers are the same, bit for bit; only unused products are skipped. If the weight gradient reads the input under the
+same cast as the forward (tensorwise scales), that cast is stored: one byte per number instead of two or four. Rowwise
+and other scales are taken along another dimension, so then the input itself is stored.
 
-Where the engine is disabled this backward runs all the same, and decides nothing: the dense pass that a policy is
-measured against does not waste what torchao's would.
+This backward also runs where the engine is disabled, without decisions: the dense pass that a policy is compared with
+must not waste what torchao's would.
 
 Shape letters: N rows (= B*T), D input width, O output width, K kept.
 """
@@ -27,13 +27,13 @@ from sparsebp_cli.policy import Rows, Selection
 
 
 def float8_class() -> type[nn.Linear] | None:
-    """Return torchao's class of linears in float8; None where nothing has loaded it, so that no model has one."""
+    """Return torchao's float8 linear class; None if nothing has imported it, so no model can contain one."""
     loaded = sys.modules.get("torchao.float8.float8_linear")
     return None if loaded is None else cast("type[nn.Linear]", loaded.Float8Linear)
 
 
 def find_float8(model: nn.Module) -> str | None:
-    """Return the name of the first linear in float8; None: there is none."""
+    """Return the name of the first float8 linear, or None."""
     kind = float8_class()
     if kind is None:
         return None
@@ -41,20 +41,18 @@ def find_float8(model: nn.Module) -> str | None:
 
 
 class _Casts(NamedTuple):
-    """How one operand is cast for the product that reads it."""
+    """The cast of one operand of a product."""
 
     config: Any  # torchao's CastConfig
     role: Any  # torchao's GemmInputRole
-    dim: int  # along which scales are taken where there is more than one
+    dim: int  # the dimension of scales that are not tensorwise
 
 
 @final
 class Float8Layout(WeightLayout):
     """``torchao.float8`` ``Float8Linear``: the weight is (O, D), in high precision; products are in float8.
 
-    Args:
-        module: Of that class.
-        shared: The last input that linears of the model have cast.
+    ``shared`` caches the latest cast input, for linears of the model that read the same one.
     """
 
     output_dim = 0
@@ -70,12 +68,12 @@ class Float8Layout(WeightLayout):
         self.input = _Casts(config.cast_config_input, role.INPUT, -1)
         self.weight_t = _Casts(config.cast_config_weight, role.WEIGHT, 0)
         self.grad = _Casts(config.cast_config_grad_output, role.GRAD_OUTPUT, -1)
-        self.weight_t_again = _Casts(config.cast_config_weight_for_grad_input, role.WEIGHT, -1)
-        self.grad_again = _Casts(config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
-        self.input_again = _Casts(config.cast_config_input_for_grad_weight, role.INPUT, 0)
+        self.weight_for_dgrad = _Casts(config.cast_config_weight_for_grad_input, role.WEIGHT, -1)
+        self.grad_for_wgrad = _Casts(config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
+        self.input_for_wgrad = _Casts(config.cast_config_input_for_grad_weight, role.INPUT, 0)
 
     def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
-        # As torchao's forward: it looks at the autocast of CUDA alone.
+        # Like torchao's forward, which reads CUDA's autocast state on every device.
         if torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))
         return cast("Tensor", _Float8Product.apply(x, module.weight, module.bias, decider))  # type: ignore[no-untyped-call]
@@ -87,19 +85,21 @@ class Float8Layout(WeightLayout):
         return weight
 
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
-        grad8_NO, x8_ND = self.cast(grad_NO, self.grad_again), self.cast(x_ND, self.input_again)
+        grad8_NO, x8_ND = self.cast(grad_NO, self.grad_for_wgrad), self.cast(x_ND, self.input_for_wgrad)
         return torch.mm(grad8_NO.t(), x8_ND)
 
     def share(self, selection: type[Selection] | None, budget: float) -> float:
-        return budget if selection is Rows and self.rows_are_alike else 1.0
+        return budget if selection is Rows and self.rows_are_independent else 1.0
 
     @property
-    def rows_are_alike(self) -> bool:
-        """Whether leaving rows of the gradient out leaves the cast of all others as it is."""
-        return self.is_one(self.grad, self.grad_again) and self.is_one(self.input, self.input_again)
+    def rows_are_independent(self) -> bool:
+        """Whether omitting rows of the gradient leaves the cast of the other rows unchanged."""
+        return self.is_same_cast(self.grad, self.grad_for_wgrad) and self.is_same_cast(self.input, self.input_for_wgrad)
 
-    def is_one(self, one: _Casts, other: _Casts) -> bool:
-        """Return whether two casts of a tensor are the same: alike, and with one scale for all of it."""
+    def is_same_cast(self, one: _Casts, other: _Casts) -> bool:
+        """Return whether two casts of a tensor are equal: same settings, dynamic, with one scale for the whole
+        tensor.
+        """
         from torchao.float8.config import ScalingGranularity, ScalingType
 
         dynamic = one.config.scaling_type is ScalingType.DYNAMIC
@@ -108,7 +108,7 @@ class Float8Layout(WeightLayout):
         )
 
     def cast(self, tensor: Tensor, casts: _Casts) -> Tensor:
-        """Return a tensor as a product reads it, by torchao's own cast."""
+        """Cast a tensor for a product, by torchao's own function."""
         from torchao.float8.config import ScalingType
         from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 
@@ -132,28 +132,30 @@ class Float8Layout(WeightLayout):
         return output if bias is None else output + bias.to(output.dtype)
 
     def cast_input(self, x: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return the numbers, the scale and the rest of the input in float8; those of a linear before, if it is its."""
+        """Return data, scale and metadata of the float8 input, from the cache if the linear before cast the same
+        input.
+        """
         how = (self.input.config, self.products, self.config.round_scales_to_power_of_2)
         found = self._shared.find(x, how)
         if found is None:
-            found = self.take_apart(self.cast(x, self.input))
+            found = self.unwrap(self.cast(x, self.input))
             self._shared.note(x, how, found)
         return found
 
-    def take_apart(self, x8: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return the numbers, the scale and the rest of a tensor in float8."""
+    def unwrap(self, x8: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return data, scale and metadata of a float8 tensor."""
         (data, scale), rest = cast("Any", x8).__tensor_flatten__()
         return getattr(x8, data), getattr(x8, scale), rest
 
-    def put_together(self, data: Tensor, scale: Tensor, rest: Any) -> Tensor:
-        """Return the tensor in float8 that was taken apart."""
+    def wrap(self, data: Tensor, scale: Tensor, rest: Any) -> Tensor:
+        """Return the float8 tensor with the given data, scale and metadata."""
         inner: Tensor = self._wrapper.__tensor_unflatten__({"_data": data, "_scale": scale}, rest, None, None)
         return inner
 
 
 @final
 class _Float8Product(Function):
-    """The layer, its bias included."""
+    """The layer, including its bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource) -> Tensor:
@@ -163,9 +165,9 @@ class _Float8Product(Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         kept = scale = None
-        if needs_wgrad and x.is_contiguous() and form.is_one(form.input, form.input_again):
+        if needs_wgrad and x.is_contiguous() and form.is_same_cast(form.input, form.input_for_wgrad):
             kept, scale, ctx.rest = form.cast_input(x)
-            x8 = form.put_together(kept, scale, ctx.rest)
+            x8 = form.wrap(kept, scale, ctx.rest)
         else:
             x8, kept = form.cast(x, form.input), x if needs_wgrad else None
         ctx.save_for_backward(kept, scale, weight if needs_dgrad else None)
@@ -181,7 +183,9 @@ class _Float8Product(Function):
         grad_NO, selection = decider.decide(
             grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], ctx.input_shape[-1], needs
         )
-        rows = selection if isinstance(selection, Rows) and not decider.reference and form.rows_are_alike else None
+        rows = (
+            selection if isinstance(selection, Rows) and not decider.reference and form.rows_are_independent else None
+        )
         if selection is not None:
             grad_NO = selection.apply(grad_NO) if rows is None else rows.gather(grad_NO)
             grad = grad_NO if rows is not None else grad_NO.view(grad.shape)
@@ -203,11 +207,11 @@ def _products(
     dgrad_ND = wgrad_OD = grad8_NO = None
     if weight is not None:
         grad8_NO = form.cast(grad_NO, form.grad)
-        dgrad_ND = torch.mm(grad8_NO, form.cast(weight.t(), form.weight_t_again).t())
+        dgrad_ND = torch.mm(grad8_NO, form.cast(weight.t(), form.weight_for_dgrad).t())
     if kept_ND is not None:
-        if grad8_NO is None or not form.is_one(form.grad, form.grad_again):
-            grad8_NO = form.cast(grad_NO, form.grad_again)
-        x8_ND = form.cast(kept_ND, form.input_again) if scale is None else form.put_together(kept_ND, scale, rest)
+        if grad8_NO is None or not form.is_same_cast(form.grad, form.grad_for_wgrad):
+            grad8_NO = form.cast(grad_NO, form.grad_for_wgrad)
+        x8_ND = form.cast(kept_ND, form.input_for_wgrad) if scale is None else form.wrap(kept_ND, scale, rest)
         wgrad_OD = torch.mm(grad8_NO.t(), x8_ND)
     return dgrad_ND, wgrad_OD
 
@@ -215,14 +219,14 @@ def _products(
 def _take_rows(kept_ND: Tensor, index_K: Tensor) -> Tensor:
     if kept_ND.element_size() > 1:
         return kept_ND.index_select(0, index_K)
-    return kept_ND.view(torch.uint8).index_select(0, index_K).view(kept_ND.dtype)  # no kernel picks rows of float8
+    return kept_ND.view(torch.uint8).index_select(0, index_K).view(kept_ND.dtype)  # index_select has no float8 kernel
 
 
 @final
 class SharedCast:
-    """The last input that was cast and kept: queries, keys and values read the same one, and need it once.
+    """Cache of the latest cast input: queries, keys and values read the same input, and cast it once.
 
-    It is dropped with the input itself, and when another one is cast.
+    The entry is dropped together with the input itself, or when another input is cast.
     """
 
     def __init__(self) -> None:
@@ -231,26 +235,12 @@ class SharedCast:
         self._found: tuple[Tensor, Tensor, Any] | None = None
 
     def find(self, x: Tensor, how: Any) -> tuple[Tensor, Tensor, Any] | None:
-        """Return the cast of an input, where it was the last one.
-
-        Args:
-            x: The input.
-            how: What decides the cast.
-
-        Returns:
-            Numbers, scale and the rest; None where it was not.
-        """
+        """Return the cached data, scale and metadata of an input under the cast ``how``, or None."""
         last = None if self._input is None else self._input()
         return self._found if last is x and self._key == (x._version, how) else None  # noqa: SLF001 - its only name
 
     def note(self, x: Tensor, how: Any, found: tuple[Tensor, Tensor, Any]) -> None:
-        """Note the cast of an input.
-
-        Args:
-            x: The input.
-            how: What decides the cast.
-            found: Numbers, scale and the rest.
-        """
+        """Cache the cast of an input under ``how``."""
         self._input, self._key, self._found = weakref.ref(x, self._drop), (x._version, how), found  # noqa: SLF001
 
     def _drop(self, ref: object) -> None:

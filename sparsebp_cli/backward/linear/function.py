@@ -1,9 +1,9 @@
-"""The backward of a linear layer that multiplies only what was selected.
+"""The backward of a linear layer that multiplies only the selected part of the gradient.
 
-``dgrad`` is the gradient of the input, ``wgrad`` that of the weight. The dense path makes the very calls that PyTorch's
-own backward makes, in its order, so that the bits are the same. A selection has one fast kernel a kind; each equals the
-dense path on ``selection.apply(grad_NO)``. That is the reference form, which any selection has, and which
-:func:`run_kernel` falls back to where a kernel does not apply.
+``dgrad`` is the gradient of the input, ``wgrad`` that of the weight. The dense path makes the same calls as PyTorch's
+own backward in the same order, so its results are equal bit for bit. Each kind of selection has one fast kernel, which
+equals the dense path on ``selection.apply(grad_NO)``. That masked path is the reference: it supports any selection, and
+:func:`run_kernel` falls back to it where a kernel does not apply.
 
 Shape letters: N rows (= B*T), D input width, O output width, K kept.
 """
@@ -21,15 +21,15 @@ from torch.nn.functional import pad
 
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoToFour
 
-# Below this share of kept entries a product in CSR, with its conversion, beats masking and a dense one: break-even was
-# 0.077 in `sparsebp bench topk` on two CPU cores, torch 2.13, MKL: docs/log.md, 2026-11-21.
+# Below this share of kept entries a CSR product, conversion included, is faster than masking and a dense product. The
+# measured break-even was 0.077: `sparsebp bench topk`, two CPU cores, torch 2.13, MKL, docs/log.md, 2026-11-21.
 CSR_BELOW = 0.05
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Needs(NamedTuple):
-    """Which gradients autograd asks for."""
+    """The gradients that autograd requires."""
 
     dgrad: bool
     wgrad: bool
@@ -37,48 +37,43 @@ class Needs(NamedTuple):
 
 
 class SelectionSource(Protocol):
-    """Who is asked what to keep: a site of the engine."""
+    """A site of the engine, as the backward of a linear uses it."""
 
     @property
     def form(self) -> WeightLayout:
-        """How the layer multiplies."""
+        """The layout of the layer's weight."""
 
     @property
     def reference(self) -> bool:
-        """Whether selections are carried out by masking, then multiplying densely."""
+        """Whether to mask the gradient, then multiply densely."""
 
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
     ) -> tuple[Tensor, Selection | None]:
-        """Return the gradient to go on with, and what is kept of it; None for all of it."""
+        """Return the gradient to use and the selection of it; None for all of it."""
 
 
 class WeightLayout(ABC):
-    """How a linear layer stores its weight and multiplies.
+    """How a linear layer stores its weight and multiplies."""
 
-    Args:
-        output_dim: The dimension of the weight that is O.
-        replaces: Whether the layer is run in this way also where no policy is in force, with the same numbers.
-    """
-
-    output_dim: int
-    replaces: ClassVar[bool] = False
+    output_dim: int  # the dimension of the weight that is O
+    replaces: ClassVar[bool] = False  # whether this form also runs where no policy is active, with the same numbers
 
     def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
-        """Run the layer so that its backward asks what to keep."""
+        """Run the layer with a backward that calls the policy."""
         weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
         if torch.is_autocast_enabled(x.device.type):
-            # Here and not in the Function, so that autograd records the casts and returns gradients in full precision.
+            # Outside of the Function, so that autograd records the casts and returns gradients in full precision.
             x, weight, bias = (_autocast(t) for t in (x, weight, bias))  # type: ignore[assignment]
         return cast("Tensor", SelectedLinear.apply(x, weight, bias, decider))  # type: ignore[no-untyped-call]
 
     def share(self, selection: type[Selection] | None, budget: float) -> float:
-        """Return which share of the dense multiplications is left; see :func:`kernel_share`."""
+        """Return the share of the dense multiplications that remains; see :func:`kernel_share`."""
         return kernel_share(selection, budget)
 
     @abstractmethod
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the output, by the call that the module itself makes."""
+        """Return the output, by the same call that the module itself makes."""
 
     @abstractmethod
     def by_output(self, weight: Tensor) -> Tensor:
@@ -86,7 +81,7 @@ class WeightLayout(ABC):
 
     @abstractmethod
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
-        """Return the weight's gradient, laid out like the weight."""
+        """Return the weight's gradient in the layout of the weight."""
 
 
 @final
@@ -124,7 +119,9 @@ class Conv1DLayout(WeightLayout):
 
 @final
 class MatmulLayout(WeightLayout):
-    """A subclass of ``torch.nn.Linear`` that adds its bias after the product, as Falcon's: the weight is (O, D)."""
+    """A subclass of ``torch.nn.Linear`` that adds its bias after the product, such as Falcon's: the weight is (O,
+    D).
+    """
 
     output_dim = 0
 
@@ -141,7 +138,7 @@ class MatmulLayout(WeightLayout):
 
 @final
 class SelectedLinear(Function):
-    """A linear layer whose backward asks what to keep. Saves the input only for wgrad and the weight only for dgrad."""
+    """A linear layer whose backward calls the policy. Saves the input only for wgrad and the weight only for dgrad."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource) -> Tensor:
@@ -150,7 +147,8 @@ class SelectedLinear(Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.order = _order(decider.form, x, frozen=not needs_wgrad)
         ctx.save_for_backward(x if needs_wgrad else None, weight if needs_dgrad else None)
-        # Detached, since autograd forbids to change a view made in here in place, and some linears return one.
+        # Some layouts return a view. Autograd forbids in-place changes of a view created inside a Function, so the view
+        # is detached.
         return decider.form.forward(x, weight, bias).detach()
 
     @staticmethod
@@ -172,7 +170,7 @@ class SelectedLinear(Function):
                 dgrad_ND, wgrad, bias_grad = gradients
                 return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None
             grad_NO = selection.apply(grad_NO)
-        if grad_NO is not shown_NO:  # else as it lies in memory, since that orders the sums
+        if grad_NO is not shown_NO:  # otherwise keep the strides of `grad`, which determine the order of sums
             grad = grad_NO.view(grad.shape)
         dgrad = None if weight is None else _dense_dgrad(grad, decider.form.by_output(weight), ctx.order)
         wgrad = None if x_ND is None else decider.form.wgrad(grad_NO, x_ND)
@@ -181,7 +179,7 @@ class SelectedLinear(Function):
 
 
 class _Order(NamedTuple):
-    """In which order PyTorch multiplies and adds, for the way that an input lies in memory."""
+    """The order in which PyTorch multiplies and adds, which depends on the strides of the input."""
 
     dgrad: Literal["rows", "columns", "batched"] = "rows"
     flat_bias: bool = True
@@ -190,7 +188,7 @@ class _Order(NamedTuple):
 def _order(form: WeightLayout, x: Tensor, *, frozen: bool) -> _Order:
     if x.is_contiguous():
         return _Order(flat_bias=not isinstance(form, MatmulLayout))
-    flat_bias = x.dim() == 2 or isinstance(form, Conv1DLayout)  # else the bias is added after the product
+    flat_bias = x.dim() == 2 or isinstance(form, Conv1DLayout)  # other layouts add the bias after the product
     folds = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
     if not folds:
         return _Order("batched" if frozen else "rows", flat_bias)
@@ -214,22 +212,18 @@ def _dense_bias_grad(grad: Tensor, order: _Order) -> Tensor:
 
 
 def _autocast(tensor: Tensor | None) -> Tensor | None:
-    # What autocast itself does to the arguments of a linear: floating, not double. It also caches the cast of a weight,
-    # so that a layer used twice adds its gradients up in low precision; here they add up in full precision.
+    # Autocast itself casts floating-point arguments except float64. It also caches the cast of a weight, so that the
+    # gradients of a layer used twice are summed in low precision; here they are summed in full precision.
     if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
 def kernel_share(selection: type[Selection] | None, budget: float) -> float:
-    """Return which share of the dense multiplications a kernel is meant to leave.
+    """Return the share of the dense multiplications that a kernel executes, in [0, 1], by design.
 
-    Args:
-        selection: The kind; None: dense.
-        budget: Share of entries that is kept, in (0, 1].
-
-    Returns:
-        A share in [0, 1]. 2:4 counts as dense: hardware that multiplies it at twice the rate does not do fewer.
+    ``budget`` is the share of entries kept, in (0, 1]. 2:4 counts as dense: hardware that multiplies at twice the rate
+    does not execute fewer operations.
     """
     if selection in (Rows, Columns, Blocks) or (selection is Elements and budget < CSR_BELOW):
         return budget
@@ -239,18 +233,9 @@ def kernel_share(selection: type[Selection] | None, budget: float) -> float:
 def run_kernel(
     form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: Selection, needs: Needs
 ) -> Gradients | None:
-    """Multiply only what was selected.
+    """Multiply only the selected part; return the gradients of input (N, D), weight and bias.
 
-    Args:
-        form: How the layer stores its weight.
-        grad_NO: The gradient of the output.
-        x_ND: The input; None when no wgrad is wanted.
-        weight: The weight; None when no dgrad is wanted.
-        selection: What is kept.
-        needs: Which gradients are wanted.
-
-    Returns:
-        Gradients of input (N, D), weight and bias; None where only the reference form applies.
+    ``x_ND`` is None without wgrad, ``weight`` without dgrad. Returns None if only the masked reference applies.
     """
     kernel = _KERNELS.get(type(selection))
     return None if kernel is None else kernel(form, grad_NO, x_ND, weight, selection, needs)
@@ -291,7 +276,7 @@ def _columns(
 def _blocks(
     form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, blocks: Blocks, needs: Needs
 ) -> Gradients:
-    """Each kept block is one small product; those of a row (or column) of blocks are added up in index order."""
+    """Multiply each kept block on its own, and sum the products of a row or column of blocks in index order."""
     (rows, columns), (high, wide) = blocks.block_shape, blocks.grid(grad_NO)
     down, across = blocks.index_K // wide, blocks.index_K % wide
     num_rows, num_outputs = grad_NO.shape
@@ -355,10 +340,12 @@ def _csr(index_K: Tensor, value_K: Tensor, num_rows: int, num_columns: int) -> T
 def _two_to_four(
     form: WeightLayout, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, selection: TwoToFour, needs: Needs
 ) -> Gradients | None:
-    """dgrad on sparse tensor cores; wgrad sums over rows, where the pattern does not lie, and stays dense."""
+    """Compute dgrad on sparse tensor cores; wgrad sums over rows, where the 2:4 pattern does not apply, and stays
+    dense.
+    """
     if weight is None or not _has_sparse_cores(grad_NO, weight):
         return None
-    masked_NO = selection.apply(grad_NO).contiguous()  # the conversion takes nothing else
+    masked_NO = selection.apply(grad_NO).contiguous()  # required by to_sparse_semi_structured
     dgrad_ND = torch.mm(torch.sparse.to_sparse_semi_structured(masked_NO), form.by_output(weight))
     wgrad = None if x_ND is None else form.wgrad(masked_NO, x_ND)
     return dgrad_ND, wgrad, masked_NO.sum(0) if needs.bias else None

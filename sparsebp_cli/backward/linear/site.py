@@ -1,7 +1,7 @@
-"""The site `linears`: the linears of a model whose output gradient the policy is asked about, and how each is covered.
+"""The site `linears`: finds a model's linears and overrides their forwards.
 
-A covered module gets a ``forward`` of its own in its instance dictionary; its class, parameters and state_dict keys
-stay as they are. Removing that one entry gives the module back.
+An overridden module gets a ``forward`` in its instance dictionary; its class, parameters and state_dict keys do not
+change. Removing that entry restores the module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparsebp_cli.backward.linear.function import (
     WeightLayout,
 )
 from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
-from sparsebp_cli.backward.patch.forward import ForwardOverride, check_free
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
@@ -40,31 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FoundLinears:
-    """The linears of a model, sorted by what can be done with them.
-
-    Args:
-        covered: Name, module and form of each linear that the engine can carry.
-        not_covered: Names of linears that compute in their own way.
-        excluded: Names of linears that the user left out.
-    """
+    """The linears of a model, by how the engine treats them."""
 
     covered: tuple[tuple[str, nn.Module, WeightLayout], ...]
-    not_covered: tuple[str, ...]
-    excluded: tuple[str, ...]
+    not_covered: tuple[str, ...]  # names of linears with a forward or weight that the engine does not support
+    excluded: tuple[str, ...]  # names of linears that the user excluded
 
 
 def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
-    """Find the linears of a model.
+    """Return the linears of a model in its order; a shared one is listed once, under its first name.
 
-    Args:
-        model: Any module; a linear that is shared is found once, under its first name.
-        exclude: Globs over module names; what matches stays dense.
-
-    Returns:
-        The linears in the model's order.
-
-    Raises:
-        UsageError: A pattern of ``exclude`` matches no linear.
+    ``exclude`` has globs over module names. Raises :class:`UsageError` if a pattern matches no linear.
     """
     forms = _known_forms()
     linears = {name: module for name, module in model.named_modules() if any(isinstance(module, k) for k in forms)}
@@ -86,16 +72,11 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
 
 @final
 class LinearAdapter:
-    """The output of every covered linear; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
+    """The outputs of all covered linears; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
-    Args:
-        model: Any module.
-        exclude: Globs over module names; what matches stays dense.
-        may_be_empty: Whether a model without a linear will do: where no policy is asked here.
-
-    Raises:
-        UsageError: A pattern matches nothing, or there is no linear to cover.
-        UnsupportedError: The model is attached or offloaded.
+    ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
+    that do not decide here. Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and
+    :class:`UnsupportedError` if the model is attached or offloaded.
     """
 
     def __init__(self, model: nn.Module, exclude: Iterable[str] = (), *, may_be_empty: bool = False) -> None:
@@ -103,6 +84,7 @@ class LinearAdapter:
         self.names = tuple(name for name, _, _ in self._found.covered)
         self._time_first = find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
+        self._patches = ForwardPatches()
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
             check_free(name, module)
@@ -113,18 +95,18 @@ class LinearAdapter:
     def install(self, engine: SiteEngine) -> None:
         for name, module, form in self._found.covered:
             first = name in self._time_first
-            module.forward = LinearOverride(name, module, form, engine, self._layers[name], time_first=first)
+            override = LinearOverride(name, module, form, engine, self._layers[name], time_first=first)
+            self._patches.install(module, override)
 
     def remove(self) -> None:
-        for _, module, _ in self._found.covered:
-            del module.__dict__["forward"]
+        self._patches.remove()
 
-    def around(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
+    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
         return nullcontext()
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a layer's weight is a tensor of real numbers: not made anew whenever it is read, quantised or sharded."""
+    """Whether a layer's weight is an ordinary real tensor: not parametrized, quantised or sharded."""
     if is_parametrized(module):
         return False
     weight = cast("Tensor", module.weight)
@@ -133,32 +115,21 @@ def _is_plain(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LinearCost:
-    """dgrad and wgrad of one linear, as far as autograd asks for them.
+    """dgrad and wgrad of one linear, as far as autograd requires them."""
 
-    Args:
-        flops: Of both, dense.
-        form: How the layer multiplies.
-    """
-
-    flops: float
+    flops: float  # of both, dense
     form: WeightLayout
     pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
-        """Return the dense work, and what the kernel of this kind of selection is meant to leave."""
+        """Return the dense work, and the part that the kernel for this kind of selection executes."""
         return FlopEstimate(self.flops, self.flops * self.form.share(selection, budget))
 
 
 class LinearOverride(ForwardOverride):
-    """The ``forward`` of one linear: as before without gradients, else through :class:`SelectedLinear`.
+    """The ``forward`` of one linear: unchanged without gradients, else through :class:`SelectedLinear`.
 
-    Args:
-        name: The module's name in the model.
-        module: The linear layer.
-        form: How it stores its weight.
-        engine: Who knows the step and the policy.
-        layer: Number of the layer.
-        time_first: Whether it is in a module of PyTorch with ``batch_first=False``.
+    ``time_first`` says that the linear is in a torch module with ``batch_first=False``.
     """
 
     def __init__(
@@ -175,9 +146,9 @@ class LinearOverride(ForwardOverride):
         self.time_first = time_first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.engine.enabled and not self.form.replaces:
-            return cast("Tensor", type(self.module).forward(self.module, *args, **kwargs))
-        if kwargs or len(args) != 1:  # by the name that the class gives it: linear(input=x)
+        if self.is_removed or not (self.engine.enabled or self.form.replaces):
+            return cast("Tensor", call_module(self.module, *args, **kwargs))
+        if kwargs or len(args) != 1:  # the input may be passed by name: linear(input=x)
             args = signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
         _refuse_transforms(self.name)
         x = args[0]
@@ -193,31 +164,25 @@ class LinearOverride(ForwardOverride):
 
     @property
     def reference(self) -> bool:
-        """Whether selections are carried out by masking, then multiplying densely."""
+        """Whether to mask gradients, then multiply densely."""
         return self.engine.reference
 
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
     ) -> tuple[Tensor, Selection | None]:
-        """Ask the policy what is kept; see :class:`sparsebp_cli.backward.linear.function.SelectionSource`.
-
-        Args:
-            grad_NO: The gradient of the output.
-            batch_shape: The output's shape without features.
-            num_inputs: The layer's input width.
-            needs: Which gradients autograd asks for.
-
-        Returns:
-            The gradient to go on with, and what is kept; None for everything.
+        """Return the gradient to use and the policy's selection of it; ``batch_shape`` is the output's without
+        features.
         """
         shape, sizes = tuple(batch_shape), self.engine.batch_sizes
-        unknown = len(shape) == 1 and bool(sizes) and shape[0] not in (sizes or ())  # as where the layer is compiled
-        return self.ask(grad_NO, BatchRows(shape, UNPROVED if unknown else ""), num_inputs, needs, None)
+        unknown = len(shape) == 1 and bool(sizes) and shape[0] not in (sizes or ())  # such as in a compiled layer
+        return self.decide_rows(grad_NO, BatchRows(shape, UNPROVED if unknown else ""), num_inputs, needs, None)
 
-    def ask(
+    def decide_rows(
         self, grad_NO: Tensor, rows: BatchRows, num_inputs: int, needs: Needs, dense_rows: int | None
     ) -> tuple[Tensor, Selection | None]:
-        """Ask the policy about a gradient that stands for so many rows of the dense backward; None: for its own."""
+        """Call the policy for a gradient that stands for ``dense_rows`` rows of the dense backward, None for its
+        own.
+        """
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
         work = LinearCost(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
         return self.engine.decide(site, grad_NO, work, dense_rows)
@@ -226,18 +191,13 @@ class LinearOverride(ForwardOverride):
 @final
 @dataclass(frozen=True)
 class _Call:
-    """One call of a linear of which more is known than its input shows; see
+    """One call of a linear about which more is known than its input shows, as a
     :class:`sparsebp_cli.backward.linear.function.SelectionSource`.
-
-    Args:
-        linear: The site.
-        num_rows: Rows of the dense forward that the call stands for; None: its own.
-        rows: Of which example its rows are; None: as its input shows.
     """
 
     linear: LinearOverride
-    num_rows: int | None
-    rows: BatchRows | None
+    num_rows: int | None  # rows of the dense forward that the call stands for; None: its own
+    rows: BatchRows | None  # assignment of rows to examples; None: given by the shape of the input
 
     @property
     def form(self) -> WeightLayout:
@@ -255,11 +215,11 @@ class _Call:
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
     ) -> tuple[Tensor, Selection | None]:
         rows = BatchRows(tuple(batch_shape)) if self.rows is None else self.rows
-        return self.linear.ask(grad_NO, rows, num_inputs, needs, self.num_rows)
+        return self.linear.decide_rows(grad_NO, rows, num_inputs, needs, self.num_rows)
 
 
 def _refuse_transforms(name: str) -> None:
-    active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - the only name
+    active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - torch.func has no public query
     if not torch.compiler.is_compiling() and active() and torch.is_grad_enabled():
         raise UnsupportedError(
             f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not built: "
@@ -268,28 +228,19 @@ def _refuse_transforms(name: str) -> None:
 
 
 def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
-    """Run a linear layer so that its backward asks what to keep.
-
-    Args:
-        module: The layer.
-        x: Its input.
-        decider: Who is asked.
-
-    Returns:
-        Its output, by the very call that the module makes.
-    """
+    """Run a linear layer, by the same call that the module makes, with a backward that calls the policy."""
     weight = cast("nn.Parameter", module.weight)
     bias = cast("nn.Parameter | None", module.bias)
     needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not (needs_grad and torch.is_grad_enabled()):
-        return cast("Tensor", type(module).forward(module, x))
+        return cast("Tensor", call_module(module, x))
     return decider.form.apply(module, x, decider)
 
 
 def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], WeightLayout]]:
     linear, conv1d, matmul = LinearLayout(), Conv1DLayout(), MatmulLayout()
     forms: dict[type[nn.Module], Callable[[nn.Module], WeightLayout]] = {nn.Linear: lambda _: linear}
-    loaded = sys.modules.get("transformers.pytorch_utils")  # a model that has a Conv1D has loaded it
+    loaded = sys.modules.get("transformers.pytorch_utils")  # loaded if the model contains a Conv1D
     if loaded is not None:
         forms[loaded.Conv1D] = lambda _: conv1d
     falcon = sys.modules.get("transformers.models.falcon.modeling_falcon")

@@ -1,1 +1,1 @@
-"""Sites at the nodes of the autograd graph."""
+"""The site `nodes`: the nodes of the autograd graph."""

@@ -1,7 +1,7 @@
-"""What takes part in a backward pass node by node, and the hooks by which PyTorch's own engine lets it.
+"""Visitors of a backward pass node by node, and the hooks through which PyTorch's engine calls them.
 
-The Python walk (:mod:`sparsebp_cli.backward.node.python_walk`) asks the same visitors at the same places, so the two
-can be held against each other.
+The Python walk (:mod:`sparsebp_cli.backward.node.python_walk`) calls the same visitors at the same places, so the two
+can be compared.
 """
 
 from __future__ import annotations
@@ -21,36 +21,19 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class Visitor(ABC):
-    """Sees every gradient on its way.
+    """Sees, and may change, every gradient in a backward pass."""
 
-    Args:
-        routes: Whether :meth:`after` can say anything other than what it was given.
-    """
-
-    routes: bool
+    routes: bool  # whether `after` can change anything
 
     @abstractmethod
     def before(self, place: GraphNode, grads: Gradients) -> Gradients:
-        """Return the gradients with which a node is run.
-
-        Args:
-            place: The node.
-            grads: One for each of its forward's outputs; None where none arrived.
-
-        Returns:
-            The same, or others of the same shapes.
-        """
+        """Return the gradients to run a node with, one per output of its forward; None where none arrived."""
 
     @abstractmethod
     def after(self, place: GraphNode, results: Gradients) -> Gradients:
-        """Return the gradients that go on to a node's children.
+        """Return the gradients to pass to a node's children, one per edge; None where nothing is passed.
 
-        Args:
-            place: The node, with a gradient and not a leaf.
-            results: One for each of its edges.
-
-        Returns:
-            The same, with None where nothing goes on.
+        Called for nodes with a gradient that are not leaves.
         """
 
 
@@ -58,12 +41,7 @@ class Visitor(ABC):
 def visiting(graph: Graph, visitor: Visitor) -> Iterator[None]:
     """Let a visitor take part in the next backward pass of PyTorch's engine.
 
-    Args:
-        graph: Held meanwhile: hooks of a node are lost with it.
-        visitor: Is asked at every node.
-
-    Yields:
-        None: As long as the hooks are there.
+    The graph must stay alive meanwhile, since hooks of a node are lost with it.
     """
     with ExitStack() as stack:
         for place in graph.places.values():
@@ -90,7 +68,7 @@ class _After:
 
     def __call__(self, results: Gradients, grads: Gradients) -> Gradients | None:
         if all(grad is None for grad in grads):
-            # The engine runs a node that got nothing all the same; what comes of it stays here.
+            # The engine also runs a node without any gradient; its results must not be passed on.
             return None if all(result is None for result in results) else (None,) * len(results)
         changed = self.visitor.after(self.place, results)
         return None if changed is results else changed
@@ -98,13 +76,10 @@ class _After:
 
 @contextmanager
 def _idle_without_gradient(function: Any) -> Iterator[None]:
-    """Make a Function of Python return nothing where nothing arrived: most fill zeros in, and then compute with them.
+    """Make a Python Function's node return nothing if no gradient arrived.
 
-    Args:
-        function: The node, which is also its ``ctx``.
-
-    Yields:
-        None: As long as it is changed.
+    Most Functions would materialise zeros, and then compute with them. ``function`` is the node, which is also its
+    ``ctx``.
     """
     arrived = True
 
@@ -119,7 +94,7 @@ def _idle_without_gradient(function: Any) -> Iterator[None]:
 
     one_output = len(function._input_metadata) == 1  # noqa: SLF001 - shapes of its outputs
     if one_output:
-        function.set_materialize_grads(False)  # nobody reads these zeros: there is a gradient, or apply is idle
+        function.set_materialize_grads(False)  # never read: either the gradient exists, or apply returns early
     function.apply = apply
     handle = function.register_prehook(look)
     try:
@@ -128,4 +103,4 @@ def _idle_without_gradient(function: Any) -> Iterator[None]:
         handle.remove()
         del function.apply
         if one_output:
-            function.set_materialize_grads(True)  # cannot be asked for; zeros are right for every Function
+            function.set_materialize_grads(True)  # the former value cannot be read; zeros suit every Function

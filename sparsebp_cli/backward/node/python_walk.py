@@ -1,9 +1,9 @@
-"""A backward pass in plain Python over ``grad_fn.next_functions``: the oracle for what hooks do to PyTorch's engine.
+"""A backward pass in plain Python over ``grad_fn.next_functions``: the reference for hooks on PyTorch's engine.
 
-It gives the bits of ``loss.backward()``: the node that was made last runs first, gradients that meet are added in that
-order, and each is summed, cast and moved to what the forward had, as the engine does between any two nodes. It costs a
-few microseconds a node more. Hooks do not run (those after a parameter's accumulation do), so where a hook matters it
-is refused: see :func:`refuse_hooks`.
+Its results equal those of ``loss.backward()`` bit for bit: the latest node runs first, gradients of one tensor are
+summed in that order, and each is summed, cast and moved to match the forward, as the engine does between nodes. It
+costs a few microseconds per node. Hooks do not run, except those after a parameter's accumulation, so models whose
+hooks matter are refused: see :func:`refuse_hooks`.
 """
 
 from __future__ import annotations
@@ -32,47 +32,32 @@ _WALKED = "sparsebp.walked"
 
 
 def walked(loss: Tensor, graph: Graph, visitor: Visitor) -> Tensor:
-    """Return a tensor equal to a loss whose backward pass is a walk.
+    """Return a tensor equal to a loss whose backward pass is a walk; call ``backward`` on it once.
 
-    So whatever runs the pass and scales the loss before (accelerate) can go on doing so.
-
-    Args:
-        loss: What is differentiated.
-        graph: Below it.
-        visitor: Is asked at every node.
-
-    Returns:
-        The tensor to call ``backward`` on, once.
+    So code that scales the loss and starts the pass, such as accelerate, works unchanged.
     """
     root = cast("Node", loss.grad_fn)
     return cast("Tensor", _Walk.apply(loss.detach().requires_grad_(), root, loss.output_nr, graph, visitor))  # type: ignore[no-untyped-call]
 
 
 def walk(root: Node, output_nr: int, grad: Tensor, graph: Graph, visitor: Visitor) -> None:
-    """Run a backward pass; parameters collect their gradients, and what was saved for it is released.
+    """Run a backward pass from output ``output_nr`` of a root node.
 
-    Args:
-        root: Where it starts.
-        output_nr: Of which of the root's outputs ``grad`` is the gradient.
-        grad: The gradient to start with.
-        graph: Below the root.
-        visitor: Is asked at every node.
-
-    Raises:
-        UsageError: The graph was walked before.
+    Parameters collect their gradients, and tensors saved for the pass are released. Raises :class:`UsageError` if the
+    graph was walked before.
     """
     notes = cast("dict[Any, Any]", root.metadata)
     if notes.get(_WALKED):
         raise UsageError("this loss was walked before and what its backward needs is released: run the forward again")
     notes[_WALKED] = True
-    waiting = dict.fromkeys(graph.places, 0)  # how many edges have yet to say what comes over them
+    waiting = dict.fromkeys(graph.places, 0)  # edges into each node that have not been processed
     for node in graph.places:
         for child, _ in node.next_functions:
             if child is not None:
                 waiting[child] += 1
     arrived: dict[Node, list[Tensor | None]] = {root: [None] * _num_outputs(root)}
     arrived[root][output_nr] = grad
-    # Leaves first, as in the engine: their gradients are the largest and are needed no more.
+    # Leaves run first, as in the engine, so that their large gradients are accumulated and freed early.
     ready = [_order(graph, root)]
     nodes = list(graph.places)
     with torch.no_grad():
@@ -95,48 +80,29 @@ def walk(root: Node, output_nr: int, grad: Tensor, graph: Graph, visitor: Visito
 
 
 def is_checkpointed(graph: Graph) -> bool:
-    """Return whether what nodes saved is computed again when they ask for it.
+    """Return whether any node is in a checkpointed part, so that reading its saved tensors runs a forward again.
 
-    PyTorch's engine has a node ask before it looks whether a gradient arrived.
-
-    Args:
-        graph: That is to be passed.
-
-    Returns:
-        Whether any node lies in a checkpointed part.
+    PyTorch's engine reads the saved tensors before it checks whether a gradient arrived.
     """
     hooks = (getattr(saved, "unpack_hook", None) for node in graph.places for saved in _saved(node))
     return any(getattr(hook, "__module__", None) == torch.utils.checkpoint.__name__ for hook in hooks)
 
 
 def find_hook(model: nn.Module) -> str | None:
-    """Return what has a hook that a walk would leave out.
+    """Return the name of the first module or parameter with a backward hook, which a walk would skip; None without one.
 
-    Hooks on tensors inside the forward cannot be seen.
-
-    Args:
-        model: That is to be differentiated.
-
-    Returns:
-        The name of the first module or parameter with a hook of its backward; None: there is none.
+    Hooks on tensors inside the forward cannot be detected.
     """
     parts: dict[str, Any] = {**dict(model.named_modules()), **dict(model.named_parameters())}
     for name, part in parts.items():
-        # There is no other way to ask. Parameters have no hooks before their backward.
+        # No public query exists. Parameters have no backward pre-hooks.
         if part._backward_hooks or getattr(part, "_backward_pre_hooks", None):  # noqa: SLF001
             return name
     return None
 
 
 def refuse_hooks(model: nn.Module) -> None:
-    """Refuse a model on which a walk would silently leave something out.
-
-    Args:
-        model: That is to be differentiated.
-
-    Raises:
-        UnsupportedError: A hook of its backward is registered, or gradients are reduced over processes.
-    """
+    """Raise :class:`UnsupportedError` if a walk would skip backward hooks or a reduction over processes."""
     refuse_processes(model, execution="reference", sites="nodes")
     hooked = find_hook(model)
     if hooked is not None:
@@ -162,7 +128,7 @@ def _order(graph: Graph, node: Node) -> tuple[bool, int]:
 
 
 def _num_outputs(node: Node) -> int:
-    return len(node._input_metadata)  # noqa: SLF001 - what the engine itself asks
+    return len(node._input_metadata)  # noqa: SLF001 - the engine's own record; has no public name
 
 
 def _run(node: Node, grads: Gradients, graph: Graph, visitor: Visitor) -> Gradients:
@@ -180,7 +146,7 @@ def _run(node: Node, grads: Gradients, graph: Graph, visitor: Visitor) -> Gradie
 
 
 def _run_function(function: Any, grads: Gradients) -> Gradients:
-    """Run a Function of Python as the engine does: zeros for what is missing, results by forward argument."""
+    """Run a Python Function as the engine does: with zeros for missing gradients, and results by forward argument."""
     shapes = function._input_metadata  # noqa: SLF001
     filled = (
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
@@ -188,13 +154,13 @@ def _run_function(function: Any, grads: Gradients) -> Gradients:
     )
     results = function.apply(*filled)
     results = results if isinstance(results, tuple) else (results,)
-    # An edge stands for each tensor among the arguments, a result for each argument.
+    # There is an edge per tensor argument, but a result per argument.
     wanted = iter([result for result, needs in zip(results, function.needs_input_grad, strict=False) if needs])
     return tuple(None if child is None else next(wanted) for child, _ in function.next_functions)
 
 
 def _fit(grad: Tensor | None, child: Node | None, output_nr: int) -> Tensor | None:
-    """Bring a gradient to the shape, dtype and device of what the forward had."""
+    """Convert a gradient to the shape, dtype and device of the forward's tensor."""
     if grad is None or child is None:
         return None
     meta = child._input_metadata[output_nr]  # noqa: SLF001
@@ -204,19 +170,21 @@ def _fit(grad: Tensor | None, child: Node | None, output_nr: int) -> Tensor | No
 
 
 def _release(node: Node) -> None:
-    """Let go of what a node saved, as the engine does once it ran: a graph would hold all activations to the end."""
+    """Release a node's saved tensors, as the engine does after it ran; otherwise all activations would live to the
+    end.
+    """
     if isinstance(node, BackwardCFunction):
         cast("Any", node).maybe_clear_saved_tensors()
         return
     for saved in _saved(node):
-        # What a hook packs takes the tensor's place. Nothing may have been saved; and hooks may be there already
-        # (checkpointing), which let go themselves.
+        # register_hooks replaces the saved tensor by what the first hook returns. It raises if nothing was saved, or if
+        # hooks exist already, such as those of checkpointing, which release the tensor themselves.
         with suppress(RuntimeError):
             saved.register_hooks(lambda _: None, lambda _: None)
 
 
 def _saved(node: Node) -> Iterator[Any]:
-    """Yield a handle on each tensor that a node of the engine's own kinds saved."""
+    """Yield a handle on each tensor saved by a node that is no Python Function."""
     for name in _names_of_saved(type(node)):
         saved = getattr(node, name)
         yield from (each for each in (saved if isinstance(saved, tuple | list) else (saved,)) if each is not None)

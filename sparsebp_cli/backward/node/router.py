@@ -1,4 +1,4 @@
-"""Carries a router's choices out, and counts where the gradient went."""
+"""Applies a router's decisions in a backward pass, and counts where the gradient went."""
 
 from __future__ import annotations
 
@@ -23,49 +23,29 @@ if TYPE_CHECKING:
 
 @final
 class Routing:
-    """One router in one model.
-
-    Args:
-        router: The policy.
-    """
+    """One router in one model."""
 
     def __init__(self, router: EdgeRouter) -> None:
         self.router = router
-        self._walker: Router | None = None
+        self._visitor: Router | None = None
 
     def start(
         self, loss: Tensor, graph: Graph, engine: EngineView, model: nn.Module, excluded: frozenset[str]
     ) -> Router:
-        """Return who takes part in the pass that is about to begin; with lookahead, after a full pass.
+        """Return the visitor for the next pass; with lookahead, run a full pass first.
 
-        Args:
-            loss: What is differentiated.
-            graph: Below it.
-            engine: Knows the step.
-            model: That is trained.
-            excluded: Modules whose nodes pass everything on.
-
-        Returns:
-            The visitor.
-
-        Raises:
-            UnsupportedError: Gradients are reduced over several processes.
+        Nodes of ``excluded`` modules pass everything on. Raises :class:`UnsupportedError` for several processes.
         """
         refuse_processes(model, [self.router], sites="nodes")
         ahead = Lookahead(loss, graph, self.router) if self.router.lookahead else None
-        self._walker = Router(self.router, engine.now(), graph, excluded, ahead)
-        return self._walker
+        self._visitor = Router(self.router, engine.now(), graph, excluded, ahead)
+        return self._visitor
 
     def finish(self, engine: EngineView, model: nn.Module) -> None:
-        """Count the pass that ended, and fill in what is missing.
-
-        Args:
-            engine: Gets the counts.
-            model: That is trained.
-        """
-        assert self._walker is not None
-        engine.add_route(self._walker.route())
-        self._walker = None
+        """Count the pass that has ended; with ``missing: zero``, fill in zero gradients."""
+        assert self._visitor is not None
+        engine.add_route(self._visitor.route())
+        self._visitor = None
         if self.router.missing == "zero":
             for parameter in model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
@@ -74,12 +54,8 @@ class Routing:
 
 @final
 class Lookahead:
-    """The true size of every parameter's gradient, and which nodes lead there.
-
-    Args:
-        loss: What is differentiated; its graph stays.
-        graph: Below it.
-        router: Measures sizes.
+    """The true size of every parameter's gradient, by a full pass that keeps the graph, and the nodes that lead to
+    it.
     """
 
     def __init__(self, loss: Tensor, graph: Graph, router: EdgeRouter) -> None:
@@ -89,7 +65,7 @@ class Lookahead:
         )
         found = [(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True) if gradient is not None]
         sizes = router.sizes([gradient for _, gradient in found]) if found else []
-        # The largest leaf that lies behind each node; places are ordered, so children come first from the end.
+        # The leaf with the largest gradient behind each node. Places are sorted: in reverse, children precede parents.
         self._best: dict[Node, tuple[float, Node]] = {
             leaf: (size, leaf) for (leaf, _), size in zip(found, sizes, strict=True)
         }
@@ -106,15 +82,7 @@ class Lookahead:
                     self._behind[node] |= self._behind[child]
 
     def misses(self, children: Mapping[int, Node], chosen: set[int]) -> bool | None:
-        """Return whether a choice leads away from the largest gradient that could have been reached.
-
-        Args:
-            children: What was to choose from, by edge.
-            chosen: The edges that go on.
-
-        Returns:
-            The answer; None where no way leads to a parameter.
-        """
+        """Return whether the chosen edges exclude the largest gradient reachable from ``children``; None if none is."""
         reachable = [self._best[child] for child in children.values() if child in self._best]
         if not reachable:
             return None
@@ -124,15 +92,7 @@ class Lookahead:
 
 @final
 class Router(Visitor):
-    """Asks the router at every node of one pass.
-
-    Args:
-        router: The policy.
-        step: Which pass.
-        graph: That is passed.
-        excluded: Modules whose nodes pass everything on.
-        ahead: What a full pass gave; None: nobody looked.
-    """
+    """Calls the router at every node of one pass. ``ahead`` has the results of a full pass, if there was one."""
 
     routes = True
 

@@ -1,8 +1,8 @@
-"""The site `nodes`: every node of the autograd graph, by hooks that are there as long as one backward pass runs.
+"""The site `nodes`: every node of the autograd graph, through hooks that exist during one backward pass.
 
-A gradient policy is shown every gradient that enters a node, a parameter's own included, *before* the node uses it: the
-literal meaning of a sparse backward. Nothing is faster for it; it is what the fast forms are judged by. A router is
-shown what leaves a node; what it leaves out is not computed.
+A gradient policy gets every gradient that enters a node, including those of parameters, *before* the node uses it: the
+literal meaning of a sparse backward. It saves no time; it is the reference for the fast implementations. A router gets
+the gradients that leave a node; those it drops are not propagated, so the work behind them is not executed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ if TYPE_CHECKING:
 class NodeAdapter:
     """Every node of a loss's graph; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
-    Args:
-        model: Any module. Nodes that are made outside of it (a loss function of one's own) are sites, too.
-        exclude: Globs over module names; gradients that enter the nodes that such a module made stay as they are.
-        routing: Carries a router out; None: a selector is asked.
-
-    Raises:
-        UsageError: A pattern matches nothing.
+    Nodes made outside of the model, such as by a loss function, are sites as well. ``exclude`` has globs over module
+    names; gradients that enter nodes of such a module are not changed. With ``routing`` a router decides instead of a
+    selector. Raises :class:`UsageError` if a pattern matches no module.
     """
 
-    names: tuple[str, ...] = ()  # known when there is a graph
+    names: tuple[str, ...] = ()  # known only when there is a graph
     not_covered: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module, exclude: Iterable[str] = (), routing: Routing | None = None) -> None:
@@ -64,7 +60,7 @@ class NodeAdapter:
             self._attribution.remove()
 
     @contextmanager
-    def around(self, loss: Tensor) -> Iterator[Tensor]:
+    def backward_context(self, loss: Tensor) -> Iterator[Tensor]:
         engine, attribution = self._engine, self._attribution
         assert engine is not None
         assert attribution is not None
@@ -77,7 +73,7 @@ class NodeAdapter:
         walks = engine.reference or self._walks_around_checkpoints(graph)
         excluded = frozenset(self.excluded)
         if self._routing is None:
-            visitor: Visitor = Cut(engine, self._layers, excluded)
+            visitor: Visitor = SelectorVisitor(engine, self._layers, excluded)
         else:
             visitor = self._routing.start(loss, graph, engine, self._model, excluded)
         if walks:
@@ -100,24 +96,18 @@ class NodeAdapter:
 
 
 class NoCost:
-    """What is cut at a node is zero, and multiplied all the same: no policy claims to save anything."""
+    """The cost of a node: masked gradients are multiplied as zeros, so no policy claims to save anything."""
 
     pads = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:  # noqa: ARG002 - nothing depends on it
-        """Return that nothing is known and nothing claimed."""
+        """Return zero dense and claimed FLOPs."""
         return FlopEstimate(0.0, 0.0)
 
 
 @final
-class Cut(Visitor):
-    """Shows every gradient that enters a node to the engine's selector.
-
-    Args:
-        engine: Asks it.
-        layers: Of the model.
-        excluded: Modules whose nodes are left alone.
-    """
+class SelectorVisitor(Visitor):
+    """Passes every gradient that enters a node to the engine's selector, except in excluded modules."""
 
     routes = False
 
@@ -128,16 +118,16 @@ class Cut(Visitor):
         if place.module in self._excluded:
             return grads
         names = [place.name] if len(grads) == 1 else [f"{place.name}.{number}" for number in range(len(grads))]
-        cut = tuple(
-            None if grad is None else self._cut(name, place.module, grad)
+        selected = tuple(
+            None if grad is None else self._select(name, place.module, grad)
             for name, grad in zip(names, grads, strict=True)
         )
-        return grads if all(a is b for a, b in zip(cut, grads, strict=True)) else cut
+        return grads if all(a is b for a, b in zip(selected, grads, strict=True)) else selected
 
-    def after(self, place: GraphNode, results: Gradients) -> Gradients:  # noqa: ARG002 - what leaves is cut where it enters
+    def after(self, place: GraphNode, results: Gradients) -> Gradients:  # noqa: ARG002 - selected where it enters
         return results
 
-    def _cut(self, name: str, module: str, grad: Tensor) -> Tensor:
+    def _select(self, name: str, module: str, grad: Tensor) -> Tensor:
         if grad.layout != torch.strided:
             raise UnsupportedError(f"sites='nodes' needs dense gradients, got {grad.layout} at {name!r}")
         shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.flatten(0, -2)
@@ -152,7 +142,7 @@ class Cut(Visitor):
 
 
 def _watch(output: Any, check: Callable[[], None]) -> None:
-    """Refuse a backward pass from outside, where its gradient enters the model's output."""
+    """Call ``check`` when a gradient enters the model's output, to refuse a backward pass from outside."""
     if isinstance(output, Tensor):
         if output.requires_grad:
             output.register_hook(lambda _: check())  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""What PyTorch's autograd and dispatcher tell about a pass: the home of its private names."""
+"""Readers of PyTorch's autograd and dispatcher. Private names of PyTorch are used here."""

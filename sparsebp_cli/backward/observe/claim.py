@@ -1,4 +1,4 @@
-"""A dense pass of the model under counters, and the share of its FLOPs that a policy claims to leave."""
+"""A dense pass of the model under counters, and the share of its FLOPs that a policy claims to execute."""
 
 from __future__ import annotations
 
@@ -15,35 +15,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DensePass:
-    """A forward and backward pass of the model without policies, under counters.
+    """A counted forward and backward of the model without policies."""
 
-    Args:
-        loss: That was differentiated; its graph is there, what it saved is not.
-        trace: Knows which module made a node of the graph.
-        flops: What was executed, by module.
-    """
-
-    loss: Tensor
+    loss: Tensor  # its graph exists, without the saved tensors
     trace: ModuleTrace
     flops: FlopCount
 
 
 @dataclass(frozen=True)
 class PassEstimate:
-    """Which share of a dense pass's FLOPs a policy claims to leave, by module; a module that is not named keeps all.
+    """Shares of a dense pass's FLOPs that a policy claims to execute, by module; a module not listed keeps all.
 
     Shares of several policies are multiplied.
-
-    Args:
-        backward: Of the backward, in [0, 1].
-        recomputed: Of forwards that run again inside the backward, in [0, 1].
-        forward: Of the forward, from 0.
-        allowed_backward: As ``backward``, with counts rounded up to what can be computed; empty: the same.
-        allowed_recomputed: As ``recomputed``, the same way.
     """
 
-    backward: Mapping[str, float] = field(default_factory=dict)
-    recomputed: Mapping[str, float] = field(default_factory=dict)
-    forward: Mapping[str, float] = field(default_factory=dict)
+    backward: Mapping[str, float] = field(default_factory=dict)  # in [0, 1]
+    recomputed: Mapping[str, float] = field(default_factory=dict)  # of forwards repeated in the backward, in [0, 1]
+    forward: Mapping[str, float] = field(default_factory=dict)  # from 0; may exceed 1
+    # The same with counts rounded up to what can be computed; empty: no rounding.
     allowed_backward: Mapping[str, float] = field(default_factory=dict)
     allowed_recomputed: Mapping[str, float] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""Which rows of a linear's output belong to which example, where its input does not show that by itself.
+"""Assigns the rows of a linear's output to examples if its input shape alone does not.
 
-Most models keep examples in the first dimension. Some give a linear the rows of all examples in one dimension, as OPT
-its MLP and mixtures of experts their shared ones: there the order of the rows is read off the autograd graph, up to the
-reshape that joined them. Whatever cannot be proved is told as unknown, and refused when a policy asks.
+Most models keep examples in the first dimension. Some pass the rows of all examples to a linear in one dimension: OPT
+in its MLP, mixtures of experts in their shared experts. There the order of the rows is read from the autograd graph, up
+to the reshape that joined them. An order that cannot be proved is reported as unknown, and refused if a policy needs
+it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.patch.forward import NotCopyable
 
-# What a model calls the argument whose first dimension is examples.
+# Arguments of models whose first dimension is examples.
 _MAIN = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel_values", "labels")
 _RESHAPES = frozenset(("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"))
-# Row i of what these compute depends on row i of their input alone.
+# Operators whose output row i depends on input row i alone.
 _ROW_BY_ROW = frozenset(
     f"{name}Backward0"
     for name in (
@@ -41,35 +42,28 @@ _ROW_BY_ROW = frozenset(
         ),
     )
 )
-_PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1}  # which input's rows those of the product are
+_PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1}  # index of the input whose rows are the rows of the product
 _MOST_NODES = 64
 UNPROVED = "rows lie in one dimension, and nothing proves their order"
 
 
 class BatchRows(NamedTuple):
-    """What is known of the rows that one call of a linear gives.
+    """The rows of one call of a linear."""
 
-    Args:
-        shape: The output's shape without features, with examples first where they are known.
-        unknown: Why the example of a row is not known; empty where it is.
-    """
-
-    shape: tuple[int, ...]
-    unknown: str = ""
+    shape: tuple[int, ...]  # of the output without features; examples first, if known
+    unknown: str = ""  # why the example of a row is not known; empty if it is
 
 
-class BatchNote(ForwardOverride):
-    """A hook before the model's forward: notes how many examples the model is given.
-
-    Args:
-        note: Called with the numbers of examples that the first dimensions of its inputs may be.
+class BatchNote(NotCopyable):
+    """A hook before the model's forward that reports the possible batch sizes, read from the first dimensions of
+    its inputs.
     """
 
     def __init__(self, note: Callable[[frozenset[int]], None]) -> None:
         self._note = note
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Note it; what is compiled keeps no note."""
+        """Report the sizes, except under torch.compile."""
         if not torch.compiler.is_compiling():
             self._note(frozenset(_sizes(args, kwargs)))
 
@@ -85,15 +79,10 @@ def _has_examples(value: Any) -> bool:
 
 
 def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRows | None:
-    """Return what is known of the rows of a linear's input; None where its first dimension is examples.
+    """Return the rows of a linear's input; None if its first dimension is examples.
 
-    Args:
-        x: The input.
-        sizes: Numbers of examples that the model was given; empty: not known.
-        time_first: Whether the linear is in a module of PyTorch with ``batch_first=False``.
-
-    Returns:
-        The rows.
+    ``sizes`` are the possible batch sizes, empty if unknown; ``time_first``: the linear is in a torch module with
+    ``batch_first=False``.
     """
     shape = tuple(x.shape[:-1])
     if time_first:
@@ -101,24 +90,24 @@ def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRow
     if not shape or shape[0] in sizes or (len(shape) > 1 and not sizes):
         return None
     if len(shape) > 1:
-        return BatchRows(shape, f"its first dimension is {shape[0]}, and the model was given {_tell(sizes)}")
+        return BatchRows(shape, f"its first dimension is {shape[0]}, and the model was given {_describe(sizes)}")
     found = _joined_from(x)
     if found is None:
         return BatchRows(shape, UNPROVED) if sizes else None
     unknown = (
-        "" if not sizes or found[0] in sizes else f"rows come from {found}, and the model was given {_tell(sizes)}"
+        "" if not sizes or found[0] in sizes else f"rows come from {found}, and the model was given {_describe(sizes)}"
     )
     return BatchRows(found, unknown)
 
 
-def _tell(sizes: frozenset[int]) -> str:
+def _describe(sizes: frozenset[int]) -> str:
     return f"{' or '.join(str(size) for size in sorted(sizes))} examples"
 
 
 def _joined_from(x: Tensor) -> tuple[int, ...] | None:
-    """Return the dimensions that were joined to the rows of ``x``, the first one outermost."""
+    """Return the dimensions that were joined into the rows of ``x``, the outermost first."""
     if x.grad_fn is None:
-        base = x._base  # noqa: SLF001 - a view knows it by no other name
+        base = x._base  # noqa: SLF001 - the tensor that a view is of has no public name
         same = base is not None and base.is_contiguous() and x.is_contiguous() and base.data_ptr() == x.data_ptr()
         if base is None or not same or base.dim() < 3 or base.shape[-1] != x.shape[-1] or base.numel() != x.numel():
             return None
@@ -138,7 +127,7 @@ def _joined_from(x: Tensor) -> tuple[int, ...] | None:
 
 
 def _row_inputs(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
-    """The inputs of which row i alone is what row i of the output depends on, as far as that is known."""
+    """Yield the inputs whose row i is all that row i of the output depends on, as far as known."""
     inputs = [
         (child, tuple(child._input_metadata[output].shape))  # noqa: SLF001 - the same
         for child, output in node.next_functions

@@ -1,13 +1,12 @@
-"""Counts the multiplications that are really executed, as they reach the device's kernels.
+"""Counts the multiplications that are executed, as operators reach the device's kernels.
 
-The formulas are those of ``torch.utils.flop_counter``, and ours for what it counts as nothing or as too much, or
-refuses to count: attention on a CPU, attention with fewer heads of keys than of queries (pytorch #177188), grouped
-products and convolutions, LSTM layers of a CPU, products that add in place, products with a vector, and sparse ones, of
-which each stored entry is multiplied. Like PyTorch, attention
-counts the whole square, causal or not. Our kernels need no formula: what they gather is multiplied by ordinary matrix
-products, and those are what is seen.
+The formulas are those of ``torch.utils.flop_counter``, plus ours for operators that it does not count, overcounts or
+refuses: attention on a CPU, attention with fewer heads of keys than of queries (pytorch #177188), grouped products and
+convolutions, LSTM layers on a CPU, in-place sums of products, products with a vector, and sparse products, in which
+each stored entry is multiplied. Like in PyTorch, attention counts the whole square, causal or not. The engine's kernels
+need no formula: they multiply gathered rows by ordinary matrix products.
 
-Counting slows a pass down: count on passes that are not timed.
+Counting slows a pass down, so count on passes that are not timed.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from sparsebp_cli.backward.observe.module_trace import ModuleTrace, is_in_backwa
 
 
 class FlopCount:
-    """FLOPs by operator, and by module where modules were asked for; a multiplication and an addition are 2.
+    """FLOPs by operator, and by module if modules are traced; a multiplication and an addition count 2.
 
     Attributes:
-        by_operator: In forward and backward together.
-        forward: By the innermost module that runs.
-        backward: By the innermost module whose forward made the node that runs; ``""`` is outside of all.
-        recomputed: Forwards that ran again inside the backward, by module; they are not part of ``backward``.
+        by_operator: Of forward and backward together.
+        forward: By the innermost running module.
+        backward: By the innermost module whose forward created the running node; ``""`` is outside of all modules.
+        recomputed: Forwards repeated inside the backward, by module; not part of ``backward``.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class FlopCount:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """FLOPs of all operators."""
         return sum(self.by_operator.values())
 
     def add(self, operator: str, flops: int, modules: ModuleTrace | None) -> None:
@@ -50,8 +49,8 @@ class FlopCount:
 
         Args:
             operator: Its name.
-            flops: What it computed.
-            modules: Knows which module it belongs to; None when nobody asks.
+            flops: Its FLOPs.
+            modules: Finds the module it belongs to; None: do not count by module.
         """
         self.by_operator[operator] += flops
         if modules is None or not flops:
@@ -66,10 +65,10 @@ class FlopCount:
 
 @contextmanager
 def count_flops(modules: ModuleTrace | None = None) -> Iterator[FlopCount]:
-    """Count the FLOPs of everything that runs inside, forward or backward.
+    """Count the FLOPs of everything that runs in the block, forward or backward.
 
     Args:
-        modules: Knows modules by what ran since it was entered; None: FLOPs are not told by module.
+        modules: A trace entered before, for counts by module; None: no counts by module.
 
     Yields:
         FlopCount: Grows while the block runs.
@@ -80,7 +79,7 @@ def count_flops(modules: ModuleTrace | None = None) -> Iterator[FlopCount]:
 
 
 def counting_now() -> FlopCount | None:
-    """Return the innermost count under way in this thread; None when nothing is counted."""
+    """Return the innermost active count of this thread, or None."""
     modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, _Counting)]
     return modes[-1].count if modes else None
 
@@ -97,7 +96,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = find_formula(func)
         if formula is None:
             if func is not torch.ops.prim.device.default:
-                with self:  # under inference mode a composite operator arrives whole
+                with self:  # under inference mode composite operators arrive undecomposed
                     result = func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
@@ -108,13 +107,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def find_formula(operator: Any) -> Callable[..., int] | None:
-    """Return what counts an operator.
+    """Return the FLOP formula of an operator, called with its arguments and its result as ``out_val``.
 
-    Args:
-        operator: As ``__torch_dispatch__`` receives it.
-
-    Returns:
-        Called with the operator's arguments, and the result as ``out_val``: FLOPs. None for what multiplies nothing.
+    None for an operator that multiplies nothing.
     """
     formula: Callable[..., int] | None = _FORMULAS.get(operator.overloadpacket) or flop_registry.get(
         operator.overloadpacket
@@ -129,9 +124,9 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: 
 def _attention_backward(
     grad: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    if grad is None:  # autograd asks for it all the same, and the kernel returns at once
+    if grad is None:  # autograd calls the kernel without a gradient too, and it returns at once
         return 0
-    # The scores again, their gradient twice (for query and key), and twice with the values' width.
+    # Products of the key width: scores again, gradients of query and key. Of the value width: two.
     return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
@@ -161,7 +156,7 @@ def _sum_and_batched(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any
 
 
 def _convolution_backward(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any) -> int:
-    """Each gradient multiplies as often as the forward: torch.utils.flop_counter forgets groups for the weight's."""
+    """Each gradient multiplies as often as the forward; torch.utils.flop_counter ignores groups for the weight's."""
     transposed, output_mask = rest[4], rest[7]
     each = 2 * (given if transposed else grad).numel() * weight[0].numel()
     return each * (bool(output_mask[0]) + bool(output_mask[1]))
@@ -172,7 +167,7 @@ def _recurrent(given_TBD: torch.Tensor, weight: torch.Tensor, hidden: torch.Tens
 
 
 def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
-    return 2 * _recurrent(*args, **kwargs)  # of its input and state, and of its weights: always both
+    return 2 * _recurrent(*args, **kwargs)  # the kernel always computes gradients of both input and weights
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:

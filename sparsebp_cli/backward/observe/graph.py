@@ -1,7 +1,7 @@
-"""The autograd graph below a loss: its nodes in the order in which a backward pass runs them, each with a name.
+"""The autograd graph below a loss: its nodes in the order of a backward pass, each with a name.
 
-A name is the innermost module that made the node, the node's kind and a number, ``model.layers.0.mlp.MulBackward0.0``,
-or a parameter's own name; the same code gives the same names in every step.
+A name consists of the innermost module that created the node, the node's kind and a number, such as
+``model.layers.0.mlp.MulBackward0.0``, or is a parameter's own name; the same code gives the same names in every step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.observe.attribution import Attribution
 
 LEAF = "torch::autograd::AccumulateGrad"
-# What may lie between a parameter and its use: the same numbers, seen otherwise or cast.
+# Nodes that may lie between a parameter and its use, and only view or cast it.
 _VIEWS = frozenset(
     f"{view}Backward0"
     for view in (
@@ -38,47 +38,25 @@ _HIDING = {
 
 @dataclass(frozen=True)
 class GraphNode:
-    """One node of the graph.
+    """One node of the graph."""
 
-    Args:
-        node: Held, since hooks of a node are lost with it.
-        name: Unique in the graph, and the same in every step.
-        number: In the order in which a backward pass runs the nodes, from 0; leaves come last.
-        module: The innermost module that made it; the owner of a parameter; empty where none is known.
-        parameter: The parameter's name, if it is a parameter or a view of one.
-    """
-
-    node: Node
-    name: str
-    number: int
-    module: str
-    parameter: str | None
+    node: Node  # kept alive, because hooks of a node are lost with it
+    name: str  # unique in the graph, and the same in every step
+    number: int  # index in the order of a backward pass; leaves come last
+    module: str  # the innermost module that created it, or the owner of a parameter; empty if unknown
+    parameter: str | None  # the name of the parameter that it is or views
 
 
 class Graph:
-    """Every node that a backward pass from a loss would run.
-
-    Args:
-        loss: What is differentiated.
-        parameters: Names of the model's parameters, by parameter; what else is a leaf is an input.
-        attribution: Knows which module made a node.
-
-    Attributes:
-        places: By node, in the order in which a backward pass runs them; leaves come last.
-        leaves: Nodes that collect.
-        parameters: The model's parameters among the leaves, by node.
-
-    Raises:
-        UnsupportedError: A node hides others: what lies in it cannot be reached.
-    """
+    """Every node that a backward pass from a loss would run; refuses nodes that hide others."""
 
     def __init__(self, loss: Tensor, parameters: Mapping[Tensor, str], attribution: Attribution) -> None:
         nodes = sorted(_reach(loss), key=_order, reverse=True)
         leaves = [node for node in nodes if _is_leaf(node)]
         inner = nodes[len(leaves) :]  # sorting is stable and a leaf's number is the largest there is
-        self.leaves = frozenset(leaves)
-        self.parameters: dict[Node, Tensor] = {}
-        self.places: dict[Node, GraphNode] = {}
+        self.leaves = frozenset(leaves)  # nodes that accumulate gradients
+        self.parameters: dict[Node, Tensor] = {}  # the model's parameters among the leaves
+        self.places: dict[Node, GraphNode] = {}  # in the order of a backward pass; leaves come last
         names = _name_inner(inner, attribution)
         num_inputs = 0
         found: dict[Node, tuple[str, str, str | None]] = {}
@@ -116,7 +94,7 @@ def _reach(loss: Tensor) -> list[Node]:
 
 def _refuse_hiding(node: Node) -> None:
     kind = node.name().lower()
-    if not kind.endswith("backward"):  # a Function of Python; the engine's own kinds end in a number
+    if not kind.endswith("backward"):  # not a Python Function: names of native nodes end in a number
         return
     reason = next((reason for word, reason in _HIDING.items() if word in kind), None)
     if reason is not None:
@@ -132,7 +110,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _name_inner(inner: list[Node], attribution: Attribution) -> dict[Node, tuple[str, str]]:
-    """Number the nodes of one kind within each module, in the order of the forward."""
+    """Name inner nodes, numbering those of one kind within each module in the order of the forward."""
     seen: Counter[str] = Counter()
     names: dict[Node, tuple[str, str]] = {}
     for node in reversed(inner):

@@ -1,4 +1,4 @@
-"""The leaves of an autograd graph, to which a backward pass gives gradients, and how a leaf takes one."""
+"""Leaves of an autograd graph, and the accumulation of a gradient at a leaf."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ _LEAF = "torch::autograd::AccumulateGrad"
 
 
 def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Find the leaves that require grad below some tensors.
-
-    Args:
-        outputs: With a graph; a leaf that requires grad is its own leaf; others have none.
-
-    Returns:
-        Each once, in the order in which they are met.
-    """
+    """Return the leaves below some tensors that require grad, each once; a leaf that requires grad is its own leaf."""
     leaves: dict[Tensor, None] = {}
     found: dict[Node, None] = {}
     for output in outputs:
@@ -44,24 +37,22 @@ def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def accumulate(leaf: Tensor, grad: Tensor, *, is_spare: bool) -> None:
-    """Add a gradient to a leaf's ``.grad`` as autograd does, and call the hooks that wait for it.
+    """Add a gradient to a leaf's ``.grad`` as autograd does, on its device and in its dtype, and run
+    post-accumulation hooks.
 
-    Args:
-        leaf: A parameter, or an input that requires grad.
-        grad: Of its shape; brought to its device and dtype.
-        is_spare: Whether nobody else uses the tensor ``grad``, so that it may become ``.grad`` itself.
+    With ``is_spare`` nothing else uses the tensor ``grad``, so it may become ``.grad`` itself.
     """
     here = grad.to(leaf.device, leaf.dtype)
     if leaf.grad is None:
         if here.is_sparse or ((is_spare or here is not grad) and here.stride() == leaf.stride()):
             leaf.grad = here
-        else:  # laid out as the parameter is, since that orders the sums of a norm
+        else:  # with the parameter's strides, which determine the order of sums in a norm
             leaf.grad = torch.empty_like(leaf, requires_grad=False).copy_(here)
     elif leaf.grad.is_sparse or here.is_sparse:
         leaf.grad = leaf.grad + here
     else:
         leaf.grad += here
-    # Autograd's own accumulation would run the hooks of `register_hook` as well, a second time.
-    hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public name; tests hold it
+    # Calling autograd's own accumulation instead would run hooks of `register_hook` a second time.
+    hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public name; covered by tests
     for hook in list(hooks.values()):
         hook(leaf)

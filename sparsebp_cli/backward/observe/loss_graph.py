@@ -1,7 +1,8 @@
-"""What the autograd graph below a loss tells before its backward runs: whether a site takes part, and every product.
+"""Reads the autograd graph below a loss before its backward: whether it contains a site, and the FLOPs of every
+product.
 
-FLOPs follow from the shapes that the nodes keep of their inputs and outputs, so nothing is computed and no saved tensor
-is unpacked. A forward that a checkpointed layer runs again is no part of them.
+FLOPs follow from the shapes that nodes store of their inputs and outputs, so nothing is computed and no saved tensor is
+unpacked. Forwards that checkpointed layers repeat are not included.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch.autograd.graph import Node
 
 Shape = tuple[int, ...]
 
-# Nodes that run, out of sight, what may hold a site.
+# Kinds of nodes that run other nodes, among which sites may be hidden.
 _HIDING = ("checkpoint", "compiledfunction", "segmentfunction")
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
 def has_site(loss: Tensor, engine: object) -> bool:
-    """Return whether a site of an engine takes part in a loss; True also where a node hides what it runs."""
+    """Return whether the graph of a loss contains a site of an engine, or a node that may hide one."""
     # The search ends at the first site, which is usually a few nodes below the loss.
     root = getattr(loss, "grad_fn", None)
     if root is None:
@@ -35,7 +36,7 @@ def _engine_of(node: Node) -> object:
     if not isinstance(node, BackwardCFunction):
         return None
     context: Any = node
-    found = getattr(context, "decider", None) or getattr(context, "chooser", None) or getattr(context, "site", None)
+    found = getattr(context, "decider", None) or getattr(context, "selector", None) or getattr(context, "site", None)
     return getattr(found, "engine", None)
 
 
@@ -44,7 +45,7 @@ def _hides(node: Node) -> bool:
 
 
 def walk(root: Node) -> Iterator[Node]:
-    """Every node below one, each once."""
+    """Yield every node below a root, each once."""
     waiting, seen = [root], {root}
     while waiting:
         node = waiting.pop()
@@ -57,34 +58,24 @@ def walk(root: Node) -> Iterator[Node]:
 
 @runtime_checkable
 class CountsFlops(Protocol):
-    """Decides about a node of its own kind, and knows what the node's dense backward multiplies."""
+    """A site that knows the FLOPs of its own node's dense backward."""
 
     def dense_flops(self, batch_shape: Shape, call: Any) -> float:
-        """Return it as FLOPs, for an output of this shape without features and the forward that gave it."""
+        """Return the FLOPs for an output shape without features and the forward call that computed it."""
 
 
 @dataclass
 class Products:
-    """What the backward of one or more losses multiplies, densely at the sites.
-
-    Args:
-        total: FLOPs of all products.
-        by_parameter: Of products that are not at sites, by the parameter they are with; empty: with none, as those of
-            queries and keys.
-        unknown: Kinds of nodes that hide what they multiply; where there are any, ``total`` is not known.
-    """
+    """FLOPs of the products in the backward of one or more losses, dense at the sites."""
 
     total: float = 0.0
+    # Products outside of sites, by the parameter multiplied with; the empty name is for products without a parameter,
+    # such as queries times keys.
     by_parameter: dict[str, float] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)  # kinds of nodes that hide products; if any, `total` is incomplete
 
     def add(self, loss: Tensor, names: Mapping[int, str]) -> None:
-        """Add a loss that is about to be differentiated.
-
-        Args:
-            loss: Any.
-            names: Of the model's parameters, by ``id``.
-        """
+        """Add a loss before its backward; ``names`` are those of the model's parameters, by ``id``."""
         if loss.grad_fn is None:
             return
         for node in walk(loss.grad_fn):
@@ -109,22 +100,22 @@ class Products:
         if hasattr(node, "decider"):  # a linear of the engine
             shape = _output(node)
             self.total += 2.0 * prod(shape) * node.input_shape[-1] * sum(map(bool, node.needs_input_grad[:2]))
-        elif isinstance(getattr(node, "chooser", None), CountsFlops):
-            self.total += node.chooser.dense_flops(_output(node)[:-1], node.call)
-        elif kind not in _HARMLESS:
+        elif isinstance(getattr(node, "selector", None), CountsFlops):
+            self.total += node.selector.dense_flops(_output(node)[:-1], node.call)
+        elif kind not in _WITHOUT_PRODUCTS:
             self.unknown.add(kind.removesuffix("Backward"))
 
 
-# Functions in Python that multiply nothing: the mask at a branch's end, and DDP's.
-_HARMLESS = ("_GateBackward", "_DDPSinkBackward")
+# Python Functions that multiply nothing: the mask at a branch's end, and DDP's.
+_WITHOUT_PRODUCTS = ("_MaskGradientBackward", "_DDPSinkBackward")
 
 
 def _output(node: Any) -> Shape:
-    return tuple(node._input_metadata[0].shape)  # noqa: SLF001 - the only name for it
+    return tuple(node._input_metadata[0].shape)  # noqa: SLF001 - shapes of nodes have no public name
 
 
 def _input(node: Node, number: int) -> Shape | None:
-    """Return the shape of an input that a gradient is computed of; None of another."""
+    """Return the shape of an input whose gradient is computed; None for another."""
     if number >= len(node.next_functions):
         return None
     child, output = node.next_functions[number]
@@ -132,7 +123,7 @@ def _input(node: Node, number: int) -> Shape | None:
 
 
 def _product(first: int) -> Callable[[Node], float | None]:
-    """Count a product of two matrices, or batches of them, that are the inputs ``first`` and the next."""
+    """Return the FLOP formula of a product, batched or not, of the inputs ``first`` and the next."""
 
     def count(node: Node) -> float | None:
         left, right = _input(node, first), _input(node, first + 1)
@@ -200,7 +191,7 @@ _FORMULAS: dict[str, Callable[[Any], float | None]] = {
 
 
 def _parameter_of(node: Node, names: Mapping[int, str]) -> str:
-    """Return the parameter that a product is with, seen through views, casts and picked rows."""
+    """Return the parameter that a product multiplies with, possibly viewed, cast or indexed."""
     for child, _ in node.next_functions:
         leaf = child
         while leaf is not None and leaf.name() != _LEAF:

@@ -1,11 +1,10 @@
-"""Which module is at work right now, in forward and backward, and in a forward that runs again inside the backward.
+"""The module that is running, in forward, backward, and forwards repeated inside a backward.
 
-:class:`~sparsebp_cli.backward.observe.attribution.Attribution` knows the nodes of a forward's own graph. A backward may
-run modules itself: activation checkpointing does, to have their inputs again, and sparse recompute builds a graph of
-them and differentiates it on the spot. The nodes of such an inner graph take their numbers from the thread that runs
-the backward, which on an accelerator is not the forward's and counts on its own. So they are looked up apart, and
-whether a node belongs to an inner graph follows from the pass that runs it: passes inside another have an id of their
-own.
+:class:`~sparsebp_cli.backward.observe.attribution.Attribution` covers the nodes of a forward's own graph. A backward
+may run modules as well: activation checkpointing does to recompute their inputs, and sparse recompute builds a graph of
+them and differentiates it immediately. The nodes of such an inner graph are numbered by the thread that runs the
+backward, which on an accelerator has its own counter. So they are recorded separately. A node belongs to an inner graph
+if an inner pass runs it: passes inside another have their own id.
 """
 
 from __future__ import annotations
@@ -24,41 +23,41 @@ from sparsebp_cli.backward.observe.attribution import Attribution
 
 
 class _ThreadState(threading.local):
-    """Of one thread: modules under way, and the numbers at their entries and exits inside a backward."""
+    """State of one thread: the running modules, and sequence numbers at their entries and exits inside a backward."""
 
     def __init__(self) -> None:
         self.running: list[str] = []
         self.starts: list[int] = []
         self.names: list[str | None] = []
-        self.outer = ""  # module of the last node of the outer graph
+        self.outer = ""  # module of the latest node of the outer graph
 
 
 class ModuleTrace:
-    """Tells the module at work. A context manager: forward and backward both run inside.
+    """Names the running module. A context manager: run forward and backward inside of it.
 
     Args:
-        model: Gets hooks as long as the block lasts; its parameters and state_dict keys stay as they are.
+        model: Has hooks while the block lasts; its parameters and state_dict keys do not change.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._thread = model, _ThreadState()
-        self._passes: list[int] = []  # backward passes under way, the outer one first
+        self._passes: list[int] = []  # ids of active backward passes, the outer one first
         self._handles: list[Any] = []
 
     def __enter__(self) -> Self:
-        """Put the hooks in."""
+        """Install the hooks."""
         self._graph = Attribution(self._model)
         for name, module in self._model.named_modules():
             enter, leave = _Entry(self, name), _Exit(self)
             self._handles.append(module.register_forward_pre_hook(enter))
-            # Also after an error: checkpointing ends a forward that runs again by one.
+            # always_call, because checkpointing ends a repeated forward early by an exception.
             self._handles.append(module.register_forward_hook(leave, always_call=True))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the hooks out."""
+        """Remove the hooks."""
         self._graph.remove()
         for handle in self._handles:
             handle.remove()
@@ -66,19 +65,19 @@ class ModuleTrace:
 
     @property
     def is_running(self) -> bool:
-        """Whether a module's forward is under way in this thread."""
+        """Whether a module's forward is running in this thread."""
         return bool(self._thread.running)
 
     @property
     def current(self) -> str:
-        """The innermost module whose forward is under way; else the one whose forward made the node that runs.
+        """The innermost module whose forward is running; else the one whose forward created the running node.
 
-        Its name in the model; empty for the model itself and for what belongs to no module.
+        Its name in the model; empty for the model itself and for nodes without a module.
         """
         state = self._thread
         if state.running:
             return state.running[-1]
-        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; tests hold it
+        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; covered by tests
         if node is None:
             return ""
         number: int = node._sequence_nr()  # noqa: SLF001 - the same
@@ -89,19 +88,19 @@ class ModuleTrace:
         return state.outer
 
     def module_of(self, node: Node) -> str | None:
-        """Return the innermost module whose forward made a node of the graph; None outside of the model."""
+        """Return the innermost module whose forward created a node of the graph; None outside of the model."""
         return self._graph.name_of(node)
 
     def enter(self, name: str) -> None:
-        """Note that a module's forward begins in this thread."""
+        """Record that a module's forward begins in this thread."""
         if is_in_backward() and not self._thread.running:
-            _ = self.current  # the outer node's module, to which belongs what no module here accounts for
+            _ = self.current  # updates `outer`, which inner nodes outside of any module are attributed to
         self._thread.running.append(name)
         self._note()
 
     def leave(self) -> None:
-        """Note that the innermost module's forward has ended."""
-        if self._thread.running:  # empty when the block began inside it
+        """Record that the innermost module's forward has ended."""
+        if self._thread.running:  # empty if the block was entered inside of the forward
             self._thread.running.pop()
         self._note()
 
@@ -114,7 +113,7 @@ class ModuleTrace:
 
     def _is_inner_pass(self) -> bool:
         this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
-        if this == -1:  # a node that is called by hand
+        if this == -1:  # the node was called directly, not by the engine
             return False
         if this not in self._passes:
             self._passes.append(this)
@@ -128,7 +127,7 @@ class ModuleTrace:
 
 def is_in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name; tests hold it
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name; covered by tests
 
 
 class _Entry:

@@ -1,4 +1,4 @@
-"""Measures what autograd keeps between forward and backward, and what tensors occupy."""
+"""Measures the tensors that autograd stores between forward and backward, and the memory of tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class SavedBytes:
-    """Bytes saved for the backward; storages that several operators save count once.
+    """Bytes stored for the backward; a storage saved by several operators counts once.
 
-    What is saved and let go again within the forward does not count: checkpointing notes the input of a layer before it
-    knows that the layer will need no backward.
+    Tensors that are released within the forward do not count: checkpointing saves the input of a layer before it knows
+    that the layer needs no backward.
     """
 
     def __init__(self) -> None:
@@ -29,23 +29,23 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all storages."""
         return sum(self.by_storage.values())
 
     @property
     def by_module(self) -> Counter[str]:
-        """The same by the innermost module whose forward saved them first; empty when modules were not asked for."""
+        """Bytes by the innermost module whose forward saved them first; empty if modules were not traced."""
         count: Counter[str] = Counter()
         for address, module in self._module.items():
             count[module] += self.by_storage[address]
         return count
 
     def add(self, tensor: Tensor, module: str | None) -> None:
-        """Count a tensor.
+        """Count a saved tensor.
 
         Args:
-            tensor: That is saved.
-            module: Where; None when nobody asks.
+            tensor: The tensor.
+            module: The module that saved it; None: do not count by module.
         """
         address = _address(tensor)
         if module is not None and address not in self.by_storage:
@@ -54,10 +54,10 @@ class SavedBytes:
         self._holders[address] += 1
 
     def drop(self, tensor: Tensor) -> None:
-        """Count a tensor no more that was added, unless others hold it or the forward is over.
+        """Remove a tensor from the count, unless others hold its storage or the forward is over.
 
         Args:
-            tensor: That is let go.
+            tensor: The released tensor.
         """
         address = _address(tensor)
         if self._is_closed:
@@ -68,20 +68,20 @@ class SavedBytes:
             self._module.pop(address, None)
 
     def close(self) -> None:
-        """Stay as it is: what is let go from now on is let go by the backward."""
+        """Stop counting: from now on the backward releases tensors."""
         self._is_closed = True
 
 
 @contextmanager
 def saved_bytes(parameters: Iterable[Tensor] = (), modules: ModuleTrace | None = None) -> Iterator[SavedBytes]:
-    """Measure what the forward passes inside save for the backward.
+    """Measure what the forward passes in the block save for the backward.
 
     Args:
-        parameters: Tensors that are there anyway: they, and views of them, are not counted.
-        modules: Knows which module runs; None: bytes are not told by module.
+        parameters: Tensors that exist anyway: they and their views are not counted.
+        modules: A trace for counts by module; None: no counts by module.
 
     Yields:
-        SavedBytes: Follows what is saved while the block runs; when it has ended, what was saved then.
+        SavedBytes: Updated while the block runs; afterwards, the bytes saved at its end.
     """
     own = {_address(tensor) for tensor in parameters}
     saved = SavedBytes()
@@ -90,7 +90,7 @@ def saved_bytes(parameters: Iterable[Tensor] = (), modules: ModuleTrace | None =
         if _address(tensor) in own:
             return _Saved(tensor.detach(), None)
         saved.add(tensor, None if modules is None else modules.current)
-        return _Saved(tensor.detach(), saved)  # the tensor itself would keep its own graph alive
+        return _Saved(tensor.detach(), saved)  # a reference to the tensor itself would keep its graph alive
 
     with saved_tensors_hooks(pack, lambda packed: packed.tensor):
         try:
@@ -100,12 +100,7 @@ def saved_bytes(parameters: Iterable[Tensor] = (), modules: ModuleTrace | None =
 
 
 class _Saved:
-    """What autograd holds in place of a tensor: it tells when it is let go.
-
-    Args:
-        tensor: The tensor.
-        saved: Counts it; None: nobody does.
-    """
+    """A saved tensor as autograd stores it; reports to ``saved`` when it is released."""
 
     def __init__(self, tensor: Tensor, saved: SavedBytes | None) -> None:
         self.tensor, self._saved = tensor, saved
@@ -116,7 +111,7 @@ class _Saved:
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
-    """Return what tensors occupy; storages that several share count once.
+    """Return the memory of tensors; a storage that several share counts once.
 
     Args:
         tensors: Parameters, gradients or optimizer state; None counts nothing.

@@ -1,1 +1,1 @@
-"""How a module's forward is replaced, and random generators are put back."""
+"""Changes around a forward: overrides of modules' forwards, and states of random generators."""

@@ -1,71 +1,97 @@
-"""What stands in a covered module's place while a model is attached, and what must not be there before."""
+"""Overrides of a module's forward while a model is attached. All of the engine's overrides are installed here.
+
+A module's own forward is that of its class. An override is an entry ``forward`` in the module's instance dictionary, so
+class, parameters and state_dict keys do not change, and removing the entry restores the module.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparsebp_cli.errors import UnsupportedError
 
 
-def check_free(name: str, module: nn.Module) -> None:
-    """Refuse a module whose ``forward`` is taken.
+class NotCopyable:
+    """An object that an attached model refers to. A copy of it would act on the original model's engine."""
 
-    Args:
-        name: The module's name.
-        module: That is to be covered.
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
 
-    Raises:
-        UnsupportedError: It is attached, or has a forward of its own.
+
+class ForwardOverride(NotCopyable, ABC):
+    """A module's ``forward`` while an engine is attached; :class:`ForwardPatches` installs it and sets its attributes.
+
+    Another library may wrap the override (accelerate does so with the whole model) and still call it after it was
+    removed. So :meth:`__call__` runs the module as without an engine once ``is_removed`` is set.
     """
-    current = module.__dict__.get("forward")
-    if isinstance(current, ForwardOverride):
-        raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
-    if current is not None:
-        own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method is that of its module
-        raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")
 
-
-class ForwardOverride(ABC):
-    """The ``forward`` of a covered module, in its instance dictionary."""
+    covered: Callable[..., Any] | None = None  # the instance's forward before; None: its class's forward applied
+    is_removed = False
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
 
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        # A copy would share this module's weights with the copied model, without a word.
-        raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
+    def run_covered(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as without this override."""
+        return call_module(module, *args, **kwargs) if self.covered is None else self.covered(*args, **kwargs)
 
 
-def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module by its class's own forward, whatever covers it."""
-    return type(module).forward(module, *args, **kwargs)
+class ForwardPatches:
+    """The forwards that one adapter or extension has overridden."""
+
+    def __init__(self) -> None:
+        self._installed: list[tuple[nn.Module, Callable[..., Any], Callable[..., Any] | None]] = []
+
+    def install(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Override a module's forward."""
+        covered = module.__dict__.get("forward")
+        if isinstance(forward, ForwardOverride):
+            forward.covered = covered
+        self._installed.append((module, forward, covered))
+        module.forward = forward
+
+    def remove(self) -> None:
+        """Restore all forwards, the latest first; one that another library has wrapped since is left in place."""
+        while self._installed:
+            module, forward, covered = self._installed.pop()
+            if isinstance(forward, ForwardOverride):
+                forward.is_removed = True
+            if module.__dict__.get("forward") is not forward:
+                continue
+            if covered is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = covered
 
 
 @contextmanager
-def replace_forwards(modules: Iterable[tuple[nn.Module, Callable[[Tensor], Tensor]]]) -> Iterator[None]:
-    """Let some modules compute something else.
-
-    Args:
-        modules: Each with what it computes instead.
-
-    Yields:
-        None: As long as they do.
-    """
-    with ExitStack() as stack:
-        for module, forward in modules:
-            stack.callback(_put_back, module, module.__dict__.get("forward"))
-            module.forward = forward
+def replace_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Let modules run other functions inside of the block."""
+    patches = ForwardPatches()
+    try:
+        for module, forward in replacements:
+            patches.install(module, forward)
         yield
+    finally:
+        patches.remove()
 
 
-def _put_back(module: nn.Module, covered: Any) -> None:
-    if covered is None:
-        del module.__dict__["forward"]
-    else:
-        module.forward = covered
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module by its class's forward, whatever overrides it."""
+    return type(module).forward(module, *args, **kwargs)
+
+
+def check_free(name: str, module: nn.Module) -> None:
+    """Raise :class:`UnsupportedError` if a module's forward is overridden, by an engine or by another library."""
+    current = module.__dict__.get("forward")
+    if isinstance(current, ForwardOverride):
+        raise UnsupportedError(f"the model is already attached (at {name!r}): call detach() of its engine first")
+    if current is not None:
+        own = getattr(current, "__qualname__", type(current).__name__)  # the repr of a method includes its module's
+        raise UnsupportedError(f"{name!r} has a forward of its own ({own}): exclude it or remove its hook")

@@ -1,4 +1,4 @@
-"""The global random generators: their state, captured and put back."""
+"""Capturing and restoring the global random generators."""
 
 from __future__ import annotations
 
@@ -10,25 +10,19 @@ from torch import Tensor
 
 
 def get_state(device: torch.device) -> Tensor:
-    """Return the state of the generator that draws on a device."""
+    """Return the state of the global generator of a device."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_state(state: Tensor, device: torch.device) -> None:
-    """Set the state of the generator that draws on a device."""
+    """Set the state of the global generator of a device."""
     torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
 
 
 @contextmanager
 def generators_at(states: tuple[Tensor, Tensor | None], device: torch.device) -> Iterator[None]:
-    """Run with the global generators as they were once, and put them back.
-
-    Args:
-        states: From :func:`capture_generators`.
-        device: The device that computes.
-
-    Yields:
-        None: As long as they are there.
+    """Run the block with the global generators in states from :func:`capture_generators`, and restore them
+    afterwards.
     """
     before = capture_generators(device)
     try:
@@ -39,7 +33,7 @@ def generators_at(states: tuple[Tensor, Tensor | None], device: torch.device) ->
 
 
 def capture_generators(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return the state of the CPU's generator, and of the device's where it has one of its own."""
+    """Return the state of the CPU generator, and of the device's if it has its own."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
 

@@ -1,1 +1,1 @@
-"""What a policy did, measured against what it claims."""
+"""Measurements of what a policy did, compared with what it claims."""

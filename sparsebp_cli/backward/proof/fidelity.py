@@ -1,7 +1,7 @@
-"""How near a policy's gradient is to the dense one, for each layer and over all, and how a random policy's draws lie.
+"""How close a policy's gradient is to the dense one, per layer and overall, and how a random policy's draws vary.
 
-Sums are float64, made over pieces of a tensor at a time: beside the gradients that it is given, a comparison holds
-32 MiB for the pieces, and from the second draw on one more set of gradients, in float32 at least.
+Sums are float64 over chunks of a tensor. In addition to its input, a comparison holds 32 MiB for the chunks, and from
+the second draw on one more set of gradients, in float32 or wider.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-Gradients = Mapping[str, Tensor | None]  # by parameter; None is zero
+Gradients = Mapping[str, Tensor | None]  # by parameter; None means zero
 
 _PIECE = 1 << 20  # entries; four float64 pieces are alive at a time
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Two gradients compared, or several draws of one with the other: then the first three are means over the draws.
+    """A comparison of two gradients. With several draws the first three values are means over the draws.
 
     Args:
-        cosine: Of the angle between them, in [-1, 1]; None when one of them is zero.
-        relative_error: Norm of the difference over the norm of the dense gradient; None when that is zero.
-        sign_agreement: Share of the dense gradient's entries other than zero whose sign the policy's has; what was
-            cut has none. None when all are zero.
+        cosine: Cosine of the angle between them, in [-1, 1]; None if one of them is zero.
+        relative_error: Norm of the difference over the norm of the dense gradient; None if that is zero.
+        sign_agreement: Share of the dense gradient's nonzero entries whose sign the policy's gradient has; dropped
+            entries have none. None if all are zero.
         bias: Norm of the mean error over the draws, over the norm of the dense gradient; None unless draws differ.
-        bias_standard_error: What ``bias`` is by chance alone for an unbiased policy, with as many draws.
-        variance: Mean square distance of a draw from the mean of draws, over the dense gradient's square norm.
+        bias_standard_error: The ``bias`` expected by chance for an unbiased policy with as many draws.
+        variance: Mean squared distance of a draw from the mean of draws, over the dense gradient's squared norm.
     """
 
     cosine: float | None
@@ -45,8 +45,8 @@ def compare_gradients(policy: Sequence[Tensor | None], dense: Sequence[Tensor | 
     """Compare a policy's gradients with the dense ones, all parameters together.
 
     Args:
-        policy: One gradient a parameter; None is zero.
-        dense: The same parameters' dense gradients.
+        policy: One gradient per parameter; None means zero.
+        dense: The dense gradients of the same parameters.
 
     Returns:
         The comparison of this one draw.
@@ -63,12 +63,12 @@ def compare_gradients(policy: Sequence[Tensor | None], dense: Sequence[Tensor | 
 
 
 class GradientComparison:
-    """Takes in a policy's gradients draw by draw; only sums are kept of them.
+    """Compares a policy's gradients draw by draw, and stores only sums.
 
     Args:
-        dense: The dense gradients; kept as they are.
-        part_of: From a parameter's name to the part of the model that it is told under; None: all are one part.
-        num_draws: How many draws are to come, at least 1.
+        dense: The dense gradients, which are not copied.
+        part_of: Maps a parameter's name to the part of the model that it is reported under; None: one part.
+        num_draws: The number of draws to come, at least 1.
     """
 
     def __init__(self, dense: Gradients, part_of: Callable[[str], str] | None = None, *, num_draws: int = 1) -> None:
@@ -139,7 +139,7 @@ class GradientComparison:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Over all entries of a part, in one draw."""
+    """Sums over all entries of a part, in one draw."""
 
     product: float = 0.0
     policy: float = 0.0  # squares

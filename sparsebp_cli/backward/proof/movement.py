@@ -1,4 +1,4 @@
-"""Which parameters an optimizer step really changed."""
+"""Which parameters an optimizer step changed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Moved:
     """How much of a parameter, or of several, a step changed.
 
     Args:
-        entries: All of them.
-        moved: Those whose value is another one than before.
+        entries: All entries.
+        moved: Entries whose value changed.
     """
 
     entries: int
@@ -28,12 +28,12 @@ class Moved:
 
 
 class Movement:
-    """Parameters before a step, to be held against those after it.
+    """A copy of parameters before a step, to compare with those after it.
 
-    The copy is on the host: it costs as much host memory as the parameters have, and none of an accelerator's.
+    The copy is on the host: it takes as much host memory as the parameters, and none of an accelerator's.
 
     Args:
-        parameters: Name and parameter; those that are trained.
+        parameters: Names and trained parameters.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -41,10 +41,10 @@ class Movement:
         self._before = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()}
 
     def measure(self) -> dict[str, Moved]:
-        """Compare with the parameters as they are now.
+        """Compare with the present parameters.
 
         Returns:
-            What moved of each, by name.
+            The change of each, by name.
         """
         moved = {}
         for name, parameter in self._parameters.items():

@@ -1,7 +1,7 @@
-"""What a backward pass really executed and stored, module by module, held against what the policy claims.
+"""What a backward pass executed and stored, by module, compared with what the policy claims.
 
-Both passes are counted on one batch, dense and with the policy, so what is the same in both (a checkpointed forward
-that runs again, layers without a site) cancels out, and only the saving is judged.
+Both the dense pass and the policy's are counted on one batch. What they have in common (the repeated forward of
+checkpointed layers, layers without a site) cancels out, so only the saving is judged.
 
 Shape letters: N rows (= B*T), D input width, O output width.
 """
@@ -26,7 +26,7 @@ from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 
 @dataclass(frozen=True)
 class PassCount:
-    """One forward and backward pass under counters.
+    """Counts of one forward and backward pass.
 
     Args:
         flops: By module.
@@ -38,18 +38,18 @@ class PassCount:
 
     @property
     def backward_flops(self) -> Counter[str]:
-        """All that ran inside the backward, by module: what was computed again as well."""
+        """FLOPs executed inside the backward, by module, repeated forwards included."""
         return self.flops.backward + self.flops.recomputed
 
 
 @dataclass(frozen=True)
 class Overclaim:
-    """A claim to skip that was not kept. Shares are of the sites' dense backward FLOPs.
+    """A broken claim. Shares are of the sites' dense backward FLOPs.
 
     Args:
-        claimed_share: What the policy claims to leave.
-        executed_share: What was executed.
-        sites: Where more was executed than claimed, the largest excess first; empty where no site has it alone.
+        claimed_share: The share that the policy claims to execute.
+        executed_share: The share that was executed.
+        sites: Sites that executed more than claimed, the largest excess first; empty if none does so alone.
     """
 
     claimed_share: float
@@ -59,17 +59,17 @@ class Overclaim:
 
 @dataclass(frozen=True)
 class Proof:
-    """One batch, dense and with the policy.
+    """The counts of one batch, dense and with the policy.
 
     Args:
         dense: The dense pass.
         policy: The pass with the policy.
-        report: The engine's, of the pass with the policy alone.
-        row_flops: 2 D O of each linear, by name: what one row of one product costs.
-        owners: The nearest module of each site, by the site's name.
+        report: The engine's report of the pass with the policy alone.
+        row_flops: 2 D O of each linear, by name: the FLOPs of one row of one product.
+        owners: The innermost module of each site, by the site's name.
         checkpointed: Modules of layers that the dense pass ran again inside the backward.
-        claims: What policies that are not asked at sites leave of the dense pass. With any, all shares are of the whole
-            dense backward, and not of that of the sites.
+        claims: Claims about the dense pass by policies that do not decide at sites. If there are any, shares are of the
+            whole dense backward instead of that of the sites.
     """
 
     dense: PassCount
@@ -92,11 +92,11 @@ class Proof:
         """Return the proof of two counted passes of a model.
 
         Args:
-            model: That ran them.
+            model: The model that ran them.
             dense: The dense pass.
             policy: The pass with the policy.
             report: Of the pass with the policy alone.
-            claims: Of policies that are not asked at sites, about the dense pass.
+            claims: Claims about the dense pass by policies that do not decide at sites.
 
         Returns:
             The proof.
@@ -106,20 +106,20 @@ class Proof:
         again = {layers.part_of(name) for name in dense.flops.recomputed}
         checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
         owners = {site.name: layers.owner_of(site.name) for site in report.sites}
-        # A router's own passes (lookahead) run through the whole graph, so nothing is claimed beside it.
+        # A router's lookahead runs through the whole graph, so claims of other policies do not hold.
         held = () if report.route is not None else tuple(claims)
         return cls(dense, policy, report, row_flops, owners, checkpointed, held)
 
     @property
     def claimed_flops(self) -> float | None:
-        """What all policies together claim to leave of the dense backward; None when none claims anything."""
+        """Dense backward FLOPs that all policies together claim to execute; None if none claims anything."""
         if not self._base:
             return None
         return sum(self.left_flops.values()) - self.report.arrived_flops + self.report.claimed_flops
 
     @property
     def claimed_forward_flops(self) -> float:
-        """What all policies together claim to leave of the dense forward, and what they compute only to choose."""
+        """Dense forward FLOPs that all policies together claim to execute, plus those of scoring forwards."""
         left = sum(
             flops * prod(claim.forward.get(name, 1.0) for claim in self.claims)
             for name, flops in self.dense.flops.forward.items()
@@ -128,21 +128,24 @@ class Proof:
 
     @property
     def claimed_share(self) -> float | None:
-        """What the policy claims to leave of the sites' dense backward FLOPs; None when the sites have none."""
+        """Share of the sites' dense backward FLOPs that the policy claims to execute; None if the sites have none."""
         if not self.claims:
             return claimed_share(self.report.sites)
         return None if self.claimed_flops is None else self.claimed_flops / self._base
 
     @property
     def executed_share(self) -> float | None:
-        """What was executed of the sites' dense backward FLOPs; None when the sites have none."""
+        """Share of the sites' dense backward FLOPs that was executed; None if the sites have none."""
         saved = self.dense.backward_flops.total() - self.policy.backward_flops.total()
         return 1.0 - saved / self._base if self._base else None
 
     @property
     def excess_share(self) -> float | None:
-        """What was executed beyond the claim with its counts rounded up, of the sites' dense backward FLOPs: over all,
-        or at the sites where it was more, if that is larger. 0 for a claim that was kept."""
+        """Share of the sites' dense backward FLOPs executed beyond the claim, with its counts rounded up; 0 for a
+        kept claim.
+
+        The larger of the excess overall and the sum of excesses at single sites.
+        """
         if not self._base:
             return None
         executed, before, dense = self.policy.backward_flops.total(), self._before(), self.report.arrived_flops
@@ -152,7 +155,7 @@ class Proof:
 
     @property
     def _base(self) -> float:
-        """What shares are of."""
+        """The FLOPs that shares refer to."""
         return float(self.dense.backward_flops.total()) if self.claims else self.report.arrived_flops
 
     @property
@@ -163,16 +166,16 @@ class Proof:
 
     @property
     def left_flops(self) -> dict[str, float]:
-        """What policies that are not asked at sites claim to leave of the dense backward, by module."""
+        """Dense backward FLOPs by module that policies which do not decide at sites claim to execute."""
         shares = [(claim.backward, claim.recomputed) for claim in self.claims]
         return _times(self.dense.flops.backward, self.dense.flops.recomputed, shares)
 
     def rows(self, name: str, count: PassCount) -> float | None:
-        """Return how many rows a linear multiplied for dgrad and wgrad; None for another module.
+        """Return the number of rows that a linear multiplied for dgrad and wgrad together; None for another module.
 
         Args:
-            name: The module's.
-            count: Of one of the two passes.
+            name: The module's name.
+            count: One of the two passes.
 
         Returns:
             The rows of both products together.
@@ -185,10 +188,10 @@ class Proof:
         return tabulate(self)
 
     def find_overclaim(self) -> Overclaim | None:
-        """Hold what was executed against the claim, at every site whose name is a module's and over all.
+        """Compare what was executed with the claim, at every site named like a module and overall.
 
         Returns:
-            The claim that was not kept; None when all was.
+            The broken claim; None if all were kept.
         """
         excess = self._excess_by_site()
         if not self.excess_share:
@@ -209,8 +212,10 @@ class Proof:
         }
 
     def _before(self) -> dict[str, float]:
-        """The dense backward, with a checkpointed layer's forward whole: PyTorch ends it where nothing more is wanted,
-        and where that is depends on what the linears save."""
+        """Dense backward FLOPs by module, with the repeated forward of checkpointed layers counted whole.
+
+        PyTorch ends such a forward once the last needed tensor exists, which depends on what the linears save.
+        """
         again = {
             name: max(self.dense.flops.recomputed[name], self.dense.flops.forward[name]) for name in self.checkpointed
         }
@@ -222,9 +227,9 @@ class Proof:
 
 
 def _excess(executed: float, before: float, dense: float, allowed: float) -> float:
-    """Executed beyond what the dense pass executed less the saving that was claimed; counts are exact integers."""
+    """Return the FLOPs executed beyond the dense pass minus the claimed saving; counts are exact integers."""
     beyond = executed - (before - dense + allowed)
-    return beyond if beyond > 0.5 + 1e-9 * dense else 0.0  # claims are sums of floats
+    return beyond if beyond > 0.5 + 1e-9 * dense else 0.0  # claims are sums of floats, so allow for rounding
 
 
 def _times(
@@ -232,7 +237,7 @@ def _times(
     recomputed: Mapping[str, int],
     shares: Sequence[tuple[Mapping[str, float], Mapping[str, float]]],
 ) -> dict[str, float]:
-    """Return by module what shares, of the backward and of what runs again in it, leave of both together."""
+    """Return the FLOPs by module that remain if each policy's shares of backward and repeated forward are applied."""
     return {
         name: backward.get(name, 0) * prod(of_backward.get(name, 1.0) for of_backward, _ in shares)
         + recomputed.get(name, 0) * prod(of_recomputed.get(name, 1.0) for _, of_recomputed in shares)
@@ -265,7 +270,7 @@ def tabulate(proof: Proof) -> dict[str, list[float | None]]:
         proof: Of one batch.
 
     Returns:
-        By the module's name; empty for the model itself and what belongs to no module.
+        Rows by module name; empty for the model itself and work outside of modules.
     """
     counts = (proof.policy.flops.forward, proof.policy.flops.recomputed, proof.policy.flops.backward)
     columns = (*counts, proof.dense.flops.backward, proof.policy.saved.by_module, proof.dense.saved.by_module)
@@ -294,14 +299,14 @@ def _claimed(proof: Proof, name: str, sites: list[SiteReport], left: Mapping[str
 
 
 def claimed_share(sites: Iterable[SiteReport]) -> float | None:
-    """Return what a policy claims to leave of the dense backward FLOPs of some sites; None when they have none."""
+    """Return the share of some sites' dense backward FLOPs that a policy claims to execute; None if they have none."""
     claims = [(site.claimed_flops, site.arrived_flops) for site in sites]
     dense = sum(dense for _, dense in claims)
     return sum(claimed for claimed, _ in claims) / dense if dense else None
 
 
 def kept_share(sites: Iterable[SiteReport]) -> float | None:
-    """Return the share of gradient entries that was kept at some sites; None when no gradient arrived."""
+    """Return the share of gradient entries kept at some sites; None if no gradient arrived."""
     counts = [(site.kept_share * site.entries, site.entries) for site in sites if site.kept_share is not None]
     entries = sum(entries for _, entries in counts)
     return sum(kept for kept, _ in counts) / entries if entries else None

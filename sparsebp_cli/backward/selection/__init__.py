@@ -1,1 +1,1 @@
-"""Policies that select parameters, examples or tokens rather than gradients at sites."""
+"""Policies that select parameters, examples or tokens instead of gradients at sites."""

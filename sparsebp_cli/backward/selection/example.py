@@ -1,7 +1,7 @@
-"""Carries out which examples of a batch are backpropagated: the forward that is differentiated runs on these alone.
+"""Example selection: the differentiated forward runs on the chosen examples of a batch alone.
 
-The loss stays one of targets: where the caller gives ``num_items_in_batch``, the targets of the whole step, that number
-is multiplied with the share of this batch's targets that the chosen examples hold.
+The loss stays a mean over targets: if the caller passes ``num_items_in_batch``, the number of targets of the whole
+step, it is multiplied by the share of this batch's targets that belong to chosen examples.
 
 Shape letters: B examples, T positions, K kept.
 """
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.extension import refuse_unasked
+from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
-from sparsebp_cli.backward.decoder.decoder import by_name
+from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
-from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.backward.selection.score.batch import next_tokens
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
 from sparsebp_cli.backward.selection.score.scorer import IGNORED, Scorer, evaluating
@@ -37,18 +38,14 @@ Arguments = Mapping[str, Any]
 
 @final
 class ExampleExtension:
-    """An example selector at work in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+    """An example selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    Args:
-        policy: Chooses.
-        model: A transformers model whose forward computes the loss, or what peft has made of one.
-
-    Raises:
-        UnsupportedError: There is no such model.
+    Raises :class:`UnsupportedError` unless the model is, or wraps, a transformers model, whose forward computes the
+    loss.
     """
 
     def __init__(self, policy: ExampleSelector, model: nn.Module) -> None:
-        from transformers import PreTrainedModel  # takes seconds: no import of the engine waits for it
+        from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
 
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if found is None:
@@ -56,71 +53,59 @@ class ExampleExtension:
                 f"{type(policy).__name__} chooses examples in the forward of a transformers model that is given "
                 f"labels, got {type(model).__name__}"
             )
-        self._policy, self._model = policy, found
+        self._policy, self._model, self._patches = policy, found, ForwardPatches()
         head: Any = found.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
 
     def install(self, engine: EngineView) -> None:
-        self._before = self._model.__dict__.get("forward")
-        self._bound = ExamplesOverride(self._model, self._policy, self._scorer, engine, self._before)
-        self._model.__dict__["forward"] = self._bound
+        self._override = ExamplesOverride(self._model, self._policy, self._scorer, engine)
+        self._patches.install(self._model, self._override)
 
     def remove(self) -> None:
-        self._bound.is_attached = False
-        if self._model.__dict__.get("forward") is not self._bound:
-            return  # wrapped by somebody else since, who gives it back; without us it is the model's own
-        del self._model.__dict__["forward"]
-        if self._before is not None:
-            self._model.__dict__["forward"] = self._before
+        self._patches.remove()
 
-    def check_asked(self) -> None:
-        if not self._bound.was_asked:
-            refuse_unasked(self._policy, self._model)
+    def check_called(self) -> None:
+        if not self._override.was_called:
+            refuse_uncalled(self._policy, self._model)
 
     def enable(self, enabled: bool) -> None:
-        """Nothing to do: the forward asks the engine."""
+        """Do nothing: the forward reads the engine's state."""
 
     def start_step(self, step: Step) -> None:
-        """Nothing to do: the forward asks the engine."""
+        """Do nothing: the forward reads the engine's step."""
 
     def claim(self, dense: DensePass) -> PassEstimate:
-        """Return what is left of a dense pass; see :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`."""
-        share = self._bound.tell_share()
+        """Return the remaining shares of a dense pass; see
+        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
+        """
+        share = self._override.kept_share()
         backward, recomputed = dict.fromkeys(dense.flops.backward, share), dict.fromkeys(dense.flops.recomputed, share)
         return PassEstimate(backward, recomputed, dict.fromkeys(dense.flops.forward, share))
 
 
 class ExamplesOverride(ForwardOverride):
-    """The model's ``forward``: its own, on the examples that the policy chooses.
-
-    Args:
-        model: Whose forward it is.
-        policy: Chooses.
-        scorer: Of language models; None for a classification.
-        engine: Knows the step, and counts.
-        before: What stood in the forward's place; None: the class's own.
+    """The model's ``forward``: its own, on the examples that the policy chooses; ``scorer`` is None for a
+    classification.
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: EngineView, before: Any
+        self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: EngineView
     ) -> None:
-        self.is_attached, self.was_asked, self._number = True, False, 1
+        self.was_called, self._number = False, 1
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
-        # What chooses tokens below is asked about the chosen examples, and counts their targets.
-        self._counts_all = not isinstance(before, ForwardOverride)
-        self._inner: Callable[..., Any] = before or type(model).forward.__get__(model)
+        self._inner: Callable[..., Any] = partial(self.run_covered, model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         training = self._model.training and torch.is_grad_enabled()
-        if args and args[0] is self._model:  # accelerate binds what it once wrapped as a method
+        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
-        if not (self.is_attached and training and self._engine.enabled):
-            self._number = _count_examples(by_name(self._model, args, kwargs))
+        if self.is_removed or not (training and self._engine.enabled):
+            self._number = _count_examples(bind_arguments(self._model, args, kwargs))
             return self._inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             raise UnsupportedError("choosing examples is not built for torch.compile: what is chosen differs by step")
-        self.was_asked = True
-        arguments = by_name(self._model, args, kwargs)
+        self.was_called = True
+        arguments = bind_arguments(self._model, args, kwargs)
         if is_filled(arguments.get("past_key_values"), self._model):
             raise UnsupportedError(
                 f"{type(self._policy).__name__} does not know what to do with past_key_values in training"
@@ -151,15 +136,15 @@ class ExamplesOverride(ForwardOverride):
         with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
             return self._inner(**chosen)
 
-    def tell_share(self) -> float:
-        """Return the share of the last batch's examples that is chosen at this step; who they are does not matter."""
+    def kept_share(self) -> float:
+        """Return the share of examples that would be chosen of the last batch at this step; scores do not affect it."""
         step, number = self._engine.now(), self._number
         loss_B = torch.zeros(number) if self._policy.needs_loss(step) else None
         index_K = self._policy.choose(Examples(number, loss_B), step)
         return 1.0 if index_K is None else len(index_K) / number
 
     def _losses(self, arguments: Arguments) -> Tensor:
-        """Return the mean loss of each example's targets in the part that is read."""
+        """Return the mean loss of each example's targets among the positions that are scored."""
         labels = arguments["labels"]
         length = _length(arguments)
         read = max(2, math.ceil(self._policy.scored_share * length))
@@ -184,18 +169,20 @@ class ExamplesOverride(ForwardOverride):
         return nn.functional.cross_entropy(logits.float(), label_B, reduction="none")
 
     def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: dict[str, Any]) -> None:
-        trained = kept if self._counts_all else kept - kept
-        asked = targets if self._counts_all else targets - kept
+        # A token selector below sees the chosen examples alone, and counts their targets itself.
+        counts_all = not isinstance(self.covered, ForwardOverride)
+        trained = kept if counts_all else kept - kept
+        asked = targets if counts_all else targets - kept
         self._engine.add_chosen(Chosen(asked, trained, examples=number, chosen_examples=chosen, **spent))
 
 
 def _count_targets(labels: Tensor) -> Tensor:
-    """Return how many predictions of each example the labels train."""
+    """Return the number of predictions of each example that have a label."""
     return torch.ones_like(labels) if labels.ndim == 1 else (labels[:, 1:] != IGNORED).sum(1)
 
 
 def _count_examples(arguments: Arguments) -> int:
-    """Return B; 1 where the model was given something else."""
+    """Return B; 1 for other kinds of input."""
     given = next((arguments[name] for name in ("labels", "input_ids") if arguments.get(name) is not None), None)
     return max(1, len(given)) if isinstance(given, Tensor) else 1
 
@@ -207,13 +194,13 @@ def _length(arguments: Arguments) -> int:
 
 
 def _take(name: str, value: Any, index_K: Tensor, number: int) -> Any:
-    """Return an argument's part of the chosen examples."""
+    """Return the part of an argument for the chosen examples."""
     by_example = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == number
     return value[index_K] if by_example and (value.ndim > 1 or name == "labels") else value
 
 
 def _cut(name: str, value: Any, length: int, read: int) -> Any:
-    """Return an argument's part of the first positions."""
+    """Return the part of an argument for the first ``read`` positions."""
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value
     if name == "attention_mask" and value.ndim == 4:

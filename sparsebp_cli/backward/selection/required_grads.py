@@ -1,8 +1,8 @@
-"""What a backward has to compute when only some parameters are trained, from the graph of the dense pass.
+"""Estimates which gradients a backward still requires if only some parameters are trained.
 
-A gradient is needed at a node when some tensor that wants one can be reached from it: a trained parameter, or an input
-that the user asked the gradient of. This is read off the edges of the graph that the *dense* forward made, so it does
-not depend on what the pass with the policy then did or on which tensors say that they require a gradient.
+A node requires a gradient if a trained parameter, or an input whose gradient the user requested, can be reached from
+it. The graph of the *dense* forward is used, so the estimate depends neither on the pass with the policy nor on which
+tensors require a gradient at the time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,11 @@ if TYPE_CHECKING:
 
 
 def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -> PassEstimate:
-    """Return what a backward without the gradients of some parameters needs of a dense one.
+    """Return the shares of a dense pass that remain without the gradients of the ``frozen`` parameters.
 
-    Linears count by product: a wgrad where the weight is trained, a dgrad where something before it is. Any other
-    module counts whole where it needs any gradient: attention computes those of queries, keys and values in one. A
-    checkpointed layer is computed again where it needs any.
-
-    Args:
-        model: That made the pass.
-        dense: A pass in which all of them had gradients.
-        frozen: Parameters that get none.
-
-    Returns:
-        Shares of the backward, and of what is computed again in it, by module.
+    Linears count by product: wgrad if the weight is trained, dgrad if anything before it is. Other modules count whole
+    if they require any gradient, since attention computes those of queries, keys and values together. A checkpointed
+    layer is recomputed if it requires any gradient.
     """
     graph = _Graph(dense, {id(parameter) for parameter in frozen})
     linears = {name: module for name, module, _ in find_linears(model).covered}
@@ -52,22 +44,12 @@ def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -
 
 
 class _Graph:
-    """The graph of a pass, by module.
-
-    Args:
-        dense: The pass.
-        frozen: Tensors that want no gradient, by ``id``.
-
-    Attributes:
-        wanted: Tensors that a gradient is wanted of, by ``id``.
-        needing: Modules with a node from which one that is wanted can be reached.
-        passing: Modules from which one can be reached by an edge to another module's node.
-    """
+    """The graph of a pass, by module."""
 
     def __init__(self, dense: DensePass, frozen: set[int]) -> None:
-        self.wanted: set[int] = set()
-        self.needing: set[str] = set()
-        self.passing: set[str] = set()
+        self.wanted: set[int] = set()  # tensors whose gradient is required, by id
+        self.needing: set[str] = set()  # modules with a node that leads to one of them
+        self.passing: set[str] = set()  # modules from which one can be reached through another module's node
         reaches: dict[Node, bool] = {}
         for node in _from_the_leaves(dense.loss.grad_fn):
             variable = getattr(node, "variable", None)  # only a node that accumulates has one
@@ -87,7 +69,7 @@ class _Graph:
 
 
 def _belongs(child: Node, module: str, dense: DensePass) -> bool:
-    """Whether a node is the module's own: one that its forward made, or one of its parameters."""
+    """Whether a node was created by the module's own forward, or is one of its parameters."""
     variable = getattr(child, "variable", None)
     return isinstance(variable, nn.Parameter) or dense.trace.module_of(child) == module
 
@@ -97,7 +79,7 @@ def _children(node: Node) -> list[Node]:
 
 
 def _from_the_leaves(root: Node | None) -> Iterator[Node]:
-    """Every node once, children before those that lead to them."""
+    """Yield every node once, children before their parents."""
     open_nodes, seen = [(root, False)] if root is not None else [], set()
     while open_nodes:
         node, is_done = open_nodes.pop()

@@ -1,4 +1,6 @@
-"""Eager update: each parameter is updated while the backward runs, and its gradient is freed."""
+"""Eager update: the backward pass updates each parameter as soon as its gradient is complete, and frees the
+gradient.
+"""
 
 from sparsebp_cli.backward.core.report import EagerReport
 from sparsebp_cli.backward.execution.eager.clipping import Clipping

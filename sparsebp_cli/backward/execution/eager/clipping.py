@@ -1,6 +1,6 @@
-"""How gradients are clipped that are never there together.
+"""Gradient clipping when gradients do not exist at the same time.
 
-The arithmetic is that of :func:`torch.nn.utils.clip_grad_norm_`, on one gradient at a time.
+The arithmetic is that of :func:`torch.nn.utils.clip_grad_norm_`, applied to one gradient at a time.
 """
 
 from __future__ import annotations
@@ -23,16 +23,11 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Clipping:
-    """What is clipped to what.
+    """The bound on gradient norms, and which norm is compared with it.
 
-    Args:
-        max_norm: Greater than 0; None: nothing is clipped.
-        by: ``parameter``, each gradient by its own norm; ``previous``, all by the norm that the gradients of the step
-            before had together, and at the first step each by its own; ``exact``, all by their norm together, which a
-            backward pass of its own finds out first.
-
-    Raises:
-        UsageError: ``max_norm`` is out of range, or ``by`` is unknown.
+    ``max_norm`` is greater than 0; None clips nothing. ``by`` is ``parameter``: each gradient by its own norm;
+    ``previous``: all by the total norm of the step before, and in the first step each by its own; ``exact``: all by
+    their total norm, which an extra backward pass computes first.
     """
 
     max_norm: float | None = None
@@ -42,25 +37,22 @@ class Clipping:
         if self.max_norm is not None and not _is_positive(self.max_norm):
             raise UsageError(f"max_grad_norm must be a number greater than 0, got {self.max_norm!r}")
 
-    def tell(self) -> str:
-        """Return in words what is clipped, and how."""
+    def describe(self) -> str:
+        """Return a phrase for the report."""
         if self.by is None:
             return "gradients are not clipped"
         return f"gradients are clipped to {self.max_norm:g} by {_WORDS[self.by]}"
 
     def clip(self, parameter: Tensor, norm: Tensor, total_norm: Tensor | None) -> None:
-        """Clip the gradient of one parameter.
+        """Clip the gradient of one parameter, given its norm.
 
-        Args:
-            parameter: With its gradient.
-            norm: The gradient's own.
-            total_norm: Of all gradients of this step or the one before; None: not known.
+        ``total_norm`` is that of all gradients in this step or the one before; None if unknown.
         """
         if self.max_norm is None:
             return
         by = norm if self.by == "parameter" or total_norm is None else total_norm
         if self.by == "previous":
-            by = by.float()  # as a resumed run reads it from its checkpoint
+            by = by.float()  # a resumed run reads a float32 norm from its checkpoint
         clip_grads_with_norm_([parameter], self.max_norm, by)
 
 
@@ -74,13 +66,9 @@ def norm_of(gradient: Tensor) -> Tensor:
 
 
 def total_of(norms: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all gradients together.
+    """Return the 2-norm of all gradients together, as a scalar tensor.
 
-    Args:
-        norms: Of each, at least one, in the order of the parameters: the order of a sum shows in its last bits.
-
-    Returns:
-        A tensor of no dimension.
+    ``norms`` must be in the order of the parameters, because the order of a sum shows in its last bits.
     """
     first = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), 2.0)

@@ -1,9 +1,9 @@
-"""Which gradients are complete when they arrive.
+"""Tells whether a gradient that arrives at a parameter is complete.
 
 In one pass of PyTorch's engine a parameter's gradient arrives once, as the sum over all its uses. Reentrant activation
-checkpointing runs passes within the pass: what is used in two checkpointed segments arrives twice, and nothing in the
-graph tells beforehand. So uses are counted in the forward, where such checkpointing was seen before. What cannot be
-known to be complete waits.
+checkpointing runs passes within the pass: a parameter used in two checkpointed segments gets two gradients, and nothing
+in the graph shows that in advance. So once such checkpointing was seen, the forward counts uses. A gradient that cannot
+be proved complete waits for the end of the pass.
 """
 
 from __future__ import annotations
@@ -21,58 +21,45 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 _LEAF = "torch::autograd::AccumulateGrad"
-_REENTRANT = "CheckpointFunction"  # PyTorch's; DeepSpeed's and fairscale's are called alike
+_REENTRANT = "CheckpointFunction"  # PyTorch's class; those of DeepSpeed and fairscale contain the same name
 
-_Use = tuple[int, bool]  # the parameter's identity, and whether a graph is recorded
+_Use = tuple[int, bool]  # the parameter's id, and whether a graph is recorded
 
 
 class GradientCompleteness:
-    """Judges whether a gradient that arrives is complete.
+    """Tells whether a gradient that arrives at one of ``parameters`` is complete.
 
-    Args:
-        model: Whose forward passes are watched from when reentrant checkpointing was first seen.
-        parameters: Those that are judged.
+    Uses in the forward of ``model`` are counted from when reentrant checkpointing was first seen.
     """
 
     def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         self._model, self._parameters = model, {id(p) for p in parameters}
-        self._graph = Survey(frozenset(), is_reentrant=False, bytes_at_once=0)
+        self._graph = GraphSummary(frozenset(), is_reentrant=False, bytes_at_once=0)
         self._uses: UseCounter | None = None
         self._counted: Counter[_Use] | None = None
 
-    def survey(self, loss: Tensor) -> None:
-        """Look at the graph of a pass before it runs.
-
-        Args:
-            loss: What is differentiated.
-        """
-        self._graph = survey(loss)
+    def read_graph(self, loss: Tensor) -> None:
+        """Read the graph of a pass before it runs."""
+        self._graph = read_graph(loss)
         self._counted = None if self._uses is None else self._uses.take()
 
-    def pass_over(self) -> None:
-        """Forget what the forward of a pass used that is not judged."""
+    def skip(self) -> None:
+        """Reset the use counts after a forward whose pass is not checked."""
         if self._uses is not None:
             self._uses.take()
 
     @property
     def bytes_at_once(self) -> int:
-        """Bytes of gradients that one node of the graph gives at once, at most."""
+        """Largest number of bytes of gradients that one node of the graph produces together."""
         return self._graph.bytes_at_once
 
     @property
     def leaves(self) -> frozenset[Tensor]:
-        """What collects a gradient in the graph."""
+        """Tensors that collect a gradient in the graph."""
         return self._graph.leaves
 
     def is_complete(self, parameter: Tensor) -> bool:
-        """Return whether no more of a gradient can arrive in this pass.
-
-        Args:
-            parameter: Whose gradient has just arrived.
-
-        Returns:
-            False also where it cannot be known.
-        """
+        """Return whether no more of the gradient that has just arrived can come in this pass; False also if unknown."""
         is_direct = parameter in self._graph.leaves
         if is_direct and not self._graph.is_reentrant:
             return True
@@ -80,46 +67,33 @@ class GradientCompleteness:
         if self._counted is None:
             return False
         recorded, unrecorded = self._counted[id(parameter), True], self._counted[id(parameter), False]
-        # What is used where a graph is recorded arrives together. Elsewhere it may be a checkpointed segment, or the
-        # forward of a Function of Python.
+        # Uses under a recorded graph arrive as one sum. A use without a graph may be in a checkpointed segment, or in
+        # the forward of a Python Function.
         return recorded + unrecorded == 1 or (is_direct and unrecorded == 0)
 
     def remove(self) -> None:
-        """Watch the model no more."""
+        """Remove the hooks from the model."""
         if self._uses is not None:
             self._uses.remove()
         self._uses = None
 
     def _count_uses(self) -> None:
-        """From the next forward on: it costs a little, and nothing where there is no such checkpointing."""
+        """Count uses from the next forward on; models without reentrant checkpointing do not pay for it."""
         if self._uses is None:
             self._uses = UseCounter(self._model, self._parameters)
 
 
 @dataclass(frozen=True)
-class Survey:
-    """What a graph tells before it is passed.
+class GraphSummary:
+    """Facts about a graph that has not run yet."""
 
-    Args:
-        leaves: That collect a gradient in it.
-        is_reentrant: Whether a node runs a pass of its own.
-        bytes_at_once: The most that one node gives to leaves: their gradients are there together.
-    """
-
-    leaves: frozenset[Tensor]
-    is_reentrant: bool
-    bytes_at_once: int
+    leaves: frozenset[Tensor]  # tensors that collect a gradient
+    is_reentrant: bool  # whether a node runs a backward pass of its own
+    bytes_at_once: int  # most bytes of gradients that one node produces together
 
 
-def survey(loss: Tensor) -> Survey:
-    """Look at the graph of a loss.
-
-    Args:
-        loss: What is differentiated.
-
-    Returns:
-        What it tells.
-    """
+def read_graph(loss: Tensor) -> GraphSummary:
+    """Return facts about the graph of a loss."""
     leaves, is_reentrant, most = set[Tensor](), False, 0
     seen: set[Node] = set() if loss.grad_fn is None else {loss.grad_fn}
     waiting = list(seen)
@@ -138,16 +112,11 @@ def survey(loss: Tensor) -> Survey:
         leaves |= own
         if len(own) > 1:  # one alone is counted when it arrives: it may be sparse
             most = max(most, sum(leaf.nbytes for leaf in own))
-    return Survey(frozenset(leaves), is_reentrant, most)
+    return GraphSummary(frozenset(leaves), is_reentrant, most)
 
 
 class UseCounter:
-    """Counts how often a model's forward uses each parameter, and whether a graph is recorded there.
-
-    Args:
-        model: While it runs, uses count.
-        parameters: By identity.
-    """
+    """Counts how often a model's forward uses each parameter, with and without a recorded graph."""
 
     def __init__(self, model: nn.Module, parameters: set[int]) -> None:
         self._count, self._ran = Counter[_Use](), False
@@ -159,12 +128,12 @@ class UseCounter:
         ]
 
     def take(self) -> Counter[_Use] | None:
-        """Return the counts since this was last called; None if the model did not run since."""
+        """Return the counts since the last call; None if the model has not run since."""
         count, self._count, ran, self._ran = self._count, Counter(), self._ran, False
         return count if ran else None
 
     def remove(self) -> None:
-        """Stop."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -190,7 +159,7 @@ class _Counting(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         is_recorded = torch.is_grad_enabled()
-        if not isinstance(result, bool | int | str | torch.dtype | torch.device):  # asking for its shape is no use
+        if not isinstance(result, bool | int | str | torch.dtype | torch.device):  # reading metadata is no use
             for value in (*args, *(kwargs or {}).values()):
                 for each in value if isinstance(value, list | tuple) else (value,):
                     if id(each) in self._parameters:

@@ -1,4 +1,4 @@
-"""From the user's words to an eager update, or to the refusal of what it cannot do."""
+"""Builds the eager update from the options of ``attach``."""
 
 from __future__ import annotations
 
@@ -18,20 +18,10 @@ def choose_update(
     update: str,
     clipping: Clipping,
 ) -> list[EagerUpdate]:
-    """Return who changes parameters inside the backward: nobody, or one.
+    """Return the extension for ``update='eager'``, or none for ``deferred``.
 
-    Args:
-        model: As the user has it: what wraps it shows.
-        optimizer: The user's.
-        update: ``deferred`` or ``eager``.
-        clipping: Of its gradients.
-
-    Returns:
-        At most one part of the engine.
-
-    Raises:
-        UsageError: The optimizer has no parameter of the model.
-        UnsupportedError: What the user has cannot be updated eagerly.
+    ``model`` is as the user has it, so that wrappers are visible. Raises :class:`UsageError` if the optimizer has no
+    parameter of the model, and :class:`UnsupportedError` if it cannot update parameters one by one.
     """
     if update == "deferred":
         return []

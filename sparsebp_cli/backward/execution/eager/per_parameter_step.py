@@ -1,7 +1,7 @@
-"""One optimizer of the user's, asked to update one parameter at a time.
+"""Steps the user's optimizer for one parameter at a time.
 
-The optimizer is shown one group that holds one parameter; state, options and schedules stay those of the one object
-that the user has. So each update costs the same, however many parameters there are.
+The optimizer sees one group with one parameter; its state, options and schedules stay in the user's object. So the
+cost of an update does not depend on the number of parameters.
 """
 
 from __future__ import annotations
@@ -19,14 +19,9 @@ from sparsebp_cli.errors import UnsupportedError
 class PerParameterStep:
     """Steps an optimizer parameter by parameter.
 
-    What a step writes into its group (some optimizers count their steps there) is written once for all parameters of
-    the group, by :meth:`settle`.
-
-    Args:
-        optimizer: Whose update of one parameter looks at no other; accelerate's wrapper may be around it.
-
-    Raises:
-        UnsupportedError: It is none of PyTorch's kind, or its step needs the whole model at once.
+    Values that a step writes into its group (some optimizers count steps there) are written back once per group by
+    :meth:`write_back`. accelerate's wrapper around the optimizer is accepted. Raises :class:`UnsupportedError` for an
+    object that is no torch optimizer, or whose step needs a closure.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -40,22 +35,18 @@ class PerParameterStep:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """All of them, in the optimizer's order."""
+        """All parameters, in the optimizer's order."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def start(self) -> None:
-        """Look at the groups once; their options, such as the learning rate, hold for all updates that follow."""
+        """Read the groups; their options, such as the learning rate, apply to all updates that follow."""
         groups = self.optimizer.param_groups
         self._group_of = {p: number for number, group in enumerate(groups) for p in group["params"]}
         self._options = [{name: value for name, value in g.items() if name != "params"} for g in groups]
         self._after = {}
 
     def update(self, parameter: Tensor) -> None:
-        """Update one parameter by its gradient.
-
-        Args:
-            parameter: One of the optimizer's.
-        """
+        """Update one of the optimizer's parameters with its gradient."""
         number, groups = self._group_of[parameter], self.optimizer.param_groups
         shown = {**self._options[number], "params": [parameter]}
         try:
@@ -64,11 +55,12 @@ class PerParameterStep:
         finally:
             self.optimizer.param_groups = groups
         self._after[number] = shown
-        # Some optimizers write through ``.data``: a graph that still needs the old values must notice.
+        # Some optimizers write through ``.data``, which does not count as a change. With the version increased,
+        # autograd refuses a graph that still needs the old values.
         torch.autograd.graph.increment_version(parameter)
 
-    def settle(self) -> None:
-        """Write into the groups what the updates since :meth:`start` have written."""
+    def write_back(self) -> None:
+        """Write back what the updates since :meth:`start` have written into their groups."""
         for number, after in self._after.items():
             before, group = self._options[number], self.optimizer.param_groups[number]
             for name, value in after.items():
@@ -78,16 +70,9 @@ class PerParameterStep:
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
-    """Return an optimizer's step without the hooks that PyTorch calls around it once a step.
+    """Return an optimizer's step without the hooks that PyTorch runs around it.
 
-    Args:
-        optimizer: Any.
-
-    Returns:
-        A function of the optimizer.
-
-    Raises:
-        UnsupportedError: The step needs a closure: it looks at the whole model several times.
+    Raises :class:`UnsupportedError` if the step needs a closure, which evaluates the whole model several times.
     """
     step: Any = type(optimizer).step
     step = step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -1,4 +1,4 @@
-"""Whether an optimizer updates each parameter by itself: tried out on two small ones before anything starts."""
+"""Tests, on two small parameters, whether an optimizer updates each parameter independently of the others."""
 
 from __future__ import annotations
 
@@ -12,29 +12,23 @@ from torch import nn
 from sparsebp_cli.backward.execution.eager.per_parameter_step import PerParameterStep
 from sparsebp_cli.errors import UnsupportedError
 
-_STEPS = 3  # what looks at the norm of all parameters shows at the first step; what estimates something, later
-_TOLERANCE = 1e-5  # forms for many tensors at once may round differently
+_STEPS = 3  # a dependence on the total norm shows in the first step, one on running estimates later
+_TOLERANCE = 1e-5  # foreach implementations may round differently
 
 
 def refuse_inseparable(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of a parameter depends on the others.
+    """Refuse an optimizer whose update of a parameter depends on other parameters.
 
-    An optimizer that cannot be made again from its own defaults is taken at its word.
-
-    Args:
-        optimizer: The user's; it is not touched.
-
-    Raises:
-        UnsupportedError: Two parameters updated one by one do not become what they become together.
+    The user's optimizer is not changed. One that cannot be constructed from its own defaults is accepted untested.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
-    known = inspect.signature(type(inner)).parameters.keys() - {"fused", "capturable"}  # those are of devices
+    known = inspect.signature(type(inner)).parameters.keys() - {"fused", "capturable"}  # may need an accelerator
     options = {name: value for name, value in inner.defaults.items() if name in known}
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             together = _train(type(inner), options, one_by_one=False)
-        except Exception:  # not a class that is made from its defaults, or not for such parameters: anything may happen
+        except Exception:  # a third-party class may not accept its own defaults, or such parameters
             return
         apart = _train(type(inner), options, one_by_one=True)
     same = all(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE) for a, b in zip(together, apart, strict=True))
@@ -60,7 +54,7 @@ def _train(kind: Any, options: dict[str, Any], *, one_by_one: bool) -> list[nn.P
             for parameter in parameters:
                 single.update(parameter)
                 parameter.grad = None
-            single.settle()
+            single.write_back()
             if num_hooked:
                 raise UnsupportedError(
                     f"update='eager' cannot drive {kind.__name__}: its step calls that of the class below it, whose "

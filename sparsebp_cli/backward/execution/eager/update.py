@@ -1,8 +1,8 @@
-"""The optimizer's step inside the backward: a parameter changes when its gradient is complete, and the gradient goes.
+"""Runs the optimizer inside the backward: each parameter is updated when its gradient is complete, then it is freed.
 
 After Lv, Yang, Liu, Gao, Guo, Qiu: Full Parameter Fine-tuning for Large Language Models with Limited Resources
-(LOMO), 2023, https://arxiv.org/abs/2306.09782. We differ: any optimizer of PyTorch's kind takes part, a hook looks at
-its own parameter alone (LOMO's looks at all of them), and what is shared is updated once, by the sum.
+(LOMO), 2023, https://arxiv.org/abs/2306.09782. We differ: any separable PyTorch optimizer works, each hook handles its
+own parameter (LOMO's scan all of them), and a shared parameter is updated once, with the sum.
 """
 
 from __future__ import annotations
@@ -31,31 +31,26 @@ if TYPE_CHECKING:
 
 
 class EagerUpdate:
-    """Updates parameters while a backward runs; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+    """Updates parameters during a backward; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    Args:
-        model: With the parameters; the optimizer may have more, which are updated in the same way.
-        optimizer: Whose update of one parameter looks at no other.
-        clipping: What gradients are clipped to.
-
-    Raises:
-        UnsupportedError: Another engine updates one of its parameters.
+    Parameters of the optimizer that are not in the model are updated in the same way. Raises
+    :class:`UnsupportedError` if another engine updates one of its parameters already.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, clipping: Clipping) -> None:
         self.clipping = clipping
-        self._single = PerParameterStep(optimizer)
+        self._stepper = PerParameterStep(optimizer)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
-        self._arrivals = GradientCompleteness(model, self._single.parameters)
+        self._completeness = GradientCompleteness(model, self._stepper.parameters)
         self._hooks: dict[Tensor, Any] = {}
         self._pass: EagerPassState | None = None
         self._total: Tensor | None = None  # norm of all gradients of the last step
-        self._has_updated = False  # since the optimizer's last own step
-        self._broken = ""  # what became of a pass since then that did not come to its end
-        self._settling: Any = None
-        self._lock = RLock()  # a backward has a thread for each device of the model
+        self._has_updated = False  # whether a pass has updated parameters since optimizer.step()
+        self._interrupted = ""  # describes a pass since then that was interrupted
+        self._write_back_hook: Any = None
+        self._lock = RLock()  # autograd runs hooks in one thread per device
         self.report: EagerReport | None = None
-        for parameter in self._single.parameters:
+        for parameter in self._stepper.parameters:
             others = (parameter._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001 - no public name
             if any(isinstance(getattr(other, "__self__", None), EagerUpdate) for other in others):
                 taken = self._name(parameter)
@@ -63,27 +58,27 @@ class EagerUpdate:
 
     def install(self, engine: EngineView) -> None:
         self._engine = engine
-        # The optimizer's own step finds no gradients; what it counts in its groups is then as after one step.
-        self._settling = self._single.optimizer.register_step_post_hook(lambda *_: self._single.settle())
+        # optimizer.step() itself finds no gradients, so counters in its groups must be written back after it.
+        self._write_back_hook = self._stepper.optimizer.register_step_post_hook(lambda *_: self._stepper.write_back())
         self._hook_parameters()
-        engine.notes["eager"] = f"update: eager: parameters change inside the backward; {self.clipping.tell()}"
+        engine.notes["eager"] = f"update: eager: parameters change inside the backward; {self.clipping.describe()}"
 
     def remove(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
-        self._settling.remove()
-        self._arrivals.remove()
+        self._write_back_hook.remove()
+        self._completeness.remove()
 
     def enable(self, enabled: bool) -> None:
-        """Do nothing: outside of :meth:`run_pass` a backward leaves its gradients where they are."""
+        """Do nothing: outside of :meth:`run_pass` a backward leaves gradients in ``.grad``."""
 
     def start_step(self, step: Step) -> None:  # noqa: ARG002 - all steps are alike
-        self._has_updated, self._broken = False, ""
+        self._has_updated, self._interrupted = False, ""
 
     @property
     def gradient_norm(self) -> float:
-        """2-norm of all gradients of the last pass that updated, before they were clipped; 0 before the first."""
+        """2-norm of all gradients of the last updating pass, before clipping; 0 before the first."""
         return 0.0 if self.report is None else self.report.gradient_norm
 
     @property
@@ -100,7 +95,7 @@ class EagerUpdate:
         return {"gradient_norm": self.previous_norm}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Restore the norm from a state."""
         self.previous_norm = state["gradient_norm"]
 
     def run_pass(
@@ -111,69 +106,61 @@ class EagerUpdate:
         backward: Callable[..., object] | None = None,
         updates: bool,
     ) -> None:
-        """Run a backward pass.
+        """Run a backward pass; see :meth:`~sparsebp_cli.backward.core.extension.RunsPass.run_pass`.
 
-        Args:
-            loss: What is differentiated.
-            differentiate: Runs the pass, with the arguments of ``loss.backward``.
-            backward: What the user runs a pass with; None: ``torch.Tensor.backward``.
-            updates: Whether parameters change in it; else their gradients are left where they are.
-
-        Raises:
-            UsageError: Parameters were updated in this step before, maybe in a pass that broke off; or one got a
-                gradient after its update.
-            UnsupportedError: ``backward`` scales the loss, or takes the gradients away.
-            DivergedError: A gradient is not finite.
+        Raises :class:`UsageError` if this step has updated parameters before, perhaps in an interrupted pass, or a
+        parameter got a gradient after its update; :class:`UnsupportedError` if ``backward`` scales the loss or takes
+        gradients away; :class:`DivergedError` if a gradient is not finite.
         """
         refuse_scaling(backward)
         if not updates:
-            self._arrivals.pass_over()
+            self._completeness.skip()
             differentiate()
             return
-        if self._broken:
-            raise UsageError(f"{self._broken}: go back to a checkpoint, or call optimizer.step() to go on from there")
+        if self._interrupted:
+            raise UsageError(f"{self._interrupted}: load a checkpoint, or call optimizer.step() to continue from there")
         if self._has_updated:
             raise UsageError(
                 "update='eager' has updated the parameters in this step already: call optimizer.step() after each "
                 "engine.backward(loss), or engine.backward(loss, is_last=False) for all but its last micro-batch"
             )
         self._hook_parameters()
-        self._arrivals.survey(loss)
+        self._completeness.read_graph(loss)
         is_exact, keeps = self.clipping.by == "exact", bool(self._held())
         if keeps:
             self._engine.notes["eager accumulation"] = (
                 "update: eager: gradients of earlier micro-batches are kept for the last one's pass: no memory is saved"
             )
-        # Gradients of earlier micro-batches are there to the end anyway: then one pass is enough.
-        looks_first = is_exact and not keeps
-        if looks_first:
-            under_way = EagerPassState(lambda parameter, _: _free(parameter), updates=False)
-            spared = preserve_grads({*self._arrivals.leaves, *self._names} - set(self._single.parameters))
-            # The same step and draw: policies decide in both passes alike.
-            with self._engine.probing(draw=self._engine.now().draw), self._passing(under_way), spared:
+        # Accumulated gradients exist until the end anyway, so their total norm needs no pass of its own.
+        measures_first = is_exact and not keeps
+        if measures_first:
+            state = EagerPassState(lambda parameter, _: _free(parameter), updates=False)
+            spared = preserve_grads({*self._completeness.leaves, *self._names} - set(self._stepper.parameters))
+            # With the same step and draw, policies decide alike in both passes.
+            with self._engine.probing(draw=self._engine.now().draw), self._running(state), spared:
                 differentiate(retain_graph=True)
-                self._finish_all(under_way)
-            self._total = under_way.total(self._single.parameters)
+                self._finish_all(state)
+            self._total = state.total(self._stepper.parameters)
             self._check_total(self._total, num_updated=0)
-        self._single.start()
-        at_once = self._arrivals.bytes_at_once
-        under_way = EagerPassState(self._update, early=looks_first or not is_exact, bytes_most=at_once)
-        with self._noting(under_way), self._passing(under_way):
+        self._stepper.start()
+        at_once = self._completeness.bytes_at_once
+        state = EagerPassState(self._update, early=measures_first or not is_exact, bytes_most=at_once)
+        with self._recording_interruption(state), self._running(state):
             differentiate()
-            num_early, late = len(under_way.done), self._held()
-            if not under_way.early and late:
+            num_early, late = len(state.done), self._held()
+            if not state.early and late:
                 self._total = total_of([norm_of(_gradient(p)) for p in late])
                 self._check_total(self._total, num_updated=0)
-            self._finish_all(under_way)
-            self._total = under_way.total(self._single.parameters)
-            self._check_total(self._total, num_updated=len(under_way.done))
+            self._finish_all(state)
+            self._total = state.total(self._stepper.parameters)
+            self._check_total(self._total, num_updated=len(state.done))
         self._has_updated = True
         waited = tuple(self._name(p) for p in late)
-        self.report = EagerReport(num_early, waited, under_way.bytes_most, float(self._total))
-        self._tell(waited, all_wait=not under_way.early)
+        self.report = EagerReport(num_early, waited, state.bytes_most, float(self._total))
+        self._note_late_updates(waited, all_wait=not state.early)
 
-    def _tell(self, waited: Sequence[str], *, all_wait: bool) -> None:
-        """Note what the user may not expect; the first pass may know less than those that follow."""
+    def _note_late_updates(self, waited: Sequence[str], *, all_wait: bool) -> None:
+        """Add report notes on parameters that are updated late; the first pass is left out, since it may know less."""
         if all_wait:
             why = "clipping by the exact norm of accumulated gradients needs all of them"
             self._engine.notes["eager wait"] = f"update: eager: parameters are updated after the backward: {why}"
@@ -186,16 +173,16 @@ class EagerUpdate:
     def _update(self, parameter: Tensor, norm: Tensor) -> None:
         try:
             self.clipping.clip(parameter, norm, self._total)
-            self._single.update(parameter)
+            self._stepper.update(parameter)
         finally:
-            _free(parameter)  # also where it breaks off in between: nothing is applied twice
+            _free(parameter)  # also after an error, so that no gradient is applied twice
 
     @contextmanager
-    def _passing(self, under_way: EagerPassState) -> Iterator[None]:
-        self._pass = under_way
+    def _running(self, state: EagerPassState) -> Iterator[None]:
+        self._pass = state
         for parameter in self._held():
-            under_way.hold(parameter)
-        # Runs where checkpointing runs forwards again inside the backward.
+            state.hold(parameter)
+        # Fires when checkpointing runs a forward again inside the backward.
         watch = register_module_forward_pre_hook(self._refuse_changed)
         try:
             yield
@@ -204,73 +191,75 @@ class EagerUpdate:
             watch.remove()
 
     @contextmanager
-    def _noting(self, under_way: EagerPassState) -> Iterator[None]:
-        """If a pass breaks off, say how far it came: memory that ran out, a hook of the user's, Ctrl-C."""
+    def _recording_interruption(self, state: EagerPassState) -> Iterator[None]:
+        """Record how far a pass came if it is interrupted, by lack of memory, a user's hook or Ctrl-C."""
         try:
             yield
         except BaseException as error:
-            if under_way.done:
-                done = f"{len(under_way.done)} of {len(self._hooks)} parameters"
-                self._broken = f"a backward of this step broke off after {done} had been updated"
-                error.add_note(f"update='eager': {self._broken}")
+            if state.done:
+                done = f"{len(state.done)} of {len(self._hooks)} parameters"
+                self._interrupted = f"a backward of this step broke off after {done} had been updated"
+                error.add_note(f"update='eager': {self._interrupted}")
             raise
 
     def _hook_parameters(self) -> None:
-        """A parameter that is frozen takes no hook; it may be thawed later."""
-        for parameter in self._single.parameters:
+        """Hook the trainable parameters; called before each pass, since a frozen one may be unfrozen later."""
+        for parameter in self._stepper.parameters:
             if parameter.requires_grad and parameter not in self._hooks:
                 hook: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks[parameter] = hook(self._arrive)
+                self._hooks[parameter] = hook(self._on_gradient)
 
-    def _arrive(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         with self._lock:
-            self._take(parameter)
+            self._handle(parameter)
 
-    def _take(self, parameter: Tensor) -> None:
-        under_way = self._pass
-        if under_way is None or parameter.grad is None:  # a router may have cut every way to it
+    def _handle(self, parameter: Tensor) -> None:
+        state = self._pass
+        if state is None or parameter.grad is None:  # a router may have cut every path to it
             return
-        if parameter in under_way.done:
+        if parameter in state.done:
             raise UsageError(
                 f"{self._name(parameter)} got another gradient after its update: it is used where neither the graph "
                 "nor the forward of the model shows it; use update='deferred'"
             )
-        if parameter in under_way.waiting:
+        if parameter in state.waiting:
             return
-        under_way.hold(parameter)
-        if under_way.early and self._arrivals.is_complete(parameter):
-            self._finish(under_way, parameter)
+        state.hold(parameter)
+        if state.early and self._completeness.is_complete(parameter):
+            self._finish(state, parameter)
         else:
-            under_way.waiting[parameter] = None
+            state.waiting[parameter] = None
 
     def _refuse_changed(self, module: nn.Module, _: Any) -> None:
-        """What a module computes again with weights that have changed is not what it computed before.
+        """Refuse a forward that runs again, inside the backward, with a parameter that was updated since.
 
-        That happens where no gradient comes back from a use: else the update would have waited for it.
+        That happens if no gradient comes back from the first use; otherwise the update would have waited for it.
         """
-        under_way = self._pass
-        if under_way is None or not under_way.updates:
+        state = self._pass
+        if state is None or not state.updates:
             return
         for parameter in module.parameters(recurse=False):
-            if parameter in under_way.done:
+            if parameter in state.done:
                 raise UsageError(
                     f"{self._name(parameter)} is needed again after its update: a use from which no gradient comes "
                     "back is computed once more inside the backward (checkpointing does so); use update='deferred'"
                 )
 
-    def _finish(self, under_way: EagerPassState, parameter: Tensor) -> None:
+    def _finish(self, state: EagerPassState, parameter: Tensor) -> None:
         norm = norm_of(_gradient(parameter))
-        if norm.device.type == "cpu" and not math.isfinite(norm):  # elsewhere one would have to wait for each
-            self._refuse(norm, self._name(parameter), len(under_way.done) if under_way.updates else 0)
-        under_way.norms[parameter] = norm
-        under_way.done.add(parameter)  # from here on it may have changed
-        under_way.finishes(parameter, norm)
-        under_way.bytes_now -= under_way.held.pop(parameter)
+        if norm.device.type == "cpu" and not math.isfinite(norm):  # elsewhere each check would synchronise
+            self._refuse(norm, self._name(parameter), len(state.done) if state.updates else 0)
+        state.norms[parameter] = norm
+        state.done.add(parameter)  # before `finish`, since an interrupted update may have changed it
+        state.finish(parameter, norm)
+        state.bytes_now -= state.held.pop(parameter)
 
-    def _finish_all(self, under_way: EagerPassState) -> None:
-        """Finish what waited, and what earlier micro-batches alone have reached, in the optimizer's order."""
+    def _finish_all(self, state: EagerPassState) -> None:
+        """Finish the waiting parameters, and those that only earlier micro-batches reached, in the optimizer's
+        order.
+        """
         for parameter in self._held():
-            self._finish(under_way, parameter)
+            self._finish(state, parameter)
 
     def _check_total(self, total: Tensor, num_updated: int) -> None:
         if not math.isfinite(total):
@@ -283,7 +272,7 @@ class EagerUpdate:
         )
 
     def _held(self) -> list[Tensor]:
-        return [p for p in self._single.parameters if p.grad is not None]
+        return [p for p in self._stepper.parameters if p.grad is not None]
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(parameter, "a parameter of the optimizer that is not in the model")
@@ -299,15 +288,9 @@ def _free(parameter: Tensor) -> None:
 
 
 def refuse_scaling(backward: Callable[..., object] | None) -> None:
-    """Refuse what multiplies the loss, and would divide gradients by as much when they are no longer there.
+    """Refuse a ``backward`` that scales the loss, since gradients are gone before they could be scaled back.
 
-    Also what takes the gradients elsewhere, so that none would arrive at a parameter.
-
-    Args:
-        backward: What runs a pass, such as ``accelerator.backward``.
-
-    Raises:
-        UnsupportedError: It has a scaler, or is a store's.
+    Also refuse that of a GradStore, which keeps gradients from arriving at parameters.
     """
     owner = getattr(backward, "__self__", None)
     if isinstance(owner, GradStore):

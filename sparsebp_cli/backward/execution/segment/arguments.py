@@ -1,7 +1,7 @@
-"""What layers are given and what they give: tensors, in tuples, lists and dicts. What hides from these is refused.
+"""Checks of a layer's arguments and outputs: tensors in tuples, lists and dicts are supported, hidden ones are refused.
 
-A segment runs twice, and its gradients go the way of its arguments and outputs. A tensor inside of some object would be
-passed by, and what a layer writes into a list or an object that it was given would be written twice, or nowhere.
+A segment runs twice, and its gradients flow through its arguments and outputs. A tensor inside another object would
+be missed, and a list or object that a layer writes into would be written twice, or not at all.
 """
 
 from __future__ import annotations
@@ -17,25 +17,13 @@ _ALLOWED = "allowed: tensors, and tuples, lists and dicts of them"
 
 
 class ArgumentSnapshot:
-    """What is in the lists, dicts and objects of a tree, to find out later which have other contents.
-
-    Args:
-        tree: Arguments of a layer.
-    """
+    """The contents of lists, dicts and objects among a layer's arguments, to find those that the layer changes."""
 
     def __init__(self, tree: Any) -> None:
         self._found = [(container, _values(container)) for container in _containers(tree)]
 
     def refuse_changed(self, output: Any, where: str) -> None:
-        """Refuse a layer that writes into what it was given, unless it returns it.
-
-        Args:
-            output: Of the layer.
-            where: What errors call the layer.
-
-        Raises:
-            UnsupportedError: It does.
-        """
+        """Raise :class:`UnsupportedError` if the layer changed an argument that it does not return."""
         changed = [c for c, before in self._found if not _are_same(before, _values(c))]
         if not changed:
             return
@@ -49,15 +37,9 @@ class ArgumentSnapshot:
 
 
 def refuse_hidden(leaves: Iterable[Any], where: str, *, given: bool) -> None:
-    """Refuse tensors inside of objects, whose gradients would be lost.
+    """Raise :class:`UnsupportedError` for a tensor inside an object, whose gradient would be lost.
 
-    Args:
-        leaves: Of arguments or of an output.
-        where: What errors call the layer.
-        given: Whether they are arguments; among these, objects may hold what has no gradient, such as masks.
-
-    Raises:
-        UnsupportedError: There is one.
+    Objects among arguments (``given``) may hold tensors without gradients, such as masks.
     """
     for leaf in leaves:
         for value in () if isinstance(leaf, Tensor) else _values(leaf):
@@ -70,7 +52,7 @@ def refuse_hidden(leaves: Iterable[Any], where: str, *, given: bool) -> None:
 
 
 def _containers(tree: Any) -> Iterator[Any]:
-    """Every list, dict and object with tensors in it, outer ones first."""
+    """Yield every list, dict and object with tensors in it, outer ones first."""
     if isinstance(tree, Tensor):
         return
     if isinstance(tree, list | dict) or (not isinstance(tree, tuple) and _values(tree)):
@@ -81,7 +63,7 @@ def _containers(tree: Any) -> Iterator[Any]:
 
 
 def _values(container: Any) -> list[Any]:
-    """What a list or dict contains; of an object the tensors among its attributes."""
+    """Return the contents of a list or dict; of an object, the tensors among its attributes."""
     if isinstance(container, list):
         return list(container)
     if isinstance(container, dict):
@@ -97,11 +79,7 @@ def _are_same(before: list[Any], after: list[Any]) -> bool:
 
 
 class NoGradientHook:
-    """Hook of a tensor inside a segment: a gradient that arrives there would be lost.
-
-    Args:
-        name: Of the layer that computed it.
-    """
+    """Tensor hook inside a segment, of the layer ``name``: refuses a gradient, which would be lost there."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""Segmented backward of modules that run one after the other, without a model around them and without ``attach``."""
+"""Segmented backward of modules that run one after the other, without ``attach``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.arguments import NoGradientHook, refuse_hidden
 from sparsebp_cli.backward.execution.segment.forward_context import ForwardContext, Versions
-from sparsebp_cli.backward.execution.segment.split import split
+from sparsebp_cli.backward.execution.segment.split import split_evenly
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 Module = Callable[[Any], Any]
@@ -26,33 +26,33 @@ def segmented_backward(
     num_segments: int | None = None,
     store: GradStore | None = None,
 ) -> tuple[Tensor, GradStore]:
-    """Run forward and backward segment by segment, so that no two of them hold their activations at once.
+    """Run forward and backward segment by segment, so that no two segments store their activations at once.
 
-    The forward runs each segment without a graph and keeps its input alone. Then, from the last segment to the first,
-    each is run with a graph and differentiated; the gradient of its input goes on to the segment before, and those of
-    parameters are added to one store, in which weights that segments share are summed. The last segment runs once, the
-    others twice: dropout, autocast and running statistics are as if they had run once.
+    The forward runs each segment without a graph and stores its input only. Then each segment, from the last to the
+    first, runs with a graph and is differentiated; the gradient of its input goes to the segment before it, and
+    gradients of parameters go to one store, which sums those of shared weights. The last segment runs once, the others
+    twice; dropout, autocast and running statistics behave as if they had run once.
 
         loss, store = sbp.segmented_backward(model, x, lambda y: mse_loss(y, target), num_segments=4)
         store.apply()
         optimizer.step()
 
     Args:
-        segments: An ``nn.Sequential``, or modules or functions of one argument; each is a segment, and so is a sequence
-            of them.
-        x: Of the first segment. What a segment gives is the next one's only argument, as in ``nn.Sequential``: a
-            tensor, or tuples, lists and dicts of tensors.
-        loss_fn: From the last segment's output to a loss of one number. It may have parameters of its own.
-        num_segments: Join the entries of ``segments`` to so many; None: as they stand.
-        store: Where gradients are added, such as over micro-batches; None: a new one.
+        segments: An ``nn.Sequential``, or modules or functions of one argument; each entry, or sequence of them, is a
+            segment.
+        x: The input of the first segment. A segment's output is the only argument of the next, as in ``nn.Sequential``:
+            a tensor, or tuples, lists and dicts of tensors.
+        loss_fn: Maps the last segment's output to a scalar loss. It may have parameters of its own.
+        num_segments: Join the entries of ``segments`` to this many; None: one segment per entry.
+        store: The store that gradients are added to, such as over micro-batches; None: a new one.
 
     Returns:
         The loss, without a graph, and the store. An ``x`` that requires grad has its gradient in the store.
 
     Raises:
-        UsageError: An argument is of another kind, there are no segments, fewer than ``num_segments``, gradients are
-            disabled, ``x`` was computed, or the loss is not one number that depends on something trained.
-        UnsupportedError: A segment changes its input in place, or is given or gives a tensor inside of some object.
+        UsageError: An argument has the wrong type, there are no segments or fewer than ``num_segments``, gradients are
+            disabled, ``x`` is not a leaf, or the loss is not one number that depends on a trained tensor.
+        UnsupportedError: A segment changes its input in place, or takes or returns a tensor inside another object.
     """
     parts = _join(segments, num_segments)
     if not callable(loss_fn):
@@ -63,14 +63,14 @@ def segmented_backward(
         raise UsageError("segmented_backward needs gradients: call it outside of torch.no_grad()")
     if any(isinstance(leaf, Tensor) and not leaf.is_leaf for leaf in tree_flatten(x)[0]):
         raise UsageError("x was computed: give x.detach().requires_grad_(), and take its gradient out with store.pop")
-    passed: list[_Pass] = []
+    runs: list[_SegmentRun] = []
     value, reaches = x, any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_flatten(x)[0])
     for number, part in enumerate(parts[:-1]):
         reaches = reaches or any(_is_trained(module) for module in part)
-        passed.append(_Pass(number, part, value))
-        value = passed[-1].run_without_graph(wants_grad=reaches)
+        runs.append(_SegmentRun(number, part, value))
+        value = runs[-1].run_without_graph(wants_grad=reaches)
         if not reaches:
-            passed.pop()  # nothing before it is trained, and it is not run again
+            runs.pop()  # nothing up to here is trained, so it needs no backward
     loss = loss_fn(_run(parts[-1], value))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -79,38 +79,32 @@ def segmented_backward(
     found.backward(loss)
     loss = loss.detach()
     del value
-    while passed:
-        passed.pop().run_backward(found)
+    while runs:
+        runs.pop().run_backward(found)
     return loss, found if store is None else store.merge(found)
 
 
-class _Pass:
-    """One segment between its forward and its backward.
-
-    Args:
-        number: Of the segment, from 0.
-        part: What runs.
-        value: Its input.
-    """
+class _SegmentRun:
+    """One segment, from its forward to its backward."""
 
     def __init__(self, number: int, part: Sequence[Module], value: Any) -> None:
         self._number, self._part = number, part
-        # Apart, so that each run has lists and dicts of its own, into which a module may write.
+        # Flattened, so that each run gets new lists and dicts, which a module may change.
         self._leaves, self._spec = tree_flatten(value)
         self._outputs: list[Any] = []
 
     def run_without_graph(self, *, wants_grad: bool) -> Any:
-        """Return the output: leaves, which require grad if that is wanted."""
+        """Return the output as leaves, which require grad if ``wants_grad``."""
         where = f"segment {self._number}"
         refuse_hidden(self._leaves, where, given=True)
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         versions = Versions()
         for tensor in tensors:
             versions.note(tensor)
-        self._surrounding = ForwardContext((m for m in self._part if isinstance(m, nn.Module)), tensors)
-        with torch.no_grad(), self._surrounding.without_cache():
+        self._context = ForwardContext((m for m in self._part if isinstance(m, nn.Module)), tensors)
+        with torch.no_grad(), self._context.without_cache():
             output = _run(self._part, tree_unflatten(self._leaves, self._spec))
-        self._surrounding.settle(self._as_mark)
+        self._context.keep_changes(self._guarded)
         if versions.find_changed() is not None:
             raise UnsupportedError(f"{where} changes its input in place: begin it with another module")
         refuse_hidden(tree_flatten(output)[0], where, given=False)
@@ -118,21 +112,24 @@ class _Pass:
         self._outputs = tree_flatten(output)[0]
         return output
 
-    def _as_mark(self, tensor: Tensor) -> Tensor:
-        """Return a tensor that a module has kept so that no gradient may arrive at it: it was made without a graph."""
-        mark = tensor.detach()
-        if mark.is_floating_point() or mark.is_complex():
-            mark.requires_grad_().register_hook(NoGradientHook(f"segment {self._number}"))  # type: ignore[no-untyped-call]
-        return mark
+    def _guarded(self, tensor: Tensor) -> Tensor:
+        """Return a detached copy of a tensor that a module has stored, with a hook that refuses gradients.
+
+        The tensor was made without a graph, so a gradient that arrives at it would be lost.
+        """
+        guarded = tensor.detach()
+        if guarded.is_floating_point() or guarded.is_complex():
+            guarded.requires_grad_().register_hook(NoGradientHook(f"segment {self._number}"))  # type: ignore[no-untyped-call]
+        return guarded
 
     def run_backward(self, store: GradStore) -> None:
-        """Run with a graph, take the output's gradients out of the store, and put in what follows from them."""
+        """Run with a graph, take the output's gradients from the store, and add the resulting gradients to it."""
         wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._outputs]
         grads = [store.pop(leaf, None) if wants else None for leaf, wants in zip(self._outputs, wanted, strict=True)]
         self._outputs = []
         if all(grad is None for grad in grads):
             return
-        with self._surrounding.again():
+        with self._context.restored():
             outputs = tree_flatten(_run(self._part, tree_unflatten(self._leaves, self._spec)))[0]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         del outputs
@@ -157,7 +154,7 @@ def _join(segments: Iterable[Module | Sequence[Module]], num_segments: int | Non
         )
     if num_segments is None:
         return parts
-    starts = split(len(parts), num_segments)
+    starts = split_evenly(len(parts), num_segments)
     ends = [*starts[1:], len(parts)]
     return [[module for part in parts[a:b] for module in part] for a, b in zip(starts, ends, strict=True)]
 
@@ -169,7 +166,7 @@ def _run(part: Sequence[Module], value: Any) -> Any:
 
 
 def _is_trained(module: Module) -> bool:
-    """Whether gradients end in it; of a function nobody knows."""
+    """Whether a module has trained parameters; assumed of plain functions."""
     return not isinstance(module, nn.Module) or any(p.requires_grad for p in module.parameters())
 
 

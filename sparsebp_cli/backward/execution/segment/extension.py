@@ -1,9 +1,9 @@
 """Segments in a model whose own forward runs its layers, for ``attach(model, policies, segments=...)``.
 
-The layers of all segments but the last run without a graph, and the last layer of each hands its output on through a
-Function of autograd that has kept what the segment was given. Its backward runs the layers again, with a graph, and
-differentiates them. Parameters are inputs of that Function, so that the sums over segments that share them, over
-micro-batches and over processes are autograd's own, and hooks run once, when the last contribution has arrived.
+The layers of all segments but the last run without a graph. The last layer of each returns its output through an
+autograd Function that stores the segment's arguments; its backward runs the layers again with a graph and
+differentiates them. Parameters are inputs of that Function, so autograd itself sums their gradients over segments that
+share them, over micro-batches and over processes, and hooks run once, after the last contribution.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_unflatten
 
 from sparsebp_cli.backward.execution.segment.function import SegmentFunction, SegmentWork
 from sparsebp_cli.backward.execution.segment.recorded_forward import RecordedForward
-from sparsebp_cli.backward.execution.segment.split import LayerSequence, cut, find_layers
-from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.execution.segment.split import LayerSequence, find_layers, split_layers
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 class Segments:
     """The segments of one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    They are how a step is executed and no policy, so they stay in force where policies are disabled: as with
-    checkpointing, dense and policy are compared in the same way of running.
+    Segments are a way to execute a step and no policy, so they stay active where policies are disabled: as with
+    checkpointing, dense and policy are compared under the same execution.
 
     Args:
-        model: Its layers are found by themselves.
-        segments: How many, or the first module of each.
+        model: The model; its list of layers is found automatically.
+        segments: The number of segments, or the first module of each.
 
     Raises:
         UsageError: There are not so many layers, or the names are not layers in their order.
-        UnsupportedError: The model has no list of layers, or they are checkpointed, or dropped at random.
+        UnsupportedError: The model has no list of layers, or its layers are checkpointed or skipped at random.
     """
 
     def __init__(self, model: nn.Module, segments: int | Sequence[str]) -> None:
         self._layers: LayerSequence = find_layers(model)
-        self.segments = cut(segments, self._layers)
+        self.segments = split_layers(segments, self._layers)
         for name, module in model.named_modules():
             if getattr(module, "gradient_checkpointing", False):
                 where = f" (at {name!r})" if name else ""
@@ -52,54 +52,40 @@ class Segments:
                     f"segments and activation checkpointing{where} in one model are not built: "
                     "switch checkpointing off, segments compute layers again as well"
                 )
-        dropped = getattr(self._layers.owner, "layerdrop", 0.0)  # transformers' name, of speech and of BART's kind
+        dropped = getattr(self._layers.owner, "layerdrop", 0.0)  # an attribute of transformers' speech models and BART
         if isinstance(dropped, float | int) and dropped > 0.0:
             name = type(self._layers.owner).__name__
             raise UnsupportedError(f"segments: {name} skips layers at random (layerdrop={dropped}): set it to 0")
-        self._checked: set[str] = set()  # segments whose layers use nothing that is not theirs
+        self._checked: set[str] = set()  # segments whose layers use only their own parameters and arguments
         self._position = -1  # of the layer that ran last in this forward
-        self._passage: RecordedForward | None = None
+        self._recorded: RecordedForward | None = None
         self._hook: Any = None
+        self._patches = ForwardPatches()
 
     def install(self, engine: EngineView) -> None:
         names = self._layers.names
         starts = ", ".join(names[part[0]] for part in self.segments)
         engine.notes["segments"] = f"layers run in segments that begin with {starts}; all but the last are run again"
-        self._hook = self._layers.owner.register_forward_pre_hook(_Start(self))
+        self._hook = self._layers.owner.register_forward_pre_hook(_StartHook(self))
         for module in dict.fromkeys(self._layers.modules):
-            module.forward = LayerOverride(module, self, module.__dict__.get("forward"))
+            self._patches.install(module, LayerOverride(module, self))
 
     def remove(self) -> None:
         self._hook.remove()
-        for module in dict.fromkeys(self._layers.modules):
-            bound = module.__dict__.pop("forward")
-            if bound.covered is not None:
-                module.forward = bound.covered
+        self._patches.remove()
 
     def enable(self, enabled: bool) -> None:
-        """Stay in force: see the class."""
+        """Do nothing: segments stay active, see the class."""
 
     def start_step(self, step: Step) -> None:
         """Do nothing: every step is the same."""
 
     def start_forward(self) -> None:
-        """Begin with the first layer, whatever became of the forward before."""
-        self._position, self._passage = -1, None
+        """Reset to the first layer, even if the forward before was interrupted."""
+        self._position, self._recorded = -1, None
 
     def run(self, layer: LayerOverride, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a layer as its place in a segment demands.
-
-        Args:
-            layer: The layer.
-            args: Its arguments.
-            kwargs: Its named arguments.
-
-        Returns:
-            What it gives.
-
-        Raises:
-            UnsupportedError: It cannot be run so.
-        """
+        """Run a layer according to its position in a segment, and return its output."""
         if not torch.is_grad_enabled():
             return layer.plain(*args, **kwargs)
         try:
@@ -108,14 +94,14 @@ class Segments:
             if segment is self.segments[-1]:
                 return layer.plain(*args, **kwargs)
             if position == segment[0]:
-                self._passage = self._open(segment)
-            assert self._passage is not None
-            passage = self._passage
-            output = passage.run(layer.plain, args, kwargs)
+                self._recorded = self._open(segment)
+            assert self._recorded is not None
+            recorded = self._recorded
+            output = recorded.run(layer.plain, args, kwargs)
             if position < segment[-1]:
                 return output
-            self._passage = None
-            return self._close(passage, output)
+            self._recorded = None
+            return self._close(recorded, output)
         except BaseException:
             self.start_forward()
             raise
@@ -125,7 +111,7 @@ class Segments:
         follows = (self._position + 1) % len(modules)
         if modules[follows] is module:
             return follows
-        if self._passage is None and modules[0] is module:  # layers that are run without their owner
+        if self._recorded is None and modules[0] is module:  # the layers were called without their owner's forward
             return 0
         names = self._layers.names
         raise UnsupportedError(
@@ -139,44 +125,36 @@ class Segments:
             raise UnsupportedError("segments of sharded weights (FSDP2) are not built: use DDP")
         return RecordedForward([names[n] for n in segment], [modules[n] for n in segment])
 
-    def _close(self, passage: RecordedForward, output: Any) -> Any:
-        leaves, places, spec = passage.finish(output)
-        given = passage.forget()
+    def _close(self, recorded: RecordedForward, output: Any) -> Any:
+        leaves, places, spec = recorded.finish(output)
+        given = recorded.release()
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if places and any(t.requires_grad for t in (*given, *passage.parameters)):
-            work = SegmentWork(passage, tuple(places), len(given), self._checked)
-            results = SegmentFunction.apply(work, [leaves[n] for n in places], *given, *passage.parameters)  # type: ignore[no-untyped-call]
+        if places and any(t.requires_grad for t in (*given, *recorded.parameters)):
+            work = SegmentWork(recorded, tuple(places), len(given), self._checked)
+            results = SegmentFunction.apply(work, [leaves[n] for n in places], *given, *recorded.parameters)  # type: ignore[no-untyped-call]
             for place, result in zip(places, results, strict=True):
                 leaves[place] = result
         return tree_unflatten(leaves, spec)
 
 
 class LayerOverride(ForwardOverride):
-    """The ``forward`` of one layer.
+    """The ``forward`` of one layer."""
 
-    Args:
-        module: The layer.
-        segments: Who runs it.
-        covered: What stood in its place.
-    """
-
-    def __init__(self, module: nn.Module, segments: Segments, covered: Any) -> None:
-        self.module, self.segments, self.covered = module, segments, covered
-        # In a compiled model the layers run as they are: what is run again in a backward is no part of a graph.
-        # Not a decorator, which would import torch._dynamo with this file.
+    def __init__(self, module: nn.Module, segments: Segments) -> None:
+        self.module, self.segments = module, segments
+        # torch.compile cannot trace a Function that runs layers again in its backward. Used as a decorator, disable
+        # would import torch._dynamo with this file.
         self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(segments.run)
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer as if there were no segments."""
-        if self.covered is not None:
-            return self.covered(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        """Run the layer as without segments."""
+        return self.run_covered(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self, args, kwargs)
+        return self.plain(*args, **kwargs) if self.is_removed else self._run(self, args, kwargs)
 
 
-class _Start:
+class _StartHook:
     def __init__(self, segments: Segments) -> None:
         self._start: Callable[[], None] = cast("Any", torch.compiler).disable(segments.start_forward)
 

@@ -1,7 +1,7 @@
-"""What a forward finds beside its arguments, noted for running it again.
+"""The state that a forward depends on besides its arguments, saved to run the forward again.
 
-Random generators (of PyTorch, of Python and of numpy: layers may be dropped by either), autocast, buffers and whatever
-else modules keep, and which of them are training.
+That is the random generators of PyTorch, Python and numpy (layers may be dropped by either), autocast, buffers and
+other module state, and which modules are training.
 """
 
 from __future__ import annotations
@@ -23,36 +23,26 @@ from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 
 @dataclass
 class _Buffer:
-    """One buffer of one module, as it was when the forward began.
-
-    Args:
-        module: Whose.
-        name: In the module.
-        tensor: The buffer itself.
-        version: Counts changes in place.
-        value: A copy.
-    """
+    """One buffer of a module, as it was when the forward began."""
 
     module: nn.Module
     name: str
     tensor: Tensor
-    version: int
-    value: Tensor
+    version: int  # counts changes in place
+    value: Tensor  # a copy
 
     @property
     def is_changed(self) -> bool:
-        """Whether the module has changed it, in place or by another tensor, since it was noted."""
+        """Whether the module has changed the buffer since, in place or by assigning another tensor."""
         if getattr(self.module, self.name, None) is not self.tensor or _version(self.tensor) != self.version:
             return True
-        return not torch.equal(self.tensor, self.value)  # batch norm changes its statistics without counting
+        return not torch.equal(self.tensor, self.value)  # batch norm writes without increasing the version
 
 
 class ForwardContext:
-    """Noted when it is made, which is just before the forward.
+    """Context of a forward, saved when this object is created, just before the forward.
 
-    Args:
-        modules: That will run; their buffers are noted, such as running statistics.
-        tensors: Arguments; their devices and those of the modules have generators that may be drawn from.
+    ``modules`` will run; ``tensors`` are their arguments. Generators of the devices of both are saved.
     """
 
     def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> None:
@@ -70,23 +60,20 @@ class ForwardContext:
         self._training = [(module, module.training) for module in inner]
         self._host: tuple[Any, bytes] | None = _get_host()
 
-    def settle(self, mark: Callable[[Tensor], Tensor]) -> None:
-        """Forget what the forward, which has ended, did not change.
-
-        Args:
-            mark: Of tensors that a module has newly kept, as in :meth:`ModuleState.settle`.
+    def keep_changes(self, guard: Callable[[Tensor], Tensor]) -> None:
+        """Drop what the forward, which has ended, did not change; ``guard`` is as in
+        :meth:`ModuleState.keep_changes`.
         """
         self._buffers = [buffer for buffer in self._buffers if buffer.is_changed]
-        self._state.settle(mark)
+        self._state.keep_changes(guard)
         if self._host == _get_host():
             self._host = None
 
     @contextmanager
     def without_cache(self) -> Iterator[None]:
-        """Run with autocast as it is, but without its cache: a weight that is cast without a graph has none later on.
+        """Run with the current autocast, but without its cache.
 
-        Yields:
-            None: As long as autocast has no cache.
+        A weight cast in a forward without a graph would be cached without one, and the second run would reuse it.
         """
         with ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
@@ -94,18 +81,14 @@ class ForwardContext:
             yield
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Run as the forward was run. Afterwards generators and buffers are as they were before.
-
-        Yields:
-            None: As long as everything is as it was.
-        """
+    def restored(self) -> Iterator[None]:
+        """Restore the saved context for a second run of the forward, and the present one afterwards."""
         now = [(buffer, getattr(buffer.module, buffer.name, None)) for buffer in self._buffers]
         switched = [(module, module.training) for module, was in self._training if module.training != was]
         host = None if self._host is None else _get_host()
         with ExitStack() as stack:
             stack.enter_context(self.without_cache())
-            stack.enter_context(self._state.again())
+            stack.enter_context(self._state.restored())
             for device, states in self._generators.items():
                 stack.enter_context(generators_at(states, device))
             try:
@@ -124,22 +107,22 @@ class ForwardContext:
 
 
 class Versions:
-    """Tensors that must not be changed in place, since a forward that is run again begins with them."""
+    """Tensors that must not change in place, because a second run of the forward starts from them."""
 
     def __init__(self) -> None:
         self._noted: dict[int, tuple[Tensor, int]] = {}
 
     def note(self, tensor: Tensor) -> None:
-        """Remember a tensor as it is."""
+        """Record a tensor's version."""
         self._noted.setdefault(id(tensor), (tensor, _version(tensor)))
 
     def find_changed(self) -> Tensor | None:
-        """Return one that was changed since, if there is one."""
+        """Return a tensor that changed since it was recorded, if any."""
         return next((tensor for tensor, version in self._noted.values() if _version(tensor) != version), None)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Tensors that are no buffers, and may be changed in place like these."""
+    """Return tensor attributes that are not buffers but may change in place as well."""
     return [(name, value) for name, value in module.__dict__.items() if isinstance(value, Tensor)]
 
 
@@ -155,4 +138,4 @@ def _put_host(states: tuple[Any, bytes] | None) -> None:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - autograd's own counter; has no other name
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - the counter has no public name

@@ -1,4 +1,4 @@
-"""One segment as a node of autograd's graph: it ran without a graph, and its backward runs it again with one."""
+"""The autograd Function of one segment: it ran without a graph, and its backward runs it again with one."""
 
 from __future__ import annotations
 
@@ -14,43 +14,32 @@ from sparsebp_cli.errors import UnsupportedError
 
 
 class SegmentWork:
-    """What the backward of one segment needs beside tensors.
+    """Everything except tensors that the backward of one segment needs.
 
-    Args:
-        passage: The forward.
-        places: Of the outputs' leaves that a gradient can arrive at.
-        num_given: Tensors from outside.
-        checked: Segments, by their last layer, that were found to use nothing that is not theirs.
+    ``places`` index the outputs' leaves that a gradient can arrive at; ``num_given`` counts tensors from outside;
+    ``checked`` collects segments, by their last layer, that were found to use only their own tensors.
     """
 
-    def __init__(self, passage: RecordedForward, places: tuple[int, ...], num_given: int, checked: set[str]) -> None:
-        self.passage, self.places, self.num_given, self._checked = passage, places, num_given, checked
+    def __init__(self, recorded: RecordedForward, places: tuple[int, ...], num_given: int, checked: set[str]) -> None:
+        self.recorded, self.places, self.num_given, self._checked = recorded, places, num_given, checked
 
     def run_again(self, given: list[Tensor], grads: tuple[Tensor | None, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Run the segment with a graph.
+        """Run the segment with a graph on ``given`` instead of the tensors from outside.
 
-        Args:
-            given: In the place of the tensors from outside.
-            grads: One for each place.
-
-        Returns:
-            The outputs that have a graph, each with the gradient that arrived.
-
-        Raises:
-            UnsupportedError: A layer uses what is neither its parameter nor its argument and requires grad.
+        Returns the outputs that have a graph, each with its gradient.
         """
         with torch.enable_grad():
-            leaves = self.passage.again(given)
+            leaves = self.recorded.run_again(given)
         outputs = [leaves[place] for place in self.places]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
         self._check_leaves(given, [output for output, _ in pairs])
         return pairs
 
     def _check_leaves(self, given: list[Tensor], outputs: list[Tensor]) -> None:
-        first, last = self.passage.names[0], self.passage.names[-1]
+        first, last = self.recorded.names[0], self.recorded.names[-1]
         if last in self._checked:
             return
-        own = {id(t) for t in (*given, *self.passage.parameters)}
+        own = {id(t) for t in (*given, *self.recorded.parameters)}
         for leaf in find_leaves(outputs):
             if id(leaf) not in own:  # its gradient would be lost
                 raise UnsupportedError(
@@ -62,7 +51,7 @@ class SegmentWork:
 
 @final
 class SegmentFunction(Function):
-    """A segment that has been run, and whose backward runs it again."""
+    """A segment that has run already, and whose backward runs it again."""
 
     @staticmethod
     def forward(ctx: Any, work: SegmentWork, outputs: list[Tensor], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +69,7 @@ class SegmentFunction(Function):
         pairs = work.run_again(given, grads) if any(grad is not None for grad in grads) else []
         if pairs:
             outputs, arrived = zip(*pairs, strict=True)
-            sources = [*given, *work.passage.parameters]
+            sources = [*given, *work.recorded.parameters]
             wanted = [number for number, need in enumerate(needs) if need]
             found = torch.autograd.grad(outputs, [sources[n] for n in wanted], arrived, allow_unused=True)
             for number, gradient in zip(wanted, found, strict=True):

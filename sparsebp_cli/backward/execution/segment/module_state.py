@@ -1,4 +1,4 @@
-"""What modules keep beside parameters and buffers: counts, tensors, generators of their own, lists that are filled."""
+"""Module state besides parameters and buffers: attributes, tensors, random generators and lists."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-_EVERY = frozenset(nn.Module().__dict__) | {"forward"}  # hooks, parameters, and what the engine puts there
+_EVERY = frozenset(nn.Module().__dict__) | {"forward"}  # attributes of every module, and the engine's override
 _MISSING = object()
 
 
 class ModuleState:
-    """Noted when it is made, which is just before the forward.
-
-    Args:
-        modules: That will run, with all that is in them.
-    """
+    """The state of modules and their children, saved when this object is created, just before the forward."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._before = [(module, _attributes(module)) for module in modules]
@@ -30,12 +26,10 @@ class ModuleState:
         self._lists = [(each, list(each)) for each in values if isinstance(each, list)]
         self._changes: list[tuple[nn.Module, str, Any]] = []
 
-    def settle(self, mark: Callable[[Tensor], Tensor]) -> None:
-        """Forget what the forward, which has ended, did not change.
+    def keep_changes(self, guard: Callable[[Tensor], Tensor]) -> None:
+        """Drop what the forward, which has ended, did not change.
 
-        Args:
-            mark: Makes of a tensor that a module has newly kept one at which no gradient may arrive without a word: it
-                was computed without a graph.
+        ``guard`` makes a tensor that a module has newly stored refuse gradients, since it was computed without a graph.
         """
         for module, before in self._before:
             after = _attributes(module)
@@ -44,20 +38,16 @@ class ModuleState:
                 if old is not new:
                     self._changes.append((module, name, old.detach() if isinstance(old, Tensor) else old))
                     if isinstance(new, Tensor | list | tuple | dict):
-                        module.__dict__[name] = tree_map(lambda v: mark(v) if isinstance(v, Tensor) else v, new)
+                        module.__dict__[name] = tree_map(lambda v: guard(v) if isinstance(v, Tensor) else v, new)
         self._before = []
         self._lists = [(each, old) for each, old in self._lists if not _are_same(each, old)]
         for each, old in self._lists:
-            each[:] = [mark(new) if isinstance(new, Tensor) and not _is_in(new, old) else new for new in each]
+            each[:] = [guard(new) if isinstance(new, Tensor) and not _is_in(new, old) else new for new in each]
         self._generators = [(each, state) for each, state in self._generators if _differ(state, _get_state(each))]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Be as before the forward; afterwards as now.
-
-        Yields:
-            None: As long as everything is as it was.
-        """
+    def restored(self) -> Iterator[None]:
+        """Restore the state from before the forward, and the present one afterwards."""
         now = [(module, name, _get(module, name)) for module, name, _ in self._changes]
         states = [(each, _get_state(each)) for each, _ in self._generators]
         lists = [(each, list(each)) for each, _ in self._lists]
@@ -70,11 +60,11 @@ class ModuleState:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     found = {name: value for name, value in module.__dict__.items() if name not in _EVERY}
-    return found | {name: None for name, value in module._buffers.items() if value is None}  # noqa: SLF001 - no other way
+    return found | {name: None for name, value in module._buffers.items() if value is None}  # noqa: SLF001 - see _get
 
 
 def _get(module: nn.Module, name: str) -> Any:
-    buffers = module._buffers  # noqa: SLF001 - one may be or have been None, and those have no public list
+    buffers = module._buffers  # noqa: SLF001 - named_buffers() leaves out those that are None
     return buffers[name] if name in buffers else module.__dict__.get(name, _MISSING)
 
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into segments, and what cannot be cut."""
+"""Finds the layers of a model and splits them into segments."""
 
 from __future__ import annotations
 
@@ -14,34 +14,21 @@ from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """Modules that run one after the other, each on what the one before gave.
+    """Modules that run one after the other, each on the output of the one before."""
 
-    Args:
-        owner: Whose forward runs them.
-        names: In the model.
-        modules: One for each name; a module that is shared stands there several times.
-    """
-
-    owner: nn.Module
+    owner: nn.Module  # its forward runs the layers
     names: tuple[str, ...]
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...]  # one for each name; a shared module occurs several times
 
 
 def find_layers(model: nn.Module) -> LayerSequence:
-    """Find the layers of a model.
+    """Return the entries of the model's module list with most parameters, or else of its ``nn.Sequential``.
 
-    Args:
-        model: Any module.
-
-    Returns:
-        The entries of its list of modules, else of its ``nn.Sequential``, that holds most parameters.
-
-    Raises:
-        UnsupportedError: It has neither.
+    Raises :class:`UnsupportedError` if the model has neither.
     """
     for kind in (nn.ModuleList, nn.Sequential):
         named = [(name, m) for name, m in model.named_modules() if isinstance(m, kind) and len(m) > 0]
-        named = [(name, m) for name, m in named if not isinstance(m, ParametrizationList)]  # what a weight is made by
+        named = [(name, m) for name, m in named if not isinstance(m, ParametrizationList)]  # computes weights
         if not named:
             continue
         name, found = max(named, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
@@ -55,38 +42,30 @@ def find_layers(model: nn.Module) -> LayerSequence:
     )
 
 
-def cut(segments: int | Sequence[str], layers: LayerSequence) -> tuple[range, ...]:
-    """Cut layers into segments.
+def split_layers(segments: int | Sequence[str], layers: LayerSequence) -> tuple[range, ...]:
+    """Split layers into segments, given their number or the first module of each; return a range of layers per segment.
 
-    Args:
-        segments: How many, as equal as they can be, the longer ones first; or the first module of each.
-        layers: All of them.
-
-    Returns:
-        The layers' numbers, a range for each segment.
-
-    Raises:
-        UsageError: It is neither, there are fewer layers than segments, or names are unknown, not in order, or do not
-            begin with the first layer.
+    Segments are as equal as possible, the longer ones first. Raises :class:`UsageError` if there are fewer layers than
+    segments, or names are unknown, out of order, or do not start with the first layer.
     """
-    starts = _count(segments, layers) if isinstance(segments, int) else _look_up(segments, layers)
+    starts = _count_starts(segments, layers) if isinstance(segments, int) else _find_starts(segments, layers)
     return tuple(range(first, end) for first, end in zip(starts, [*starts[1:], len(layers.names)], strict=True))
 
 
-def _count(segments: int, layers: LayerSequence) -> list[int]:
+def _count_starts(segments: int, layers: LayerSequence) -> list[int]:
     if isinstance(segments, bool) or not 1 <= segments <= len(layers.names):
         allowed = f"1 to {len(layers.names)}, the number of layers, or a list of module names"
         raise UsageError(f"segments must be {allowed}, got {segments}")
-    return split(len(layers.names), segments)
+    return split_evenly(len(layers.names), segments)
 
 
-def split(num_layers: int, num_segments: int) -> list[int]:
-    """Return the first layer of each segment: as equal as they can be, the longer ones first."""
+def split_evenly(num_layers: int, num_segments: int) -> list[int]:
+    """Return the first layer of each segment: as equal as possible, the longer ones first."""
     short, longer = divmod(num_layers, num_segments)
     return [number * short + min(number, longer) for number in range(num_segments)]
 
 
-def _look_up(segments: Sequence[str], layers: LayerSequence) -> list[int]:
+def _find_starts(segments: Sequence[str], layers: LayerSequence) -> list[int]:
     is_list = isinstance(segments, list | tuple) and len(segments) > 0
     if not is_list or not all(isinstance(name, str) for name in segments):
         raise UsageError(f"segments must be a number of segments or a list of module names, got {segments!r}")

@@ -1,1 +1,1 @@
-"""Asks token and example selectors: builds what they are shown, with the scores that they need, and counts the cost."""
+"""Scores of tokens and examples for their selectors, and the cost of computing them."""

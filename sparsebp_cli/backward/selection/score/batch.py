@@ -1,4 +1,4 @@
-"""What the labels and the padding mask of a batch say of its positions.
+"""Targets and padding of a batch, from its labels and mask.
 
 Shape letters: B examples, T positions.
 """
@@ -16,27 +16,15 @@ from sparsebp_cli.backward.selection.score.scorer import IGNORED
 
 
 def next_tokens(labels_BT: Tensor) -> Tensor:
-    """Return the token that each position is to predict, -100 where there is none.
+    """Return the token that each position predicts, (B, T), -100 where there is none.
 
-    Args:
-        labels_BT: As transformers' models take them: the entry at t is the token at t.
-
-    Returns:
-        (B, T).
+    ``labels_BT`` is as transformers' models take it: the entry at t is the token at t.
     """
     return pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
 
 
 def real_positions(arguments: Mapping[str, Any], like_BT: Tensor) -> Tensor:
-    """Return which positions are no padding.
-
-    Args:
-        arguments: The forward's; only an ``attention_mask`` of two dimensions speaks of padding.
-        like_BT: Any tensor of the batch.
-
-    Returns:
-        Boolean, (B, T).
-    """
+    """Return which positions are not padding, as a boolean (B, T); only a two-dimensional ``attention_mask`` tells."""
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask != 0

@@ -1,4 +1,4 @@
-"""Time and FLOPs of what is computed only to choose."""
+"""Time and FLOPs of forwards that run only to compute scores."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from sparsebp_cli.backward.observe.flops import counting_now
 
 @dataclass
 class ScoringCost:
-    """A context manager around the forwards for scores.
-
-    Args:
-        device: Waited for at both ends, so that what runs there is counted here.
-        seconds: Wall time, once the block has ended.
-        flops: Counted FLOPs; 0 where nobody counts.
-    """
+    """A context manager around scoring forwards. It synchronises with the device at both ends."""
 
     device: torch.device
-    seconds: float = 0.0
-    flops: int = 0
+    seconds: float = 0.0  # wall time, after the block
+    flops: int = 0  # 0 unless FLOPs are being counted
 
     def __enter__(self) -> Self:
         """Start."""

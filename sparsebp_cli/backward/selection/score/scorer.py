@@ -1,8 +1,8 @@
 """Loss and entropy of every target, by a forward without gradients and without dropout.
 
-The head is multiplied for targets only, and for so many at a time that the logits stay small. Its part of the model's
-own forward is used, whatever that does to the logits (soft capping, scaling): for as long, the layers below it are
-replaced by something that returns what they gave.
+The head runs for targets only, and for a limited number at a time, so that the logits stay small. The model's own
+forward runs it, whatever it does to the logits (soft capping, scaling): meanwhile, the layers below the head are
+replaced by a function that returns their earlier output.
 
 Shape letters: B examples, T positions, N rows (= B*T), D width, V vocabulary, K rows at a time.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.patch.forward import replace_forwards
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
 
@@ -29,12 +30,8 @@ _LABELS = ("labels", "num_items_in_batch", "shift_labels")
 class Scorer:
     """Scores the targets of batches with one model.
 
-    Args:
-        model: A transformers model with a language-modelling head.
-        what: Who needs the scores; the beginning of an error's sentence.
-
-    Raises:
-        UnsupportedError: The model has no such head, or its forward cannot leave the head out.
+    ``what`` names the policy that needs the scores and starts the text of errors. Raises :class:`UnsupportedError`
+    unless the model is a transformers model with a language-modelling head and ``logits_to_keep``.
     """
 
     def __init__(self, model: nn.Module, what: str) -> None:
@@ -47,7 +44,7 @@ class Scorer:
                 f"got {type(model).__name__}"
             )
         self.model, self._what, self._base = model, what, base
-        decoder = getattr(model, "get_decoder", lambda: None)()  # some forwards reach through the base for its decoder
+        decoder = getattr(model, "get_decoder", lambda: None)()  # some forwards call the base's decoder directly
         self._bases = [base, *(module for module in base.modules() if module is decoder and module is not base)]
         self.num_tokens: int = head.weight.shape[0]
         self._most_rows = max(1, MOST_LOGITS // self.num_tokens)
@@ -55,16 +52,9 @@ class Scorer:
     def score(
         self, arguments: Mapping[str, Any], next_BT: Tensor, forward: Callable[..., Any], wanted: Collection[Score]
     ) -> dict[Score, Tensor]:
-        """Run the model and score.
+        """Run the model by ``forward`` and return each wanted score, (B, T), float32, 0 where there is no target.
 
-        Args:
-            arguments: The forward's arguments by name; labels are left out.
-            next_BT: The token that each position is to predict; -100 where there is none.
-            forward: The model's own.
-            wanted: ``loss``, ``entropy``, or both.
-
-        Returns:
-            (B, T) each, float32, 0 where there is no target.
+        ``next_BT`` is the token that each position predicts, -100 for none; labels among the arguments are ignored.
         """
         target_N = next_BT.flatten()
         found: dict[Score, Tensor] = {
@@ -80,7 +70,7 @@ class Scorer:
         return {name: score_N.view(next_BT.shape) for name, score_N in found.items()}
 
     def _hidden(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Tensor:
-        """Return what the head would be given, (N, D)."""
+        """Return the input of the head, (N, D)."""
         given = {name: value for name, value in arguments.items() if name not in _LABELS}
         kept: list[tuple[nn.Module, Tensor]] = []
         handles = [
@@ -95,13 +85,13 @@ class Scorer:
             raise UnsupportedError(
                 f"{self._what} needs a model whose forward calls its base, {type(self.model).__name__} does not"
             )
-        self._base, hidden = kept[-1]  # the outermost ends last
+        self._base, hidden = kept[-1]  # the outermost module ends last
         return hidden.flatten(0, -2)
 
     def _logits(self, hidden_KD: Tensor, forward: Callable[..., Any]) -> Tensor:
-        """Return the logits of some rows, float32, (K, V)."""
+        """Return the logits of some rows, (K, V), float32."""
         output = _hidden_class()(last_hidden_state=hidden_KD[None])
-        with _instead(self._base, lambda *_, **__: output):
+        with replace_forwards([(self._base, lambda *_, **__: output)]):
             logits: Tensor = forward(
                 input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
             ).logits[0]
@@ -125,14 +115,7 @@ def _hidden_class() -> type[Any]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off, and each module back to what it was afterwards.
-
-    Args:
-        model: In any mode.
-
-    Yields:
-        None: As long as it is off.
-    """
+    """Switch dropout off inside of the block, and restore each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -141,18 +124,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-@contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if own is not None:
-            module.__dict__["forward"] = own
 
 
 def _loss(logits_KV: Tensor, target_K: Tensor) -> Tensor:

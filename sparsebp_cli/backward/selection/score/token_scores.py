@@ -1,5 +1,6 @@
-"""Asks a token selector, with the scores that it needs; see
-:class:`~sparsebp_cli.backward.selection.token.extension.TokenChoiceSource`."""
+"""Calls a token selector with the scores that it needs; implements
+:class:`~sparsebp_cli.backward.selection.token.extension.TokenChoiceSource`.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +19,15 @@ from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
 
-REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: of the token that each position predicts
+REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
 OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy"})
 
 
 class TokenChooser:
-    """Builds what a selector is shown from the model's arguments, and asks it.
+    """Builds a selector's input from the model's arguments, and calls the selector.
 
-    Args:
-        policy: Decides.
-        model: That is trained, with its head; without DDP.
-        reference: Whose loss is ``reference_loss``; None: the batch brings that as a column.
-
-    Raises:
-        UnsupportedError: A model cannot be scored, or the reference has another vocabulary.
+    ``model`` has its head and no DDP wrapper. ``reference`` computes ``reference_loss``; None: the batch has it as a
+    column. Raises :class:`UnsupportedError` if a model cannot be scored, or the reference has another vocabulary.
     """
 
     def __init__(
@@ -51,11 +47,7 @@ class TokenChooser:
             check_vocabulary(model, self._reference)
 
     def install(self, engine: EngineView) -> None:
-        """Count what is chosen with the engine.
-
-        Args:
-            engine: Asks; until it is known, nothing is counted.
-        """
+        """Count choices with this engine; before, nothing is counted."""
         self._count = engine.add_chosen
 
     @property
@@ -74,7 +66,7 @@ class TokenChooser:
             if self._scorer is not None:
                 scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
             if self._reference is not None:
-                scores["reference_loss"] = self._ask_reference(self._reference, own, next_BT)
+                scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
             scores["reference_loss"] = arguments[REFERENCE_COLUMN].float().masked_fill(~target_BT, 0.0)
         columns = {name: arguments[name] for name in self._policy.reads}
@@ -98,7 +90,7 @@ class TokenChooser:
                 raise UsageError(f"column {name!r} must have the labels' shape {wanted}, got {shape}")
 
     @staticmethod
-    def _ask_reference(scorer: Scorer, arguments: Mapping[str, Any], next_BT: Tensor) -> Tensor:
+    def _score_reference(scorer: Scorer, arguments: Mapping[str, Any], next_BT: Tensor) -> Tensor:
         if arguments.get("input_ids") is None:
             raise UsageError("a reference model reads input_ids: the batch has none")
         names = ("input_ids", "attention_mask", "position_ids")
@@ -107,19 +99,11 @@ class TokenChooser:
 
 
 def _forget(_: Chosen) -> None:
-    """Count nothing."""
+    """Ignore a count."""
 
 
 def check_vocabulary(model: nn.Module, reference: Scorer) -> None:
-    """Refuse a reference that does not know every token of the model.
-
-    Args:
-        model: That is trained.
-        reference: Of its reference.
-
-    Raises:
-        UnsupportedError: Its vocabulary has another size.
-    """
+    """Raise :class:`UnsupportedError` unless a reference has the model's number of tokens."""
     own = cast("Any", model).get_input_embeddings().num_embeddings
     if reference.num_tokens != own:
         raise UnsupportedError(

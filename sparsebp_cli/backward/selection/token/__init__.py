@@ -1,1 +1,1 @@
-"""Carries the choice of positions out: exactly, or with what carries no gradient detached."""
+"""Token selection: exact, or with positions that carry no gradient detached."""

@@ -1,4 +1,4 @@
-"""The arguments of a decoder layer, cut down to some queries and the keys that they may look at.
+"""Restricts the arguments of a decoder layer to some queries and their keys.
 
 Shape letters: B examples, T positions, Q queries, S keys.
 """
@@ -20,34 +20,20 @@ _SWITCHES = ("output_attentions", "output_hidden_states")
 
 @dataclass(frozen=True, eq=False)
 class AttentionView:
-    """Which rows ask, and which they look at.
-
-    Args:
-        queries: Positions that ask.
-        keys: Groups of positions that are looked at, one after the other.
-        slot_BQ: Where each query's own key stands among the keys.
-    """
+    """The query rows of an attention, and the key rows that they attend to."""
 
     queries: RowNumbers
-    keys: tuple[RowNumbers, ...]
-    slot_BQ: Tensor
+    keys: tuple[RowNumbers, ...]  # groups of positions, concatenated
+    slot_BQ: Tensor  # index of each query's own key among the keys
 
     @property
     def is_own(self) -> bool:
-        """Whether the keys are the queries' own, in their order: then causal means what it always means."""
+        """Whether the keys are exactly the queries' own in the same order, so that plain causal attention applies."""
         return len(self.keys) == 1 and self.keys[0] is self.queries
 
     @classmethod
     def of(cls, queries: RowNumbers, *before: RowNumbers) -> AttentionView:
-        """Return queries that look at some rows and at their own.
-
-        Args:
-            queries: Positions that ask.
-            *before: Groups whose keys stand before their own.
-
-        Returns:
-            The view.
-        """
+        """Return queries that attend to the rows ``before`` and to their own."""
         first = sum(len(rows) for rows in before)
         slot_BQ = first + torch.arange(len(queries), device=queries.position_BK.device).expand_as(queries.position_BK)
         return cls(queries, (*before, queries), slot_BQ)
@@ -55,51 +41,30 @@ class AttentionView:
 
 @dataclass
 class AttentionArgs:
-    """Cuts every layer's arguments; what layers share is cut once.
+    """Restricts the arguments of every layer; arguments shared by layers are restricted once."""
 
-    Args:
-        implementation: transformers' name of the attention function: ``eager`` or ``sdpa``.
-        mask_dtype: Of masks that say yes or no, so that no layer converts and keeps its own; None: as they are.
-        joined: B and T where examples stand one after the other as one; None: they do not.
-    """
-
-    implementation: str
+    implementation: str  # transformers' name of the attention function: eager or sdpa
+    # Boolean masks are converted to this dtype once, so that no layer converts and stores its own; None: unchanged.
     mask_dtype: torch.dtype | None = None
-    joined: tuple[int, int] | None = None
-    _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)  # with what has the id, alive
+    joined: tuple[int, int] | None = None  # B and T, if the examples are concatenated to one; None: they are not
+    _known: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)  # by id, with the objects kept alive
 
-    def cut(self, arguments: dict[str, Any], view: AttentionView, *, mask: bool = True) -> dict[str, Any]:
-        """Cut down.
+    def restrict(self, arguments: dict[str, Any], view: AttentionView, *, mask: bool = True) -> dict[str, Any]:
+        """Return a layer's named arguments, without hidden states and cache, for the queries of a view.
 
-        Args:
-            arguments: Of the layer by name, without the hidden states and the cache.
-            view: Queries and keys.
-            mask: Whether attention will be computed at all.
-
-        Returns:
-            The arguments for these queries.
-
-        Raises:
-            UnsupportedError: An argument is not known.
+        Without ``mask`` the attention itself will not be computed.
         """
         changed: dict[str, Any] = {"attention_mask": None}
         if mask:
-            changed["attention_mask"] = self._once(self._cut_mask, arguments.get("attention_mask"), view)
+            changed["attention_mask"] = self._once(self._restrict_mask, arguments.get("attention_mask"), view)
         if arguments.get("position_embeddings") is not None:
-            changed["position_embeddings"] = self._once(self._cut_parts, arguments["position_embeddings"], view)
+            changed["position_embeddings"] = self._once(self._restrict_parts, arguments["position_embeddings"], view)
         if arguments.get("position_ids") is not None:
             changed["position_ids"] = self._once(self._take, arguments["position_ids"], view)
         return arguments | changed
 
     def check(self, arguments: dict[str, Any]) -> None:
-        """Refuse what cannot be cut.
-
-        Args:
-            arguments: As for :meth:`cut`.
-
-        Raises:
-            UnsupportedError: An argument is not known.
-        """
+        """Raise :class:`UnsupportedError` for an argument that cannot be restricted."""
         unknown = [k for k, v in arguments.items() if k not in _KNOWN and isinstance(v, Tensor) and v.dim() > 0]
         unknown += [name for name in ("is_causal", *_SWITCHES) if arguments.get(name)]
         mask, parts = arguments.get("attention_mask"), arguments.get("position_embeddings")
@@ -112,13 +77,15 @@ class AttentionArgs:
         if unknown:
             raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
 
-    def _cut_mask(self, mask: Tensor | None, view: AttentionView) -> Tensor | None:
-        allowed = _cut_mask(mask, view) if self.joined is None else _cut_joined_mask(mask, view, self.joined[1])
+    def _restrict_mask(self, mask: Tensor | None, view: AttentionView) -> Tensor | None:
+        allowed = (
+            _restrict_mask(mask, view) if self.joined is None else _restrict_joined_mask(mask, view, self.joined[1])
+        )
         if allowed is None or allowed.dtype != torch.bool or self.mask_dtype is None:
             return allowed
         return torch.zeros_like(allowed, dtype=self.mask_dtype).masked_fill_(~allowed, -torch.inf)
 
-    def _cut_parts(self, parts: tuple[Tensor, ...], view: AttentionView) -> tuple[Tensor, ...]:
+    def _restrict_parts(self, parts: tuple[Tensor, ...], view: AttentionView) -> tuple[Tensor, ...]:
         return tuple(self._take(part, view) for part in parts)
 
     def _take(self, x: Tensor, view: AttentionView) -> Tensor:
@@ -133,9 +100,9 @@ class AttentionArgs:
         return self._known[key][1]
 
 
-def _cut_mask(mask: Tensor | None, view: AttentionView) -> Tensor | None:
-    """Return who looks at whom, or None where that is plain causal attention among the queries themselves."""
-    if mask is None and view.is_own:  # rows ascend, and what fills up stands behind them
+def _restrict_mask(mask: Tensor | None, view: AttentionView) -> Tensor | None:
+    """Return the attention mask of a view; None if that is plain causal attention among the queries."""
+    if mask is None and view.is_own:  # rows ascend, and padding rows come last
         return None
     query_BQ = view.queries.position_BK
     key_BS = torch.cat([rows.position_BK for rows in view.keys], 1)
@@ -150,8 +117,8 @@ def _cut_mask(mask: Tensor | None, view: AttentionView) -> Tensor | None:
     return allowed
 
 
-def _cut_joined_mask(mask: Tensor | None, view: AttentionView, length: int) -> Tensor:
-    """Return who looks at whom where examples stand one after the other: nobody looks at another example."""
+def _restrict_joined_mask(mask: Tensor | None, view: AttentionView, length: int) -> Tensor:
+    """Return the attention mask of concatenated examples: positions attend only to their own example."""
     query_1Q1 = view.queries.position_BK[:, :, None]
     key_11S = torch.cat([rows.position_BK for rows in view.keys], 1)[:, None, :]
     same = (query_1Q1 // length == key_11S // length)[:, None]
@@ -171,20 +138,23 @@ def _gather(mask: Tensor, query_BQ: Tensor, key_BS: Tensor) -> Tensor:
 
 
 def _exclude(allowed: Tensor, valid: Tensor, view: AttentionView) -> Tensor:
-    """Let nobody look at rows that only fill up, and let these look at themselves: one that sees nothing is no number,
-    and no number times nothing is none either. What a row of padding sees that is trained is up to the model's mask."""
+    """Mask padding rows as keys, and let each padding row attend to itself.
+
+    A row that attends to nothing gives NaN, which would spread even when multiplied by zero. A trained row at a
+    position of padding is handled by the model's own mask.
+    """
     slot = view.slot_BQ[: len(allowed), None, :, None].expand(len(allowed), allowed.shape[1], -1, 1)
     fills = ~view.queries.valid_BK[: len(allowed), None, :, None]
     if allowed.dtype == torch.bool:
         allowed = allowed & valid
         return allowed.scatter(3, slot, allowed.gather(3, slot) | fills)
-    # Lower than what a mask forbids by: eager attention spreads a row that sees nothing over all that it may not see.
+    # -inf is lower than the finite value in masks: eager attention gives a fully masked row equal weights.
     allowed = allowed.masked_fill(~valid, -torch.inf)
     return allowed.scatter(3, slot, allowed.gather(3, slot).masked_fill(fills, 0.0))
 
 
 def _is_causal(allowed: Tensor, valid_BQ: Tensor) -> bool:
-    """Whether every row that was asked for looks at all before it; one wait for the device, once for all layers."""
+    """Whether every real row attends to all earlier ones; synchronises with the device once for all layers."""
     size = allowed.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=allowed.device).tril()
     return bool(((allowed == causal) | ~valid_BQ[:, None, :, None]).all())

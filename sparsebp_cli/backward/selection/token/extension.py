@@ -1,8 +1,8 @@
-"""Token selection at work in one model: its forward asks which positions are trained, and computes what they need.
+"""Token selection in one model: its forward lets the policy choose positions, and computes what they need.
 
-With labels, in training, with gradients, the model's forward returns the loss of the trained positions and no logits.
-A loss of the user's own is computed without labels: then :meth:`TokenExtension.give` tells what the script keeps from
-the model, and the logits of all positions come back, zeros where a position is not trained.
+In training with gradients and labels, the model's forward returns the loss of the trained positions and no logits. A
+script with its own loss calls the model without labels. :meth:`TokenExtension.set_columns` then supplies them, and the
+forward returns logits of all positions, with zeros where a position is not trained.
 """
 
 from __future__ import annotations
@@ -14,14 +14,20 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.core.extension import refuse_unasked
+from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
 from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
-from sparsebp_cli.backward.patch.forward import ForwardOverride, call_module, check_free, replace_forwards
+from sparsebp_cli.backward.patch.forward import (
+    ForwardOverride,
+    ForwardPatches,
+    call_module,
+    check_free,
+    replace_forwards,
+)
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
-from sparsebp_cli.backward.selection.token.layer_run import draws, narrows, no_graph
-from sparsebp_cli.backward.selection.token.layers import Stack
+from sparsebp_cli.backward.selection.token.layer_run import has_dropout, narrows, no_graph
+from sparsebp_cli.backward.selection.token.layers import LayerStack
 from sparsebp_cli.backward.selection.token.loss import (
     check_loss,
     masked_labels,
@@ -31,7 +37,7 @@ from sparsebp_cli.backward.selection.token.loss import (
     with_changes,
 )
 from sparsebp_cli.backward.selection.token.reference import detached
-from sparsebp_cli.backward.selection.token.row_plan import PositionMask, RowPlan, make_plan, read_marks
+from sparsebp_cli.backward.selection.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
 from sparsebp_cli.policy.token import TokenChoice
@@ -41,29 +47,24 @@ if TYPE_CHECKING:
 
 
 class TokenChoiceSource(Protocol):
-    """Chooses positions of one batch."""
+    """Chooses the positions of one batch."""
 
     def choose(self, arguments: Mapping[str, Any], plain_forward: Callable[..., Any], step: Step) -> TokenChoice:
-        """Choose positions. Called in a forward in training, with gradients enabled, before anything is computed.
+        """Choose positions, as two boolean tensors of the labels' shape; called in a training forward before any
+        computation.
 
-        Args:
-            arguments: The forward's arguments by name, as the caller gave them: ``labels`` is among them, and
-                ``input_ids`` or ``inputs_embeds``. Columns that the model's own forward does not know are among them
-                too; whoever carries the choice out removes ``columns``. Nothing may be changed.
-            plain_forward: The model's own forward, as it would be without the policy; for scores. It follows the
-                gradient and training mode that it is called in.
-            step: When.
-
-        Returns:
-            Two boolean tensors of the labels' shape.
+        ``arguments`` are the forward's by name, as the caller gave them, and must not be changed: ``labels``,
+        ``input_ids`` or ``inputs_embeds``, and ``columns`` that the model's own forward does not accept.
+        ``plain_forward`` is the model's forward without the policy, for scores; it follows the gradient and training
+        mode of its caller.
         """
 
     def install(self, engine: EngineView) -> None:
-        """Be told whose clock and counters these are, before the first choice."""
+        """Set the engine that counts choices, before the first one."""
 
     @property
     def columns(self) -> frozenset[str]:
-        """Names of arguments that only the chooser reads."""
+        """Names of arguments that only the policy reads."""
 
 
 _NO_LABELS = (
@@ -75,23 +76,18 @@ _UNKNOWN = ("past_key_values", "output_hidden_states", "output_attentions", "log
 
 @final
 class TokenExtension:
-    """See :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+    """A token selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    Args:
-        policy: Its ``mode`` says how choices are carried out.
-        decoder: The model.
-        chooser: Asks the policy.
-        prefix: What stands before the decoder's module names in the attached model.
-
-    Raises:
-        UnsupportedError: The model is attached, or has a forward of its own.
+    ``prefix`` precedes the decoder's module names in the attached model. Raises :class:`UnsupportedError` if a forward
+    is overridden already.
     """
 
     def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
         self._prefix, self._last = prefix, cast("RowPlan | None", None)
+        self._patches = ForwardPatches()
         self.given: dict[str, Tensor] = {}
-        self.was_asked = False
+        self.was_called = False
         check_free("the model", decoder.model)
         for layer in decoder.layers:
             check_free(layer.name, layer.module)
@@ -99,43 +95,31 @@ class TokenExtension:
 
     def install(self, engine: EngineView) -> None:
         self.chooser.install(engine)
-        self._forward = DecoderOverride(self, engine)
-        self.decoder.model.forward = self._forward
+        self._patches.install(self.decoder.model, DecoderOverride(self, engine))
 
     def remove(self) -> None:
-        self._forward.is_removed = True
-        if self.decoder.model.__dict__.get("forward") is self._forward:  # else somebody has wrapped it
-            del self.decoder.model.__dict__["forward"]
+        self._patches.remove()
 
     def enable(self, enabled: bool) -> None:
-        """Do nothing: the forward asks the engine."""
+        """Do nothing: the forward reads the engine's state."""
 
     def start_step(self, step: Step) -> None:
-        """Do nothing: choices are made in the forward."""
+        """Do nothing: positions are chosen in the forward."""
 
-    def give(self, **columns: Tensor) -> None:
-        """Give columns of the coming batch that the script keeps from the model, such as labels and a mask of its own.
-
-        Args:
-            **columns: By name; they count until the next call.
-        """
+    def set_columns(self, **columns: Tensor) -> None:
+        """Set columns of the next batch that the script does not pass to the model, until the next call."""
         self.given = columns
 
-    def check_asked(self) -> None:
-        if not self.was_asked:
-            refuse_unasked(self.policy, self.decoder.model)
+    def check_called(self) -> None:
+        if not self.was_called:
+            refuse_uncalled(self.policy, self.decoder.model)
 
     def remember(self, plan: RowPlan | None, length: int) -> None:
-        """Note what was chosen last, for :meth:`claim`.
-
-        Args:
-            plan: None: everything is computed.
-            length: Positions of the batch.
-        """
+        """Store the plan of the last forward for :meth:`claim`; None if it computed everything."""
         self._last, self._length = plan, length
 
     def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
-        """Return what the choice of the last forward, of the same batch, leaves of a dense pass."""
+        """Return the remaining shares of a dense pass, by the choice of the last forward on the same batch."""
         if self._last is None:
             return PassEstimate()
         return claim(
@@ -143,57 +127,56 @@ class TokenExtension:
             self._prefix,
             Sizes.chosen(self._last, self._length),
             narrows=narrows(self.decoder, self._last),
-            remembers=not any(draws(layer.module) for layer in self.decoder.layers),
+            remembers=not any(has_dropout(layer.module) for layer in self.decoder.layers),
         )
 
 
 class DecoderOverride(ForwardOverride):
-    """The ``forward`` of a causal language model.
+    """The ``forward`` of a causal language model."""
 
-    Args:
-        part: Says what is chosen, and how.
-        engine: Whether it is in force, and the step.
-    """
-
-    def __init__(self, part: TokenExtension, engine: EngineView) -> None:
-        self.part, self.engine, self.is_removed = part, engine, False
-        self._model = part.decoder.model
-        # The number of rows differs from step to step; what is compiled inside of the layers stays so.
+    def __init__(self, extension: TokenExtension, engine: EngineView) -> None:
+        self.extension, self.engine = extension, engine
+        self._model = extension.decoder.model
+        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(self._select)
         self._names = argument_names(self._model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
-        if args and args[0] is self._model:  # accelerate binds what it once wrapped as a method
+        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
         arguments = dict(zip(self._names, args, strict=False)) | kwargs
-        columns = self.part.chooser.columns
+        columns = self.extension.chooser.columns
         own = {name: value for name, value in arguments.items() if name not in columns}
         if self.is_removed or not (self.engine.enabled and self._model.training and torch.is_grad_enabled()):
             return call_module(self._model, **own)
         return self._run(arguments, own)
 
     def _select(self, arguments: dict[str, Any], own: dict[str, Any]) -> Any:
-        self.part.was_asked = True
-        known = self.part.given | {name: value for name, value in arguments.items() if value is not None}
+        self.extension.was_called = True
+        known = self.extension.given | {name: value for name, value in arguments.items() if value is not None}
         labels, given = known.get("labels"), own.get("labels") is not None
         if labels is None:
-            raise UsageError(_NO_LABELS.format(type(self.part.policy).__name__))
+            raise UsageError(_NO_LABELS.format(type(self.extension.policy).__name__))
         self._check(own, labels)
-        choice = self.part.chooser.choose(known, self._plain, self.engine.now())
-        marks = read_marks(choice, labels, own.get("attention_mask"), self.part.decoder.implementation)
+        choice = self.extension.chooser.choose(known, self._plain, self.engine.now())
+        marks = read_choice(choice, labels, own.get("attention_mask"), self.extension.decoder.implementation)
         return_dict = own.pop("return_dict", None)
         own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)
         if num_items is not None:
-            num_items = self.part.given.get("num_items_in_batch", num_items)
-        plan = None if marks.is_whole else make_plan(marks, labels, self.part.policy.mode, self.part.decoder.pair_cost)
-        self.part.remember(plan, labels.shape[1])
+            num_items = self.extension.given.get("num_items_in_batch", num_items)
+        plan = (
+            None
+            if marks.is_whole
+            else make_plan(marks, labels, self.extension.policy.mode, self.extension.decoder.pair_cost)
+        )
+        self.extension.remember(plan, labels.shape[1])
         if plan is None or self.engine.reference:
             output = self._run_all(own, labels if given else None, num_items, marks)
         else:
             output = self._run_rows(own, plan, num_items, marks, with_loss=given)
-        # The cache is of rows, or of all positions: of no use to anybody after training on them.
+        # The cache may lack positions, so it must not be used after this forward.
         output = with_changes(output, past_key_values=None)
         return output.to_tuple() if return_dict is False else output
 
@@ -214,21 +197,24 @@ class DecoderOverride(ForwardOverride):
             return call_module(self._model, *args, **kwargs)
 
     def _run_all(self, own: dict[str, Any], labels: Tensor | None, num_items: Any, marks: PositionMask) -> Any:
-        """Compute everything: the reference, and what is done where nothing can be left out."""
+        """Compute all positions: the reference, and the fallback if nothing can be skipped."""
         if labels is not None:
             own["labels"] = labels if marks.is_whole else masked_labels(labels, marks)
             if num_items is not None:
                 own["num_items_in_batch"] = scale(num_items, marks)
-        if marks.is_whole or self.part.policy.mode == "exact":
+        if marks.is_whole or self.extension.policy.mode == "exact":
             return call_module(self._model, **own)
-        with detached(self.part.decoder, marks.carries.to(next(self._model.parameters()).device)):
+        with detached(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
             return call_module(self._model, **own)
 
     def _run_rows(
         self, own: dict[str, Any], plan: RowPlan, num_items: Any, marks: PositionMask, *, with_loss: bool
     ) -> Any:
         num_rows = marks.real.shape[0] * marks.real.shape[1]
-        stack, head = Stack(self.part.decoder, plan, (marks.real.shape[0], marks.real.shape[1])), self.part.decoder.head
+        stack, head = (
+            LayerStack(self.extension.decoder, plan, (marks.real.shape[0], marks.real.shape[1])),
+            self.extension.decoder.head,
+        )
         cut = partial(_run_head, head, head.__dict__.get("forward"), len(plan.label_N))
         with stack.installed(), replace_forwards([(head, cut)]), self.engine.short_forward(num_rows=num_rows):
             output = call_module(self._model, **own)
@@ -237,7 +223,7 @@ class DecoderOverride(ForwardOverride):
     def _finish(self, output: Any, plan: RowPlan, num_items: Any, marks: PositionMask, *, with_loss: bool) -> Any:
         logits = output.logits
         if with_loss:
-            # Of nothing, the targets of a whole step may be nothing, and a number over that is none.
+            # Without trained positions in the whole step, num_items may be zero and the loss NaN.
             items = scale(num_items, marks) if plan.num_trained else None
             loss = row_loss(self._model, logits, plan.label_N, items)
             return with_changes(output, loss=loss if plan.num_trained else loss * 0.0, logits=None)
@@ -249,7 +235,7 @@ class DecoderOverride(ForwardOverride):
 
 
 def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> Tensor:
-    """Run the head for the trained rows; what only fills up a shape stands behind them."""
+    """Run the head for the trained rows; padding rows follow them."""
     rows_1ND = hidden.flatten(0, -2)[None, :num_rows]
     return cast("Tensor", call_module(head, rows_1ND) if covered is None else covered(rows_1ND))
 
@@ -257,18 +243,10 @@ def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> T
 def make_extensions(
     policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None
 ) -> list[TokenExtension]:
-    """Return the extension of the token selector among some policies.
+    """Return the extension for the token selector among some policies, not yet installed; none without one.
 
-    Args:
-        policies: Of any kind.
-        model: Without DDP.
-        reference: A model whose loss is compared with; any other value: each batch brings that loss.
-
-    Returns:
-        The extension, not yet installed; none without a token selector.
-
-    Raises:
-        UnsupportedError: The model's architecture is not known, or it is attached.
+    ``reference`` is the model whose loss is compared with; any other value: each batch brings that loss. Raises
+    :class:`UnsupportedError` if the model's architecture is unknown, or it is attached.
     """
     policy = next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
     if policy is None:

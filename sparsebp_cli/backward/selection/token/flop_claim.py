@@ -1,4 +1,4 @@
-"""What a choice of positions claims to leave of a dense forward and backward, by module, from counts alone.
+"""The FLOPs of a forward and backward that a choice of positions claims to execute, by module, from counts alone.
 
 Attention counts the whole square of queries and keys, as :mod:`sparsebp_cli.backward.observe.flops` does.
 
@@ -21,42 +21,24 @@ from sparsebp_cli.backward.selection.token.row_plan import RowPlan
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows a forward has, example by example; all tensors are (B,), float64, on the CPU.
+    """Numbers of rows in a forward by example; tensors are (B,), float64, on the CPU."""
 
-    Args:
-        num_rows: B * T.
-        length: T.
-        carried: Rows with a graph.
-        dropped: Rows without one.
-        trained: Rows that the head reads.
-        is_prompt: Whether dropped rows look at dropped ones alone.
-        is_joined: Whether examples are computed one after the other as one.
-    """
-
-    num_rows: int
-    length: int
-    carried: Tensor
-    dropped: Tensor
-    trained: Tensor
-    is_prompt: bool
-    is_joined: bool
+    num_rows: int  # B * T
+    length: int  # T
+    carried: Tensor  # rows with a graph
+    dropped: Tensor  # rows without one
+    trained: Tensor  # rows that the head reads
+    is_prompt: bool  # dropped rows attend only to dropped ones
+    is_joined: bool  # examples are concatenated to one
 
     @classmethod
     def chosen(cls, plan: RowPlan, length: int) -> Sizes:
-        """Return what was chosen.
-
-        Args:
-            plan: Of the forward.
-            length: T.
-
-        Returns:
-            The counts.
-        """
+        """Return the sizes of a plan; ``length`` is T."""
         return cls(len(plan.counts[0]) * length, length, *plan.counts, plan.is_prompt, plan.is_joined)
 
     @property
     def computed(self) -> Sizes:
-        """The same as it is computed: every example as long as the longest, or all of them as one."""
+        """The sizes that are executed: every example padded to the longest, or all of them concatenated."""
         counts = (self.carried, self.dropped, self.trained)
         carried, dropped, trained = (
             count.sum()[None] if self.is_joined else torch.full_like(count, float(count.max())) for count in counts
@@ -72,20 +54,13 @@ class Share(NamedTuple):
 
 
 def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembers: bool) -> PassEstimate:
-    """Return what is left.
+    """Return the shares of a dense pass that remain; rounding up to computable shapes is allowed but not claimed.
 
-    Args:
-        decoder: The model.
-        prefix: What stands before its modules' names.
-        sizes: What was chosen.
-        narrows: Whether the last layer computes queries for trained rows alone.
-        remembers: Whether a checkpointed layer computes carried rows alone again.
-
-    Returns:
-        The claim; a count that the work is rounded up to is no part of it, but allowed.
+    ``narrows``: the last layer computes queries for trained rows only; ``remembers``: a checkpointed layer recomputes
+    carried rows only.
     """
     ideal, most = (_shares(decoder, given, narrows=narrows) for given in (sizes, sizes.computed))
-    again = 1 if remembers else 0  # what is computed of carried rows is what has a backward
+    again = 1 if remembers else 0  # carried rows are those with a backward, so its share applies
     return PassEstimate(
         forward=_named(prefix, {name: share.forward for name, share in ideal.items()}),
         backward=_named(prefix, {name: share.backward for name, share in ideal.items()}),
@@ -123,7 +98,7 @@ def _makes_keys(layer: Layer, name: str, module: nn.Module) -> bool:
 
 
 def _of_middle(sizes: Sizes) -> tuple[dict[str, Share], Share]:
-    """Return rows of the linears, and pairs of queries and keys."""
+    """Return the shares of rows in linears, and of query-key pairs."""
     k, m = sizes.carried, sizes.dropped
     rows = Share(float((k + m).sum()), float(k.sum()))
     looked_at = m if sizes.is_prompt else k + m

@@ -17,14 +17,7 @@ from sparsebp_cli.errors import UnsupportedError
 
 
 def check_loss(model: nn.Module) -> None:
-    """Refuse a model with a loss of its own.
-
-    Args:
-        model: A causal language model.
-
-    Raises:
-        UnsupportedError: Its loss is not transformers' for causal language models.
-    """
+    """Raise :class:`UnsupportedError` unless a model's loss is transformers' for causal language models."""
     function = cast("Any", model).loss_function
     known = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     if function is not known:
@@ -33,14 +26,11 @@ def check_loss(model: nn.Module) -> None:
 
 
 def scale(num_items: Any, marks: PositionMask) -> Any:
-    """Return what the sum of the trained losses is divided by, so that each trained token weighs as in a mean over all.
+    """Return the divisor of the summed trained losses, so that each trained token has the weight it has in a mean
+    over all.
 
-    Args:
-        num_items: ``num_items_in_batch``: targets of all micro-batches of a step; None: the mean of this batch.
-        marks: Of this batch.
-
-    Returns:
-        The same number, times the share of this batch's targets that is trained; None for the mean.
+    ``num_items`` is the number of targets in all micro-batches of a step, None for the mean of this batch; it is
+    multiplied by the trained share of this batch's targets.
     """
     num_targets, num_trained = int(marks.target.sum()), int(marks.trained.sum())
     if num_items is None or num_trained in (0, num_targets):
@@ -49,17 +39,7 @@ def scale(num_items: Any, marks: PositionMask) -> Any:
 
 
 def row_loss(model: nn.Module, logits: Tensor, label_N: Tensor, num_items: Any) -> Tensor:
-    """Return the loss of some rows.
-
-    Args:
-        model: Whose loss it is.
-        logits: (1, N, V).
-        label_N: What each row predicts.
-        num_items: From :func:`scale`.
-
-    Returns:
-        One number.
-    """
+    """Return the loss of some rows: logits (1, N, V), labels (N,), and a divisor from :func:`scale`."""
     function = cast("Any", model).loss_function
     labels = label_N[None]
     loss = function(logits, labels, logits.shape[-1], num_items_in_batch=num_items, shift_labels=labels)
@@ -67,30 +47,14 @@ def row_loss(model: nn.Module, logits: Tensor, label_N: Tensor, num_items: Any) 
 
 
 def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
-    """Return labels that train the chosen positions alone: the reference form of the loss.
-
-    Args:
-        labels_BT: As the model takes them.
-        marks: What is trained.
-
-    Returns:
-        (B, T).
-    """
+    """Return labels (B, T) that train only the chosen positions: the reference of the loss."""
     trains_BT = torch.zeros_like(marks.trained)
     trains_BT[:, 1:] = marks.trained[:, :-1]
     return labels_BT.masked_fill(~trains_BT.to(labels_BT.device), IGNORED)
 
 
 def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
-    """Return logits of all positions for a loss of the user's own: rows that were not computed are 0, without gradient.
-
-    Args:
-        logits_NV: Of the trained rows.
-        marks: Which they are.
-
-    Returns:
-        (B, T, V).
-    """
+    """Return logits (B, T, V) for the user's own loss; rows that were not computed are 0 and have no gradient."""
     size = logits_NV.shape[-1]
     index = marks.trained.flatten().nonzero().flatten().to(logits_NV.device)
     all_rows = logits_NV.new_zeros(marks.trained.numel(), size).index_copy(0, index, logits_NV)
@@ -98,14 +62,9 @@ def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
 
 
 def with_changes(output: Any, **changes: Tensor | None) -> Any:
-    """Return a model's output with other values; what is set as an attribute would not reach ``output[0]``.
+    """Return a copy of a transformers output with some fields replaced; fields that it does not have are ignored.
 
-    Args:
-        output: Of transformers.
-        **changes: By field; those that this kind of output does not have are left out.
-
-    Returns:
-        Another one.
+    Assigning attributes instead would not change ``output[0]``.
     """
     values = {field.name: getattr(output, field.name) for field in fields(output)}
     return type(output)(**(values | {name: value for name, value in changes.items() if name in values}))

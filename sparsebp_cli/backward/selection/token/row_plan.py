@@ -1,4 +1,4 @@
-"""Which rows of a batch are computed, which with a graph, and which reach the head.
+"""Plans which rows of a batch are computed, which of them with a graph, and which reach the head.
 
 Shape letters: B examples, T positions, K rows that carry gradient, R of them trained, N trained rows of all examples.
 """
@@ -15,30 +15,24 @@ from sparsebp_cli.backward.selection.token.rows import RowNumbers
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.token import TokenChoice
 
-IGNORED = -100  # a label that trains nothing, as in PyTorch's cross entropy
+IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
 
 
 @dataclass(frozen=True)
 class PositionMask:
-    """What is known of every position of a batch, on the CPU, all (B, T).
+    """Properties of every position of a batch, as (B, T) tensors on the CPU."""
 
-    Args:
-        target: Whether the labels train the position's prediction.
-        real: Whether the position is no padding.
-        trained: Whether its loss counts.
-        carries: Whether it carries gradient, as the policy chose.
-        looks_on: Whether a position of the example may look at later ones, (B, 1).
-    """
-
-    target: Tensor
-    real: Tensor
-    trained: Tensor
-    carries: Tensor
-    looks_on: Tensor
+    target: Tensor  # the position's prediction has a label
+    real: Tensor  # it is not padding
+    trained: Tensor  # its loss counts
+    carries: Tensor  # the policy lets it carry gradient
+    attends_later: Tensor  # (B, 1): positions of the example may attend to later ones
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing can be left out: all targets are trained, each real position but an example's last is one."""
+        """Whether nothing can be skipped: all targets are trained, and every real position but an example's last is
+        a target.
+        """
         follows = torch.zeros_like(self.real)
         follows[:, :-1] = self.real[:, 1:]
         return bool((self.trained == self.target).all() and (self.trained | ~(self.real & follows)).all())
@@ -46,46 +40,25 @@ class PositionMask:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The rows of one forward.
+    """The rows of one forward."""
 
-    Args:
-        carried: Computed with a graph, in the order of their positions.
-        dropped: Computed without one, since carried rows look at their keys; None: there are none.
-        is_prompt: Whether every dropped position precedes every carried one of its example.
-        trained: Whose outputs the head reads, as numbers of carried rows.
-        asked: The same, as positions.
-        label_N: What they predict, example by example.
-        num_trained: N, without the one row that stands in for none.
-        counts: Carried, dropped and trained rows of each example, (B,) each, float64, on the CPU.
-        is_joined: Whether the examples stand one after the other as one, so that none is filled up; positions then go
-            on from one to the next, b * T + t.
-    """
-
-    carried: RowNumbers
-    dropped: RowNumbers | None
-    is_prompt: bool
-    trained: RowNumbers
-    asked: RowNumbers
-    label_N: Tensor
-    num_trained: int
-    counts: tuple[Tensor, Tensor, Tensor]
+    carried: RowNumbers  # computed with a graph, in the order of their positions
+    dropped: RowNumbers | None  # computed without one, because carried rows attend to them; None: there are none
+    is_prompt: bool  # in every example all dropped positions precede all carried ones
+    trained: RowNumbers  # rows that the head reads, as indices into the carried rows
+    trained_positions: RowNumbers  # the same rows, as positions
+    label_N: Tensor  # their labels, example by example
+    num_trained: int  # N, not counting the placeholder row of a batch without trained rows
+    counts: tuple[Tensor, Tensor, Tensor]  # carried, dropped and trained rows by example, (B,), float64, on the CPU
+    # Examples are concatenated to one, so none is padded; the positions of example b are b * T + t.
     is_joined: bool
 
 
-def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str) -> PositionMask:
-    """Bring a choice to the CPU, and check it.
+def read_choice(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str) -> PositionMask:
+    """Move a choice to the CPU and check it, and return the properties of every position.
 
-    Args:
-        choice: The policy's.
-        labels_BT: As the model takes them: position t predicts the label at t + 1.
-        mask: The model's ``attention_mask``; only one of two dimensions tells padding.
-        implementation: transformers' name of the attention function.
-
-    Returns:
-        What is known of every position.
-
-    Raises:
-        UsageError: The choice is not what a token selector may return.
+    Position t predicts the label at t + 1. Only a two-dimensional ``mask`` tells padding. Raises :class:`UsageError` if
+    a token selector must not return this choice.
     """
     labels = labels_BT.cpu()
     target = torch.zeros_like(labels, dtype=torch.bool)
@@ -101,38 +74,31 @@ def read_marks(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, impl
         raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions that the labels do not train")
     if (trained & ~carries).any():
         raise UsageError(f"{int((trained & ~carries).sum())} trained positions are not among those of carries_BT")
-    # A mask of the user's own may allow anything; and where eager attention may look at nothing, which only padding may
-    # not, it looks at everything.
-    looks_on = (trained & ~real).any(1, keepdim=True) & (implementation == "eager")
-    return PositionMask(target, real, trained, carries, looks_on | (mask is not None and mask.dim() == 4))
+    # A four-dimensional mask from the user may allow anything. Eager attention spreads a fully masked row, which only
+    # padding has, over all positions.
+    attends_later = (trained & ~real).any(1, keepdim=True) & (implementation == "eager")
+    return PositionMask(target, real, trained, carries, attends_later | (mask is not None and mask.dim() == 4))
 
 
 def make_plan(marks: PositionMask, labels_BT: Tensor, mode: Literal["exact", "detach"], pair_cost: float) -> RowPlan:
-    """Say which rows are computed, and how.
+    """Plan the rows of a batch.
 
-    Args:
-        marks: Of the batch.
-        labels_BT: As the model takes them.
-        mode: ``exact``: all rows up to the last trained one of the batch carry gradient; ``detach``: those that the
-            policy chose.
-        pair_cost: Of a query and a key, over that of a row in the linears of a layer.
-
-    Returns:
-        The plan.
+    In mode ``exact`` all rows up to the last trained one of the batch carry gradient; in ``detach``, those that the
+    policy chose. ``pair_cost`` is the cost of a query-key pair over that of a row in the linears of a layer.
     """
     device, num_trained = labels_BT.device, int(marks.trained.sum())
     trained = marks.trained.clone()
-    if num_trained == 0:  # a forward must compute something; its loss is multiplied by 0
+    if num_trained == 0:  # the forward needs one row; its loss is multiplied by 0
         trained[0, 0] = True
     length = trained.shape[1]
     last_B1 = (trained * torch.arange(length)).amax(1, keepdim=True)
     reaches = torch.arange(length) <= last_B1
-    needed = ((marks.real | trained) & reaches | marks.looks_on) & trained.any(1, keepdim=True)
-    if mode == "exact":  # columns, so that rows stay where they are and the kernels are the model's own
+    needed = ((marks.real | trained) & reaches | marks.attends_later) & trained.any(1, keepdim=True)
+    if mode == "exact":  # whole columns, so that rows keep their order and the model's own kernels run
         carried_BT, dropped_BT = needed.any(0).expand_as(trained), torch.zeros_like(trained)
     else:
         carried_BT, dropped_BT = needed & (marks.carries | trained), needed & ~(marks.carries | trained)
-    is_prompt = _is_prompt(carried_BT, dropped_BT) and not bool(marks.looks_on.any())
+    is_prompt = _is_prompt(carried_BT, dropped_BT) and not bool(marks.attends_later.any())
     counts = tuple(part.sum(1).double() for part in (carried_BT, dropped_BT, trained))
     is_joined = mode == "detach" and _joining_pays(counts[0], counts[1], pair_cost, is_prompt=is_prompt)
     if is_joined:
@@ -147,19 +113,27 @@ def make_plan(marks: PositionMask, labels_BT: Tensor, mode: Literal["exact", "de
     label_N = labels_BT.roll(-1, 1)[trained.view_as(labels_BT).to(device)]
     if num_trained == 0:
         label_N = label_N.clamp(min=0)
-    asked = carried.among(rows)
+    trained_positions = carried.among(rows)
     return RowPlan(
-        carried, dropped, is_prompt, rows, asked, label_N, num_trained, (counts[0], counts[1], counts[2]), is_joined
+        carried,
+        dropped,
+        is_prompt,
+        rows,
+        trained_positions,
+        label_N,
+        num_trained,
+        (counts[0], counts[1], counts[2]),
+        is_joined,
     )
 
 
 def _joining_pays(carried_B: Tensor, dropped_B: Tensor, pair_cost: float, *, is_prompt: bool) -> bool:
-    """Whether the pairs of unlike examples, all masked, cost less than filling up every example to the longest."""
+    """Whether masked pairs between concatenated examples cost less than padding every example to the longest."""
 
     def cost(carried: float, dropped: float) -> float:
         keys = carried + dropped
-        beside = dropped * (1.0 + pair_cost * (dropped if is_prompt else keys))
-        return 3.0 * carried * (1.0 + pair_cost * keys) + beside  # with a backward of twice its forward
+        dropped_cost = dropped * (1.0 + pair_cost * (dropped if is_prompt else keys))
+        return 3.0 * carried * (1.0 + pair_cost * keys) + dropped_cost  # the backward costs twice the forward
 
     filled = len(carried_B) * cost(float(carried_B.max()), float(dropped_B.max()))
     return cost(float(carried_B.sum()), float(dropped_B.sum())) < filled

@@ -1,4 +1,4 @@
-"""Some positions of every example as the rows of one rectangle, and how tensors are cut down to them.
+"""Some positions of every example as the rows of one rectangle, and the selection of these rows from tensors.
 
 Shape letters: B examples, T positions, K rows of an example, D anything.
 """
@@ -14,33 +14,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class RowNumbers:
-    """Positions of every example, ascending. An example that has fewer than another is filled up by any others.
-
-    Args:
-        position_BK: The positions, on the device that computes.
-        valid_BK: Whether a row was asked for; else it fills the rectangle, and nothing may look at it.
-        start: Of rows that are the positions start to start + K of every example; None where they are not.
-        shared: Whether all examples have the same positions.
-        is_full: Whether all were asked for.
+    """Positions of every example, ascending; an example with fewer rows than another is padded with arbitrary
+    positions.
     """
 
-    position_BK: Tensor
-    valid_BK: Tensor
-    start: int | None
-    shared: bool
-    is_full: bool
+    position_BK: Tensor  # on the device that computes
+    valid_BK: Tensor  # False for padding rows, which no row may attend to
+    start: int | None  # if the rows are positions start to start + K of every example; else None
+    shared: bool  # all examples have the same positions
+    is_full: bool  # there are no padding rows
 
     @classmethod
     def of(cls, member_BT: Tensor, device: torch.device, *, valid_BT: Tensor | None = None) -> Self | None:
-        """Return the rows of what is chosen.
+        """Return the rows of the positions in ``member_BT``, a mask on the CPU; None if it is empty.
 
-        Args:
-            member_BT: Which positions, on the CPU.
-            device: Where the rows are needed.
-            valid_BT: Which of them anybody may look at; None: all.
-
-        Returns:
-            The rows; None when nothing is chosen.
+        ``valid_BT`` restricts which of them other rows may attend to; None: all.
         """
         count_B1 = member_BT.sum(1, keepdim=True)
         most = int(count_B1.max())
@@ -59,14 +47,7 @@ class RowNumbers:
         return cls(position_BK.to(device), valid_BK.to(device), start, shared, bool(valid_BK.all()))
 
     def among(self, rows: Self) -> RowNumbers:
-        """Return some of these rows as positions.
-
-        Args:
-            rows: As numbers of these rows.
-
-        Returns:
-            The same, in order.
-        """
+        """Return some of these rows, given as indices into them, as positions."""
         start = None if self.start is None or rows.start is None else self.start + rows.start
         position_BK = self.position_BK.gather(1, rows.position_BK)
         return RowNumbers(position_BK, rows.valid_BK, start, self.shared and rows.shared, rows.is_full)
@@ -76,13 +57,9 @@ class RowNumbers:
         return self.position_BK.shape[1]
 
     def take(self, x: Tensor) -> Tensor:
-        """Cut a tensor down to the rows.
+        """Select the rows of a tensor (B, T, D), or (1, T, D) if all examples share it.
 
-        Args:
-            x: (B, T, D), or (1, T, D) where all examples have the same.
-
-        Returns:
-            (B, K, D), or (1, K, D) where all examples still have the same.
+        Returns (B, K, D), or (1, K, D) if all examples still share the result.
         """
         if self.start is not None:
             return x.narrow(1, self.start, len(self))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-SCHEMA = 1  # of the JSON; it grows when a field changes its meaning or goes
+SCHEMA = 1  # of the JSON; increased when a field changes its meaning or is removed
 THRESHOLD = 0.005  # share of the step above which a finding is shown
 
 
@@ -43,7 +43,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """The largest of the shares: what decides whether it is shown."""
+        """The largest of the shares, which is compared with the threshold."""
         return max(self.flops_share, self.bytes_share, self.seconds_share)
 
 
@@ -124,22 +124,22 @@ class AuditReport:
 
     @property
     def step_flops(self) -> float:
-        """All FLOPs of a step that shares are of."""
+        """The FLOPs of a step that shares refer to."""
         return self.forward_flops + self.backward_flops + self.recomputed_flops
 
     @property
     def total_bytes(self) -> float:
-        """All bytes that shares are of."""
+        """The bytes that shares refer to."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
 
     @property
     def waste_share(self) -> float:
-        """The larger of the exactly avoidable shares of FLOPs and bytes: what a gate compares."""
+        """The larger of the exactly avoidable shares of FLOPs and bytes, which a gate compares with its limit."""
         return max(self.wasted_flops_share, self.wasted_bytes_share)
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The result in one line."""
         if not self.findings:
             return f"no waste found above {100 * self.threshold:g} % of a step"
         count = f"{len(self.findings)} finding{'s' * (len(self.findings) > 1)}"
@@ -149,30 +149,16 @@ class AuditReport:
         )
 
     def finding(self, kind: str) -> Finding | None:
-        """Return the finding of a kind.
-
-        Args:
-            kind: A key of ``KINDS``.
-
-        Returns:
-            The finding; None when there is none above the threshold.
-        """
+        """Return the finding of a kind, a key of ``KINDS``; None if there is none above the threshold."""
         return next((finding for finding in self.findings if finding.kind == kind), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for JSON."""
+        """Return all fields as plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> AuditReport:
-        """Return the report that :meth:`to_dict` made plain.
-
-        Args:
-            content: From :meth:`to_dict`, also after JSON.
-
-        Returns:
-            The report.
-        """
+        """Return the report for the result of :meth:`to_dict`, also after JSON."""
         plain = dict(content)
         plain["findings"] = tuple(Finding(**(item | {"modules": tuple(item["modules"])})) for item in plain["findings"])
         plain["modules"] = tuple(ModuleWork(**item) for item in plain["modules"])

@@ -1,4 +1,4 @@
-"""The kinds of waste that an audit knows: what each is called, and what to do about it."""
+"""The kinds of waste that an audit detects, with their titles and advice."""
 
 from __future__ import annotations
 
@@ -7,17 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of waste.
-
-    Args:
-        title: In a few words.
-        advice: What to do, in one sentence.
-        exact: Whether all of it can be left out while every result that is used stays the same.
-    """
+    """One kind of waste."""
 
     title: str
-    advice: str
-    exact: bool = True
+    advice: str  # what to do, in one sentence
+    exact: bool = True  # whether all of it can be removed without changing any used result
 
 
 KINDS: dict[str, Kind] = {

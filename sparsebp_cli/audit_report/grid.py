@@ -1,4 +1,4 @@
-"""The work of modules as rows of text: those that differ in a layer's number alone are put together."""
+"""The work of modules as rows of text; modules that differ only in their layer's number share a row."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import fields
 
-from sparsebp_cli.finding.report import AuditReport, ModuleWork
+from sparsebp_cli.audit_report.report import AuditReport, ModuleWork
 
 COLUMNS = ("modules", "forward", "dgrad", "wgrad", "other", "again", "wasted", "saved", "wasted of it")
 _STEPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def gather(modules: Iterable[ModuleWork]) -> list[ModuleWork]:
-    """Put the modules of all layers together.
-
-    Args:
-        modules: Of a report.
-
-    Returns:
-        Sums, with a star for the layers' name and number, in the order of the first of each.
-    """
+    """Sum the modules of all layers; a star stands for the layers' prefix and number."""
     found: dict[str, dict[str, float]] = {}
     for row in modules:
         star = _star(row.module) or "(model and loss)"
@@ -31,14 +24,7 @@ def gather(modules: Iterable[ModuleWork]) -> list[ModuleWork]:
 
 
 def rows(report: AuditReport) -> list[tuple[str, ...]]:
-    """Return a report's modules as cells.
-
-    Args:
-        report: Of an audit.
-
-    Returns:
-        A row for each group of modules, as long as ``COLUMNS``; a cell is empty where there is nothing.
-    """
+    """Return a report's modules as rows of cells, as long as ``COLUMNS``; empty cells stand for zero."""
     return [
         (
             row.module,
@@ -53,14 +39,7 @@ def rows(report: AuditReport) -> list[tuple[str, ...]]:
 
 
 def summary(report: AuditReport) -> list[str]:
-    """Return what was watched, in lines.
-
-    Args:
-        report: Of an audit.
-
-    Returns:
-        Lines of text.
-    """
+    """Return lines that say what was audited."""
     passes = f"{report.backwards} backward pass{'es' * (report.backwards != 1)}"
     return [
         f"watched {report.steps} step{'s' * (report.steps != 1)} with {passes}",
@@ -83,22 +62,14 @@ def count(value: float, unit: str = "") -> str:
 
 
 def where(modules: Iterable[str], most: int = 3) -> str:
-    """Return a few names of modules, layers put together.
-
-    Args:
-        modules: Names, the most important first.
-        most: How many are named.
-
-    Returns:
-        ``*.q_proj, lm_head and 2 more``; empty for none.
-    """
+    """Return a few names of modules, layers combined, such as ``*.q_proj, lm_head and 2 more``; empty for none."""
     stars = list(dict.fromkeys(_star(name) or "(model)" for name in modules))
     more = f" and {len(stars) - most} more" if len(stars) > most else ""
     return ", ".join(stars[:most]) + more
 
 
 def _star(name: str) -> str:
-    """A module's name without its layer's; a layer's own without its number."""
+    """Replace a module's layer prefix and number by a star; a layer's own name keeps its prefix."""
     return re.sub(r"\.\d+$", ".*", re.sub(r"(^|.*?\.)\d+(?=\.)", "*", name, count=1))
 
 

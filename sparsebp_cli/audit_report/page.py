@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from sparsebp_cli.finding.grid import COLUMNS, count, rows, summary, where
-from sparsebp_cli.finding.report import AuditReport, Finding
+from sparsebp_cli.audit_report.grid import COLUMNS, count, rows, summary, where
+from sparsebp_cli.audit_report.report import AuditReport, Finding
 from sparsebp_cli.page import check_path, render
 
 BOUND = (
