@@ -1,4 +1,4 @@
-"""The fenced blocks of what people read: README, CONTRIBUTING, the guide, the plugin's README."""
+"""The fenced blocks of what people read: README, CONTRIBUTING, ARCHITECTURE, the guide, the plugin's README."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "ARCHITECTURE.md",
     ROOT / "docs" / "index.md",
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
     *sorted((ROOT / "plugins").glob("*/README.md")),
