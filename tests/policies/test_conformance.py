@@ -290,7 +290,7 @@ def test_half_keeps_the_contract() -> None:
         (_Remembers, "a resumed run decides differently"),
         (_SameAtEveryStep, "draws the same for every index"),
         (_NoSuchControl, "its control cannot be made: unknown policy 'randm'"),
-        (_ControlOfAnotherKind, "is no GradientSelector"),
+        (_ControlOfAnotherKind, "is not a GradientSelector"),
         (_ControlOfAnotherBudget, "its budget is 0.5, its control's 0.25"),
         (_ControlThatChooses, "its control has a control"),
         (_OutOfRange, r"index_K must be in \[0, "),

@@ -77,7 +77,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_a_hint() -> None:
         ({"train": ["a"], "freeze": ["b"]}, "give train or freeze, not both"),
         ({"train": ["a"], "every": 3}, "every needs turn: layers"),
         ({"train": ["a"], "order": "random"}, "order needs turn: layers"),
-        ({"train": ["/(/"]}, "is no regular expression"),
+        ({"train": ["/(/"]}, "is not a regular expression"),
         ({"train": [""]}, "train"),
     ],
 )

@@ -36,7 +36,7 @@ def history(path: Any, steps: Iterable[int], evaluated: Iterable[int]) -> Histor
 )
 def test_lost_steps_are_named_with_their_metrics(tiny_recipe, tmp_path, steps, evaluated, found) -> None:
     lines = find_journal_gaps(history(tmp_path, steps, evaluated), 8, tiny_recipe())
-    assert [line.removeprefix("the journal has lost ").partition(", which")[0] for line in lines] == found
+    assert [line.removeprefix("the journal has lost ").partition(", before")[0] for line in lines] == found
 
 
 def edit_journal(run: RunFolder, keep: Callable[[Record], bool]) -> None:
