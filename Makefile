@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: test-fast test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
+.PHONY: test-fast test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -41,6 +41,9 @@ test-oldest:  ## the tests with the oldest PyTorch and transformers that are all
 	.venv-oldest/bin/python -m pip install --quiet --editable '.[test]' --editable plugins/sparsebp-stride torch==2.11.0 transformers==5.17.0
 	.venv-oldest/bin/pytest -n 2 --dist loadgroup
 
+test-long: .venv/develop  ## the longest tests, each a larger form of one that `make test` runs
+	$(BIN)/pytest -m long -n 2 --dist loadgroup
+
 chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/promises.md (about an hour)
 	$(BIN)/pytest -m "chaos or promise" -n 2 --dist loadgroup --trials docs/reference/promises.json
 	$(BIN)/python docs/generate.py
@@ -59,6 +62,7 @@ style: .venv/develop
 	$(BIN)/mypy && $(BIN)/mypy plugins/sparsebp-stride/sparsebp_stride.py plugins/sparsebp-rare/sparsebp_rare.py
 	$(BIN)/lint-imports
 	$(BIN)/pydoclint --quiet sparsebp_cli plugins
+	$(BIN)/pytest -q -m types tests/test_public_names.py
 
 fix: .venv/develop  ## mend what a tool can mend, write again what is generated
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

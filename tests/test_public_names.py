@@ -52,7 +52,7 @@ def test_every_public_name_can_be_imported_and_is_documented(module: str) -> Non
     assert [name for name in names if not re.search(rf"\b{name}\b", text) and name != "__version__"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.types
 def test_a_type_checker_finds_typos_and_wrong_choices(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     script = tmp_path / "script.py"

@@ -71,21 +71,23 @@ def attach(
     clipping = Clipping(max_grad_norm, options.eager_clip)
     chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
     _refuse_unbuilt(model, policies, chosen)
-    asked_at_sites = (p for p in policies if isinstance(p, GradientSelector | EdgeRouter))
-    policy, runner = next(asked_at_sites, None), None
+    selectors = [policy for policy in policies if isinstance(policy, GradientSelector)]
+    router = next((policy for policy in policies if isinstance(policy, EdgeRouter)), None)
     check_scoring(policies, num_steps, reference)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     refuse_lazy(model)
     layers = LayerNumbers(model)
-    if isinstance(policy, EdgeRouter):
-        adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(policy))
+    runner = SelectorRunner(selectors, len(layers.layers)) if selectors else None
+    if router is not None:
+        adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
     else:
-        runner = None if policy is None else SelectorRunner(policy, len(layers.layers))
-        if policy is None and options.sites == "linears":  # a model without a linear, such as a convolutional one
+        if not selectors and options.sites == "linears":  # a model without a linear, such as a convolutional one
             adapter = LinearAdapter(model, options.exclude, may_be_empty=True)
         else:
             adapter = _ADAPTERS[options.sites](model, options.exclude)
+        if runner is not None and adapter.names:  # at nodes they are known after the first backward only
+            runner.check_disjoint(adapter.names, layers.number_of)
     tokens = make_extensions(policies, model, reference)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(

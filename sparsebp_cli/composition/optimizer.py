@@ -10,10 +10,10 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 GROUP = "sparsebp.optimizers"

@@ -30,6 +30,8 @@ class PolicyFacts:
         """Return the facts of a policy. An empty label stands for its class."""
         kind = next((name for name in KINDS if isinstance(policy, _CONTRACT[name])), "")
         facts: dict[str, object] = {"kind": kind}
+        if isinstance(policy, GradientSelector):
+            facts["placed"] = policy.where is not None or policy.layers is not None
         if isinstance(policy, ParameterSelector):
             facts["changes"] = policy.changes
         if isinstance(policy, TokenSelector):

@@ -54,8 +54,21 @@ _POLICY_RULES = (
     ),
     Rule(
         "{other} and {policy} make the same decision ({kind}) at the same place: give one of them",
-        policy={"kind": KINDS},
+        policy={"kind": tuple(kind for kind in KINDS if kind != "GradientSelector")},
         other={"kind": SAME},
+    ),
+    Rule(
+        "{other} and {policy} make the same decision ({kind}) at the same place: give one of them, or each its own "
+        "sites by where or layers",
+        policy={"kind": ("GradientSelector",), "placed": (False,)},
+        other={"kind": SAME},
+    ),
+    Rule(
+        "{other} and {policy} at {sites} are not built: give one of them",
+        why="Nodes have no names before the first backward, so nothing could tell whose a node is.",
+        policy={"kind": ("GradientSelector",)},
+        other={"kind": SAME},
+        options={"sites": ("nodes",)},
     ),
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
 
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.plan.plan import Plan
 from sparsebp_cli.plan.provenance import find_provenance
 from sparsebp_cli.recipe.schema import Recipe

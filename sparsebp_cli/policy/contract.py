@@ -136,8 +136,15 @@ class Policy(BaseModel, ABC):
 
 class GradientSelector(Policy):
     """Selects the part of a gradient that continues from a site, inside the backward. All gradient selectors have the
-    three options below; the engine implements them."""
+    four options below; the engine implements them. Several selectors work in one model if each has its own sites, by
+    ``where`` or ``layers``; a site that none of them names stays dense."""
 
+    where: list[str] | None = Field(
+        None,
+        description="Globs over the names of the sites at which the policy decides, such as *.mlp.*. Other "
+        "sites stay dense. null: everywhere.",
+        min_length=1,
+    )
     layers: list[int] | None = Field(
         None,
         description="Layers in which the policy decides, from 0, or from the end as -1; an encoder's come before a "

@@ -6,12 +6,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import PolicyError, did_you_mean
 from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.error_text import shorten

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RecipeError, UsageError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.policy.field_error import FieldError, describe_errors

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy import TokenSelector, make_policy
 from sparsebp_cli.policy.field_error import Location

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten
 

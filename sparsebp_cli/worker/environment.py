@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
+
+from sparsebp_cli.entry_point import entry_points
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "numpy", "safetensors", "tokenizers")
 

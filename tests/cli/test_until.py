@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,11 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, create_run, list_runs
 
 from .conftest import Cli, Write
+
+
+def _long(value: float) -> Any:
+    return pytest.param(value, marks=pytest.mark.long)
+
 
 Loss = Callable[[str, int], float]
 
@@ -156,7 +162,7 @@ def test_looking_often_answers_wrongly_in_5_of_100_studies_at_most() -> None:
     assert wrong / studies < 0.05 + 0.02
 
 
-@pytest.mark.parametrize("extra", [0.0, 0.012, 0.02, 0.03, 0.05])
+@pytest.mark.parametrize("extra", [0.0, _long(0.012), 0.02, _long(0.03), 0.05])
 def test_compare_of_those_runs_gives_the_trials_answer(
     two_recipes: list[Path], capsys: pytest.CaptureFixture[str], extra: float
 ) -> None:

@@ -108,7 +108,7 @@ def test_what_is_refused_leaves_no_gradient() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ddp_is_what_the_table_says_wrapped_before_and_after_attaching(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

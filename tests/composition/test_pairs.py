@@ -118,6 +118,7 @@ def check(base: dict[str, Any], pairs: Sequence[tuple[Choice, Choice]]) -> tuple
     return wrong, done
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # of peft
 def test_the_worker_carries_out_every_pair_that_validate_passes(base: dict[str, Any], kept: None) -> None:
     wrong, done = check(base, LIGHT)

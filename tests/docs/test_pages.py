@@ -46,8 +46,10 @@ def test_a_stale_page_is_named_and_a_wrong_option_refused(tmp_path: Path, monkey
     page = tmp_path / "docs" / "reference" / "metrics.md"
     page.write_text(page.read_text(encoding="utf-8") + "more\n", encoding="utf-8")
     (tmp_path / "docs" / "reference" / "cli.md").unlink()
+    names = [f"docs/reference/{name}.md" for name in ("metrics", "cli", "errors")]  # the others take a while
+    monkeypatch.setattr(generate, "PAGES", {name: generate.PAGES[name] for name in names})
     assert {file.name for file in generate.find_stale(tmp_path)} == {"metrics.md", "cli.md"}
-    assert _generate("--chek").returncode == 2
+    assert generate.main(["--chek"]) == 2
 
 
 def test_recorded_numbers_take_their_place_in_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

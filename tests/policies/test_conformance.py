@@ -33,6 +33,7 @@ _BY_ENGINE: dict[str, list[Any]] = {
     "layers": [[0], [-1]],
     "keep_warmup_steps": [2],
     "error_feedback": [True],
+    "where": [["layers.0", "layers.2"]],
 }  # every selector has them
 
 # Patterns that fit the decoder of the suite, and options whose schema says too little.

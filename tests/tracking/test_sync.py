@@ -452,7 +452,7 @@ print(result.points_sent, result.complete, result.problem)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.promise("R6")
 def test_eight_processes_at_once_on_a_store_that_does_not_exist_yet_lose_nothing(
     make_run: MakeRun, home_folder: Path

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_the_benchmark_compares_the_script_before_and_after(tmp_path: Path) -> None:
     out = tmp_path / "trainer.json"
     command = [sys.executable, "benchmarks/trainer.py", "--tiny", "--out", str(out), "--threads", "1"]

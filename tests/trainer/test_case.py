@@ -121,7 +121,7 @@ def test_executed_flops_fall_where_the_trainers_own_estimate_does_not_move(
     assert not any("time/scoring_seconds" in log for log in logs["detach"])  # the data says it
 
 
-@pytest.mark.parametrize("mode", ["exact", "detach"])
+@pytest.mark.parametrize("mode", [pytest.param("exact", marks=pytest.mark.long), "detach"])
 def test_accumulation_bf16_and_a_second_training_work_in_the_script(mode: str, tmp_path: Path) -> None:
     options = {"gradient_accumulation_steps": 2, "bf16": True, "steps": 2, "warmup_steps": 1}
     plain = case.before().make_trainer(tmp_path / "before", **(SIZE | QUIET | options))

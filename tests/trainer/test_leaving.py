@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UsageError
 
-from .conftest import Make, differing, is_free, make_arguments, make_examples, make_model, weights
+from .conftest import CALLBACK, Make, differing, is_free, make_arguments, make_examples, make_model, weights
 
 POLICIES = [{"name": "topk", "keep": 0.25, "along": "rows"}]
 
@@ -105,6 +105,7 @@ def test_a_second_training_has_an_engine_of_its_own(door: Make, tmp_path: Path) 
     assert first.report().kept_share == pytest.approx(0.25, abs=0.02)
 
 
+@pytest.mark.parametrize("door", [CALLBACK], indirect=True)
 def test_a_batch_that_is_too_large_is_halved_and_training_begins_again(door: Make, tmp_path: Path) -> None:
     class Hungry(Trainer):
         def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Runs a gradient policy with the options that every selector has.
+"""Runs the gradient selector of a site with the options that every selector has.
 
-Restriction to layers, the warm-up of ``keep`` and error feedback are the same for all policies, so they are
+Restriction to sites and layers, the warm-up of ``keep`` and error feedback are the same for all policies, so they are
 implemented here. The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018),
 https://arxiv.org/abs/1712.01887, section 3.3, with the same factor every step instead of every epoch. Error feedback is
 that of Frank Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), applied to a site's gradient instead
@@ -9,35 +9,49 @@ of a parameter's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from math import prod
 
 from torch import Tensor
 
-from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
 
 class SelectorRunner:
-    """Calls one selector and stores the residuals of error feedback. ``num_layers`` is 0 for a model without known
-    layers.
+    """Calls the selector of each site and stores the residuals of error feedback. No site may belong to two selectors,
+    see :meth:`check_disjoint`. ``num_layers`` is 0 for a model without known layers.
     """
 
-    def __init__(self, selector: GradientSelector, num_layers: int) -> None:
-        self.selector = selector
+    def __init__(self, selectors: Sequence[GradientSelector], num_layers: int) -> None:
         self.residuals: dict[str, Tensor] = {}  # what error feedback adds later, by site, micro-batch and call
-        self._layers = None if selector.layers is None else _number(selector.layers, num_layers)
+        self._scopes = [_Scope(selector, num_layers) for selector in selectors]
+        self._at: dict[str, GradientSelector | None] = {}  # by site: patterns are matched once
+
+    def check_disjoint(self, names: Sequence[str], layer_of: Callable[[str], int | None]) -> None:
+        """Refuse a pattern that matches no site, and a site that belongs to two selectors (:class:`UsageError`)."""
+        for scope in self._scopes:
+            for pattern in scope.selector.where or ():
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise UsageError(f"where: {pattern!r} matches no site{did_you_mean(pattern, names)}")
+        for name in names:
+            found = [scope.selector for scope in self._scopes if scope.contains(name, layer_of(name))]
+            if len(found) > 1:
+                one, two = (type(selector).__name__ for selector in found[:2])
+                raise UsageError(f"{one} and {two} both decide at {name!r}: give them other where or layers")
 
     def policy_at(self, site: Site, step: Step) -> GradientSelector | None:
         """Return the policy at a site and step, with the ``keep`` of the warm-up; None if the site stays dense."""
-        if self._layers is not None and site.layer not in self._layers:
-            return None
-        steps = self.selector.keep_warmup_steps
-        if step.index >= steps:
-            return self.selector
-        keep: float = self.selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
-        return self.selector.model_copy(update={"keep": keep ** (step.index / steps)})
+        if site.name not in self._at:
+            found = (scope.selector for scope in self._scopes if scope.contains(site.name, site.layer))
+            self._at[site.name] = next(found, None)
+        selector = self._at[site.name]
+        if selector is None or step.index >= selector.keep_warmup_steps:
+            return selector
+        keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
+        return selector.model_copy(update={"keep": keep ** (step.index / selector.keep_warmup_steps)})
 
     @contextmanager
     def probing(self, *, feedback: bool) -> Iterator[None]:
@@ -69,6 +83,20 @@ class SelectorRunner:
         left = (grad_NO - kept_NO).view(shape)
         self.residuals[key] = left if before is None else _retain_unmatched(left, before)
         return grad_NO, selection
+
+
+class _Scope:
+    """The sites at which one selector decides."""
+
+    def __init__(self, selector: GradientSelector, num_layers: int) -> None:
+        self.selector = selector
+        self._layers = None if selector.layers is None else _number(selector.layers, num_layers)
+
+    def contains(self, name: str, layer: int | None) -> bool:
+        where = self.selector.where
+        return (self._layers is None or layer in self._layers) and (
+            where is None or any(fnmatchcase(name, pattern) for pattern in where)
+        )
 
 
 # A residual belongs to an example's index in the batch and a position, and stays until a gradient arrives at that index

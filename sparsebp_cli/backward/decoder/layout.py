@@ -8,10 +8,10 @@ its object a tuple of :class:`BranchLayout`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 
 from torch import nn
 
+from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UnsupportedError
 
 GROUP = "sparsebp.layouts"
