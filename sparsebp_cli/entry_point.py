@@ -15,7 +15,7 @@ from pathlib import Path
 
 def entry_points(group: str) -> metadata.EntryPoints:
     """Return the entry points of a group, as ``importlib.metadata.entry_points`` does."""
-    return _read(tuple((folder, _modified(folder)) for folder in sys.path)).select(group=group)
+    return _read(group, tuple((folder, _modified(folder)) for folder in sys.path))
 
 
 def _modified(folder: str) -> int:
@@ -24,6 +24,6 @@ def _modified(folder: str) -> int:
     return 0
 
 
-@lru_cache(maxsize=4)
-def _read(state: tuple[tuple[str, int], ...]) -> metadata.EntryPoints:  # noqa: ARG001 - what the cache depends on
-    return metadata.entry_points()
+@lru_cache(maxsize=32)
+def _read(group: str, state: tuple[tuple[str, int], ...]) -> metadata.EntryPoints:  # noqa: ARG001 - the cache's key
+    return metadata.entry_points(group=group)

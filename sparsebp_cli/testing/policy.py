@@ -39,6 +39,7 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
         UsageError: ``policy`` is none of these, or an instance with further options.
     """
     policy_class, options = _find_class(policy, options)
+    options = {name: value for name, value in options.items() if name != "where"}  # of sites that the suite has not
     made = _check_options(policy_class, options)
     _check_control(made)
     if isinstance(made, EdgeRouter):
