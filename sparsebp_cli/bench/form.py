@@ -65,7 +65,7 @@ def find_forms(
     Returns at least one form, in the order of the sites and of the policy's own options.
 
     Raises ``PolicyError`` if the policy is unknown or broken or an option is wrong, and ``UsageError`` for a site where
-    the policy has no site or no faster form.
+    the policy does not act or has no faster form.
     """
     found, options = find_policy(name), dict(options or {})
     assert found.policy_class is not None

@@ -46,7 +46,7 @@ class BenchmarkRow(Part):
         saved_ratio: Over plain PyTorch's.
         peak_bytes: Peak use of tensors in one pass, above the use before it; None where unknown.
         peak_ratio: Over plain PyTorch's.
-        kept_share: Share of the sites' gradient entries that was kept; None without a site.
+        kept_share: Share of the sites' gradient entries that was kept; None where nothing was chosen.
         cost_ratio: FLOPs of forward and backward over plain PyTorch's; None in files of older versions.
         unit_worth: How many dense units (rows, entries) a kept one must be worth, ``cost_ratio / kept_share``: plain
             PyTorch with that part of the batch costs the same. Choosing by norm can pay only where the gradients'

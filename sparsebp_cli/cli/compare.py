@@ -48,7 +48,7 @@ WHERE = "Only runs that meet this: 'policy=topk and keep<0.2'."
 FROM = "Read runs from here: a folder of runs, or an MLflow store (sqlite:///..., http://...)."
 MARGIN = "How much worse still counts as not worse: eval/loss=0.01."
 REDUCE = "A run's one number: final, best, or mean:K of the last K evaluations."
-BETTER = "Which way --metric is better, where its name does not tell."
+BETTER = "The better direction of --metric, where its name does not show it."
 GROUP_BY = "Only these keys of the recipe decide which runs form a group: policy.name,learning_rate."
 IGNORE = "These keys do not decide it: output_dir,logging_steps."
 SEED_PARAM = "The parameter that is the seed of other programs' runs. [default: seed, else random_seed]"
@@ -63,12 +63,10 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
     where: Annotated[str | None, typer.Option(metavar="CONDITION", help=WHERE)] = None,
     place: Annotated[str | None, typer.Option("--from", metavar="PLACE", help=FROM)] = None,
-    metric: Annotated[
-        str | None, typer.Option(help="The metric that says how good a model is. [default: eval/loss]")
-    ] = None,
+    metric: Annotated[str | None, typer.Option(help="The quality metric. [default: eval/loss]")] = None,
     better: Annotated[Direction | None, typer.Option(help=BETTER)] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="RUN", help="What the others are held against. [default: the exact policy]")
+        str | None, typer.Option(metavar="RUN", help="The run to compare the others with. [default: the exact policy]")
     ] = None,
     margin: Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN)] = None,
     reduce: Annotated[str, typer.Option(metavar="HOW", help=REDUCE)] = "final",
@@ -88,7 +86,7 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
     x: Annotated[Axis, typer.Option(help="With --curves: along what.", rich_help_panel=SHOW)] = Axis.STEP,
     pareto: Annotated[
-        bool, typer.Option("--pareto", help="Only quality, time and memory: who beats whom.", rich_help_panel=SHOW)
+        bool, typer.Option("--pareto", help="Only quality against time and memory.", rich_help_panel=SHOW)
     ] = False,
     layers: Annotated[
         bool, typer.Option("--layers", help="Only kept share and fidelity by layer.", rich_help_panel=SHOW)

@@ -22,7 +22,7 @@ def memory_table(values: dict[str, Any], step: int) -> Table:
     peak, highest = curve.peak, dict(zip(PARTS, values["highest"], strict=True))
     by_phase = {phase: point.split for phase in PHASES if (point := curve.within(phase)) is not None}
     columns = ("at the peak", "share", "highest", *by_phase)
-    title = f"memory: live tensors of step {step}; its peak is in the {peak.phase}; beside it the peak of each phase"
+    title = f"memory: live tensors of step {step}; its peak is in the {peak.phase}; last, the peaks of the phases"
     if values.get("allocator_peak_bytes"):
         title += f" (the device's allocator reports {show_count(values['allocator_peak_bytes'], 'B')})"
     table = make_table("part", *columns, numbers=list(columns), title=title)

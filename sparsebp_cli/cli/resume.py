@@ -31,7 +31,7 @@ def resume(
 ) -> None:
     """Go on with runs from their last good checkpoints, under the same ids.
 
-    A run whose recipe, code or data are not those of its checkpoint is refused, with a table of what changed.
+    A run whose recipe, code or data differ from those of its checkpoint is refused, with a table of the changes.
     """
     folders = find_all(runs)
     for folder in folders:
@@ -59,7 +59,7 @@ def resume(
 
 
 def _refuse_cancelled(folders: Sequence[RunFolder]) -> None:
-    """Ask whether to resume runs that were cancelled, all of them before any run is started."""
+    """Raise ``UsageError`` if a run was cancelled; all runs are checked before any of them is started."""
     names = [folder.run_id for folder in folders if folder.state() is State.CANCELLED]
     if names:
         shown, word = " ".join(names), "were" if len(names) > 1 else "was"

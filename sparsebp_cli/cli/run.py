@@ -42,7 +42,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
     max_parallel: Annotated[int, typer.Option(min=1, help="Runs at once on a target; GPUs are shared out.")] = 1,
     with_baseline: Annotated[
-        bool, typer.Option("--with-baseline", help="Run the dense recipe beside each, in turns on one device.")
+        bool, typer.Option("--with-baseline", help="Also run each recipe dense, alternating on one device.")
     ] = False,
     until_ci: Annotated[str | None, typer.Option("--until-ci", metavar="METRIC=MARGIN", help=UNTIL)] = None,
     max_minutes: Annotated[

@@ -37,7 +37,7 @@ def add_baselines(
         known.add(key)
         ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
     if len(ordered) == len(plans):
-        raise UsageError("--with-baseline: every recipe is dense or has its dense one beside it already")
+        raise UsageError("--with-baseline: every recipe is dense or already has its dense counterpart")
     times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep it their order of start
     return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]
 

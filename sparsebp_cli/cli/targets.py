@@ -26,14 +26,14 @@ def complete_target(incomplete: str) -> list[str]:
 
 
 def targets(
-    action: Annotated[Action | None, typer.Argument(metavar="[check", help="Ask targets whether they work.")] = None,
+    action: Annotated[Action | None, typer.Argument(metavar="[check", help="Test whether targets work.")] = None,
     names: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME...]", help="Kinds, or names of targets.yaml.", autocompletion=complete_target),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """List kinds of targets and those of targets.yaml; `check NAME` asks one. Exit code 1 when it cannot be used."""
+    """List target kinds and the targets of targets.yaml; `check NAME` tests one. Exit code 1 if it cannot be used."""
     if action is None:
         _list(output)
         return

@@ -47,7 +47,7 @@ def run_until(
     first = make_plans(str(pool[0]))
     baseline, *groups = _baseline_first(first)
     if not groups:
-        raise UsageError("--until-ci compares: give a recipe for the baseline and one beside it")
+        raise UsageError("--until-ci compares: give a recipe for the baseline and at least one more")
     trial = Trial(groups, len(pool), margin, worse_is_up=better(metric) == "lower")
     made: tuple[int, ...] = ()
     chosen: list[RunFolder] = []

@@ -121,9 +121,7 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     for run in runs:
         for change in run.history.facts.get("changes", []):
             values = f"{change['then']}, from step {change['step']} on {change['now']}"
-            lines.append(
-                f"run {run.run_id} was resumed with a change that somebody allowed: {change['field']} ({values})"
-            )
+            lines.append(f"run {run.run_id} was resumed with an allowed change: {change['field']} ({values})")
     counted = [run for run in runs if run.finished and not run.repeats]
     if pairs := ran_together(counted):
         first, second = pairs[0]

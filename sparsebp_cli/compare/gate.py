@@ -38,7 +38,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
     labels = _check_names(comparison, condition)
     groups = [group for group in comparison.groups if not group.baseline]
     if not groups:
-        raise UsageError("--fail-if needs a group beside the baseline")
+        raise UsageError("--fail-if needs a group other than the baseline")
     tables = {group.label: figures(comparison, group) for group in comparison.groups}
     failures = []
     for group in groups if not labels else groups[:1]:

@@ -54,7 +54,7 @@ def _quality(comparison: Comparison) -> Grid:
     if comparison.metric in COURSES.values():
         note += " One split did both: choices that were made by it are flattered on it."
     if comparison.reducer == "best":
-        note += " The best of many evaluations flatters whoever was evaluated more often."
+        note += " The best of many evaluations favours runs that were evaluated more often."
     return Grid(title, columns, tuple(rows), note, aside=2)
 
 

@@ -108,7 +108,7 @@ def choose_way(question: Question, metric: str) -> Way:
     }
     for option in (option for option, is_set in needy.items() if is_set and not way):
         raise UsageError(
-            f"{option}: the name {metric!r} does not tell whether more of it is better: add --better lower or higher"
+            f"{option}: the name {metric!r} does not show whether more of it is better: add --better lower or higher"
         )
     return way
 

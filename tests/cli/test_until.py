@@ -139,7 +139,7 @@ def test_what_cannot_be_decided_is_refused_before_anything_runs(
     with pytest.raises(UsageError, match=says):
         machine.until(condition, seeds)
     assert machine.done == []
-    with pytest.raises(UsageError, match="give a recipe for the baseline and one beside it"):
+    with pytest.raises(UsageError, match="give a recipe for the baseline and at least one more"):
         Machine(two_recipes[:1], noisy(0.1, 0.1)).until("0.1")
 
 

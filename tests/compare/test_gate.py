@@ -79,7 +79,7 @@ def test_a_wrong_condition_is_refused_in_one_line(comparison: Comparison, condit
 
 
 def test_a_gate_without_anything_to_hold_against_the_baseline_is_refused(make_run: MakeRun) -> None:
-    with pytest.raises(UsageError, match="needs a group beside the baseline"):
+    with pytest.raises(UsageError, match="needs a group other than the baseline"):
         check(compare_runs([make_run()]), "eval/loss.mean > 1")
 
 
