@@ -109,9 +109,9 @@ def test_parameters_that_are_frozen_in_turn_keep_their_state_and_are_updated_in_
     assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("engine", ["fast", "reference"])
-def test_a_router_that_leaves_parameters_out_leaves_them_as_they_were(engine: str) -> None:
-    options = {"policies": [sbp.make_policy("max-child")], "sites": "nodes", "steps": 3, "engine": engine}
+@pytest.mark.parametrize("execution", ["fast", "reference"])
+def test_a_router_that_leaves_parameters_out_leaves_them_as_they_were(execution: str) -> None:
+    options = {"policies": [sbp.make_policy("max-child")], "sites": "nodes", "steps": 3, "execution": execution}
     expected, _ = train(Llama, eager=False, **options)
     found, attached = train(Llama, eager=True, **options)
     assert_equal(found, expected)
