@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: test-fast test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
+.PHONY: test-fast wheel-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -35,6 +35,9 @@ test-fast: .venv/develop  ## the tests that need no model
 
 test: .venv/develop  ## all tests
 	$(BIN)/pytest -n 2 --dist loadgroup
+
+wheel-test: .venv/develop  ## the quickstart with a built wheel, away from the checkout
+	bash tests/wheel.sh
 
 test-oldest:  ## the tests with the oldest PyTorch and transformers that are allowed (fetches gigabytes)
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
