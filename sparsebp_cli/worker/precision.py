@@ -1,4 +1,4 @@
-"""Optimizer state keeps the precision that it was saved in."""
+"""Optimizer state in the precision in which it was saved."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from torch import Tensor
 
 
 def keep_precision(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Put back what ``load_state_dict`` has rounded: it casts all state to the dtype of the weights.
-
-    Args:
-        optimizer: That was just loaded.
-        state_dict: From which.
-    """
+    """Restore the saved precision after ``load_state_dict``, which casts all state to the dtype of the weights."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in state_dict["state"].items():
         parameter = parameters[number]

@@ -1,4 +1,4 @@
-"""What optimizers share that update each parameter from its own gradient and state alone."""
+"""Base class of optimizers that update each parameter from its own gradient and state alone."""
 
 from __future__ import annotations
 
@@ -14,42 +14,23 @@ from sparsebp_cli.worker.precision import keep_precision
 
 
 class SeparateOptimizer(torch.optim.Optimizer, ABC):
-    """One parameter after the other; its state is in single precision, or that of the weights where it is wider."""
+    """Updates one parameter after the other. Its state is in single precision, or in that of the weights if it is
+    wider."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters.
-
-        Args:
-            param_group: As for any optimizer.
-
-        Raises:
-            ValueError: A parameter is complex.
-        """
+        """Add parameters; a complex one is a ValueError."""
         super().add_param_group(param_group)
         refuse_complex(self.param_groups[-1]["params"], type(self).__name__)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, in the precision that it was saved in.
-
-        Args:
-            state_dict: Of such an optimizer.
-        """
+        """Load a state in the precision in which it was saved."""
         super().load_state_dict(state_dict)
         keep_precision(self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: Computes the gradients first; None: they are there.
-
-        Returns:
-            What the closure gives.
-
-        Raises:
-            UnsupportedError: A gradient is sparse.
-        """
+        """Update all parameters that have a gradient, and return the closure's result; the closure, if given, computes
+        the gradients first. A sparse gradient is an UnsupportedError."""
         loss = evaluate(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -60,4 +41,4 @@ class SeparateOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """FieldChange a parameter by its gradient, with what its group says."""
+        """Update a parameter from its gradient with the options of its group."""
