@@ -195,7 +195,7 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
     policy = "policy topk keep=0.1"
     first, *unknown = done.stdout.splitlines()
     assert first == f"ok {good}: good: model none, data none, {policy}, 30 steps, 5 runs"
-    assert [line.partition(";")[0] for line in unknown] == [
+    assert [line.partition("; searched")[0] for line in unknown] == [
         f"   not known from here: {key}: none is not on this machine; the hub may have it"
         for key in ("model.name", "dataset.name")
     ]
