@@ -99,6 +99,16 @@ def test_an_environment_without_this_package_is_named(script: Path, run_audit: A
     assert f"{sys.executable} has no sparsebp: install it into that environment as well" in done.stderr
 
 
+def test_a_script_whose_libraries_looked_for_torch_before_it_was_imported_is_watched(
+    script: Path, run_audit: Audit
+) -> None:
+    look = "from importlib.util import find_spec\nassert find_spec('torch') and find_spec('torch')\n"
+    script.write_text(look + script.read_text(encoding="utf-8"), encoding="utf-8")
+    done = run_audit("--", sys.executable, script)
+    assert done.returncode == 0, done.stderr
+    assert "sparsebp audit: step 3 of 3" in done.stderr
+
+
 def test_commands_that_train_nothing_get_one_clear_line(run_audit: Audit) -> None:
     for code, said in (
         ("import torch; print(torch.ones(1).sum())", "ran no backward pass that could be seen"),

@@ -28,12 +28,17 @@ class TorchFinder:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:  # many libraries look for torch before anybody imports it
+            sys.meta_path.insert(0, self)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             run = loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 run(module)
                 wait(module)
 
