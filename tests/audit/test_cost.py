@@ -45,11 +45,11 @@ def test_one_optimizer_a_parameter_makes_no_scan_of_all_for_each(depth: int) -> 
         parameter.register_post_accumulate_grad_hook(update)
     audit = sbp.audit(model)
     parameters = audit._session.parameters
-    parameters.fates = fates = Scanned(parameters.fates)
+    parameters.histories = histories = Scanned(parameters.histories)
     with audit:
         for _ in range(3):
             model(torch.randn(2, 4)).square().mean().backward()
-    assert fates.scans <= 3 * 2  # before and after each backward pass
+    assert histories.scans <= 3 * 2  # before and after each backward pass
     report = audit.report()
     assert (report.steps, report.findings) == (3, ())
     assert report.gradient_bytes == 4 * depth * (4 * 4 + 4)  # although each was freed inside the pass

@@ -64,7 +64,7 @@ class OwnLinear(nn.Linear):
         ({"update": "eager"}, UsageError, "update='eager' needs optimizer="),
         ({"segments": 4}, UsageError, "segments must be 1 to 3, the number of layers, or a list of .* names, got 4"),
         ({"execution": "quick"}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
-        ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense answer the same question"),
+        ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense make the same decision"),
         ({"policies": ["topk"]}, UnsupportedError, "'topk'.*built: GradientSelector"),
         ({"exclude": ["3"]}, UsageError, "exclude: '3' matches no linear"),
         ({"exclude": ["lm_haed"], "model": "llama"}, UsageError, r"'lm_haed' matches no .*did you mean lm_head\?"),

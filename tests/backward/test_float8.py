@@ -204,7 +204,7 @@ def test_selections_multiply_as_their_reference_does(recipe, along) -> None:
     gradients, claims = [], []
     for how in ("fast", "reference"):
         mine = copy.deepcopy(model)
-        engine = sbp.attach(mine, [policy], engine=how)
+        engine = sbp.attach(mine, [policy], execution=how)
         loss, x = feed(2, ROWS // 2, 32)(mine)
         engine.backward(loss)
         gradients.append([x.grad, *(p.grad for p in mine.parameters() if p.grad is not None)])
