@@ -175,7 +175,7 @@ def test_a_question_that_needs_a_direction_is_refused_without_one(store: Foreign
         Question(metric="em", target=0.5),
         Question(metric="em", reducer=Reducer("best")),
     ):
-        with pytest.raises(UsageError, match=r"the name 'em' does not tell .* add --better lower or higher"):
+        with pytest.raises(UsageError, match=r"the name 'em' does not show .* add --better lower or higher"):
             compare(store, question)
     assert "differs by" in compare(store, Question(metric="em")).groups[1].verdict
     found = compare(store, Question(metric="em", margin=0.01, better="higher"))

@@ -79,7 +79,7 @@ def test_an_optimizer_of_a_plugin_is_checked_and_made(plugin: None, tmp_path: Pa
     weight.grad = torch.tensor([3.0, -4.0])
     optimizer.step()
     assert weight.tolist() == pytest.approx([-3e-4, 3e-4])
-    with pytest.raises(RecipeError, match=r"r.yaml:5:38: .*momentun: sign has momentum; did you mean"):
+    with pytest.raises(RecipeError, match=r"r.yaml:5:38: .*momentun: sign takes momentum; did you mean"):
         load_recipe(recipe(tmp_path, "sign", "momentun"))
 
 
