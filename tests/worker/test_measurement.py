@@ -213,7 +213,7 @@ def test_the_reference_engine_is_no_lie(measured) -> None:
     _, history = measured({"name": "topk", "keep": 0.25}, backward={"execution": "reference"})
     levels = [(level, text) for _, level, text in history.notes if "claims" in text]
     assert [level for level, _ in levels] == ["info"]
-    assert levels[0][1].endswith("backward.engine is reference, which multiplies everything")
+    assert levels[0][1].endswith("backward.execution is reference, which multiplies everything")
     assert history.facts["overclaim"]["by_choice"] is True
 
 
