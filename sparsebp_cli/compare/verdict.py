@@ -83,9 +83,10 @@ def describe_lost(doubts: Doubts) -> str:
 
 
 def differs(difference: Difference | None) -> bool:
-    """Whether a difference was shown, after correction for the number of groups."""
-    p = None if difference is None else difference.decisive_p
-    return p is not None and p < LEVEL
+    """Whether a difference was shown, after correction for the number of groups. A difference of zero never is."""
+    if difference is None or difference.mean == 0.0 or (difference.low, difference.high) == (0.0, 0.0):
+        return False
+    return difference.decisive_p is not None and difference.decisive_p < LEVEL
 
 
 def _unequal(quality: Quality, metric: str) -> str:

@@ -30,12 +30,12 @@ POLICY = SMALL + "policy:\n  - name: "
         ("topk", "6:5: policy.0.keep: missing (Share that is kept, in (0, 1]; 1.0 is dense)"),
         (
             "topk\n    kepe: 1",
-            "7:5: policy.0.kepe: unknown key 'kepe'; allowed: layers, keep_warmup_steps, error_feedback, keep, along, "
+            "7:5: policy.0.kepe: unknown key 'kepe'; allowed: where, layers, keep_warmup_steps, error_feedback, keep, along, "
             "within, block, by; did you mean keep?",
         ),
         (
             "dense\n    keep: 1",
-            "7:5: policy.0.keep: unknown key 'keep'; allowed: layers, keep_warmup_steps, error_feedback",
+            "7:5: policy.0.keep: unknown key 'keep'; allowed: where, layers, keep_warmup_steps, error_feedback",
         ),
         (
             "topk\n    keep: 1\n    along: row",
@@ -50,7 +50,7 @@ POLICY = SMALL + "policy:\n  - name: "
         (
             "dense\n  - name: topk\n    keep: 0.5",
             "7:11: policy.1.name: 'dense' (policy.0) and 'topk' make the same decision (GradientSelector)"
-            " at the same place: give one of them",
+            " at the same place: give one of them, or each its own sites by where or layers",
         ),
     ],
 )
