@@ -10,6 +10,7 @@ from transformers import Trainer
 
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.trainer.attach_options import PolicyLike
 from sparsebp_cli.trainer.callback import PolicyCallback
 
@@ -48,6 +49,9 @@ class PolicyTrainer(Trainer):
         log_flops_every: int | None = 500,
         **kwargs: Any,
     ) -> None:
+        for name in BackwardOptions.model_fields:
+            if name in kwargs:
+                raise UsageError(f"{name} is an option of the backward pass: give backward={{{name!r}: ...}}")
         callback = PolicyCallback(
             policies,
             backward=backward,

@@ -30,8 +30,8 @@ POLICY = SMALL + "policy:\n  - name: "
         ("topk", "6:5: policy.0.keep: missing (Share that is kept, in (0, 1]; 1.0 is dense)"),
         (
             "topk\n    kepe: 1",
-            "7:5: policy.0.kepe: unknown key 'kepe'; allowed: where, layers, keep_warmup_steps, error_feedback, keep, along, "
-            "within, block, by; did you mean keep?",
+            "7:5: policy.0.kepe: unknown key 'kepe'; allowed: where, layers, keep_warmup_steps, error_feedback, keep, "
+            "along, within, block, by; did you mean keep?",
         ),
         (
             "dense\n    keep: 1",

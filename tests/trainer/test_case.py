@@ -92,7 +92,9 @@ def test_exact_has_the_gradient_of_the_users_own_loss(before: Any, after: dict[s
 
 
 def test_detach_has_the_gradient_of_its_reference(after: dict[str, Any], before: Any, tmp_path: Path) -> None:
-    text = case.changed(case.BEFORE, case.TWO_LINES).replace('"detach"}]', '"detach"}], execution="reference"')
+    text = case.changed(case.BEFORE, case.TWO_LINES).replace(
+        '"detach"}]', '"detach"}], backward={"execution": "reference"}'
+    )
     reference = train(case.load(text), tmp_path)
     detach = after["detach"]
     assert relative(detach.gradients[0], reference.gradients[0]) < 1e-5

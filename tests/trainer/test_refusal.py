@@ -153,3 +153,8 @@ def test_an_attached_model_is_refused(door: Make, tmp_path: Path) -> None:
 def test_both_names_are_those_of_the_package() -> None:
     assert {"PolicyTrainer", "PolicyCallback"} <= set(sbp.__all__)
     assert issubclass(sbp.PolicyTrainer, Trainer)
+
+
+def test_an_option_beside_backward_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^sites is an option of the backward pass: give backward={'sites'"):
+        sbp.PolicyTrainer(model=make_model(), args=make_arguments(tmp_path), sites="branches")
