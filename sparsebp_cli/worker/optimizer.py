@@ -61,7 +61,7 @@ def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -
     for name in section.optim_args:
         if name not in known:
             raise DataError(
-                f"training.optim_args.{name}: {section.optim} has {', '.join(known)}{did_you_mean(name, known)}"
+                f"training.optim_args.{name}: {section.optim} takes {', '.join(known)}{did_you_mean(name, known)}"
             )
     arguments |= {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
     try:

@@ -86,7 +86,9 @@ def test_a_checkpoint_of_other_content_is_refused_in_one_line_and_runs_nothing(n
     REFUSED[name](place)
     if "manifest" not in name:
         seal_again(place)
-    with pytest.raises(CheckpointError, match="no checkpoint can be loaded: checkpoint step-00000003 has an unknown format") as caught:
+    with pytest.raises(
+        CheckpointError, match="no checkpoint can be loaded: checkpoint step-00000003 (has an unknown|is damaged)"
+    ) as caught:
         load(place)
     assert "\n" not in str(caught.value)
     assert "nothing was deleted" in str(caught.value)
