@@ -87,7 +87,7 @@ def test_a_checkpoint_of_other_content_is_refused_in_one_line_and_runs_nothing(n
     if "manifest" not in name:
         seal_again(place)
     with pytest.raises(
-        CheckpointError, match="no checkpoint can be loaded: checkpoint step-00000003 (has an unknown|is damaged)"
+        CheckpointError, match=r"no checkpoint can be loaded: checkpoint step-00000003 (has an unknown|is damaged)"
     ) as caught:
         load(place)
     assert "\n" not in str(caught.value)
