@@ -9,8 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sparsebp_cli.run.memory import MemoryCurve
-from sparsebp_cli.run.memory_picture import COLOURS, WORDS, draw_curves
-from sparsebp_cli.run.picture import OPTIONS, save
+from sparsebp_cli.run.picture import COLOURS, OPTIONS, WORDS, draw_curves, save
 
 LIMIT = 1.3  # the idea's author reached it with a low-rank optimizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsebp_cli.auditor.function_patch import FunctionPatches
+from sparsebp_cli.auditor.hook import FunctionPatches
 from sparsebp_cli.backward.observe.attribution import is_left_out
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 

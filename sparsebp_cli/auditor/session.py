@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sparsebp_cli.auditor.function_patch import FunctionPatches
-from sparsebp_cli.auditor.hook import Hooks
+from sparsebp_cli.auditor.hook import FunctionPatches, Hooks
 from sparsebp_cli.auditor.ledger import AuditLedger, PassRecord
 from sparsebp_cli.auditor.module import AnyModules
 from sparsebp_cli.auditor.parameter import Parameters
-from sparsebp_cli.auditor.runner import PassRunner
+from sparsebp_cli.auditor.runner import PassRunner, find_gathered, is_sharded
 from sparsebp_cli.auditor.saved import Kept, SavedTensors, suspend_hooks
-from sparsebp_cli.auditor.sharded import find_gathered, is_sharded
 from sparsebp_cli.auditor.storage import Weights, has_storage
 from sparsebp_cli.auditor.watch import OperatorWatch
 from sparsebp_cli.backward.observe.module_trace import is_in_backward

@@ -10,7 +10,7 @@ from sparsebp_cli.cli.screen import make_table
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
-from sparsebp_cli.run.memory_picture import WORDS, save_curves
+from sparsebp_cli.run.picture import WORDS, save_curves
 
 if TYPE_CHECKING:
     from rich.table import Table

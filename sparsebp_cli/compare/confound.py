@@ -9,7 +9,7 @@ from typing import Any
 from sparsebp_cli.compare.comparison import Confound, Group
 from sparsebp_cli.compare.load import ran_together
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.recipe.earlier import rename_keys
+from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.run import metric
 
 MOST_NOTES = 5

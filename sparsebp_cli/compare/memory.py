@@ -10,7 +10,7 @@ from sparsebp_cli.compare.measured import Cost, StepMemory
 from sparsebp_cli.compare.number import BYTES, scaled
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemorySplit
-from sparsebp_cli.run.memory_picture import WORDS
+from sparsebp_cli.run.picture import WORDS
 
 _METRICS = (
     metric.PEAK_WEIGHT_BYTES,

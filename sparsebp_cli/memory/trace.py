@@ -120,7 +120,7 @@ class MemoryTrace:
         Raises:
             UsageError: The ending is another one, the folder does not exist, or the block has not ended.
         """
-        from sparsebp_cli.run.memory_picture import save_curves
+        from sparsebp_cli.run.picture import save_curves
 
         return save_curves([("", self.curve)], Path(path))
 

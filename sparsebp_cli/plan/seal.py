@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from sparsebp_cli.plan.plan import content_hash
-from sparsebp_cli.recipe.earlier import rename_keys
+from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.recipe.schema import Recipe
 
 # These sections say where a run is executed and how it is named, not what is trained.

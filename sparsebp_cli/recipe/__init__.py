@@ -2,7 +2,6 @@
 
 from sparsebp_cli.recipe.check import PlacedRecipe
 from sparsebp_cli.recipe.composition import refuse_unsupported
-from sparsebp_cli.recipe.difference import describe_changes
 from sparsebp_cli.recipe.json_schema import recipe_schema
 from sparsebp_cli.recipe.loader import load_placed, load_recipe, load_stored
 from sparsebp_cli.recipe.schema import Recipe
@@ -11,7 +10,6 @@ from sparsebp_cli.recipe.seed import parse_seeds, with_seed
 __all__ = [
     "PlacedRecipe",
     "Recipe",
-    "describe_changes",
     "load_placed",
     "load_recipe",
     "load_stored",

@@ -6,6 +6,7 @@ and nothing grows larger than the file: the first anchor, alias, tag or merge ke
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ import yaml
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.policy.error_text import shorten, show, show_with_type
 from sparsebp_cli.recipe.place import Node, Place
-from sparsebp_cli.recipe.scalar import read_scalar
 
 DEEPEST = 32
 LONGEST_KEY = 200
@@ -202,3 +202,37 @@ def _describe_problem(error: yaml.MarkedYAMLError) -> str:
         if re.search(pattern, said):
             return words
     return f"not YAML: {shorten(said, 120)}"
+
+
+LARGEST_INT = 2**63 - 1
+
+_NULL = {"", "~", "null", "Null", "NULL"}
+_TRUE = {"true", "True", "TRUE"}
+_FALSE = {"false", "False", "FALSE"}
+_INT = re.compile(r"[-+]?[0-9]+", re.ASCII)
+_BASED_INT = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+", re.ASCII)
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", re.ASCII)
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", re.ASCII)
+
+
+def read_scalar(text: str) -> str | int | float | bool | None:
+    """Return the value of a plain (unquoted) scalar. Raise ValueError for numbers that are not finite, or that do not
+    fit into 64 bits."""
+    if text in _NULL:
+        return None
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    number: int | float
+    if _INT.fullmatch(text):
+        number = int(text) if len(text) < 100 else math.inf
+    elif _BASED_INT.fullmatch(text):
+        number = int(text, 0) if len(text) < 100 else math.inf
+    elif _FLOAT.fullmatch(text) or _NOT_FINITE.fullmatch(text):
+        number = float(text.replace(".i", "i").replace(".I", "I").replace(".n", "n").replace(".N", "N"))
+    else:
+        return text
+    if not math.isfinite(number):
+        raise ValueError("must be a finite number" if _NOT_FINITE.fullmatch(text) else "is too large for a number")
+    if isinstance(number, int) and abs(number) > LARGEST_INT:
+        raise ValueError(f"must be a whole number of at most {LARGEST_INT}")
+    return number

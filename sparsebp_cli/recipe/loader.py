@@ -14,12 +14,9 @@ from typing import Any
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import read_document
-from sparsebp_cli.recipe.earlier import rename_keys
 from sparsebp_cli.recipe.override import apply_override
 from sparsebp_cli.recipe.place import Node, Place
-from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.recipe.section import NAME_PATTERN
-from sparsebp_cli.recipe.shorthand import expand_shorthand
+from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 
 LARGEST_BYTES = 64 * 1024
 
@@ -127,3 +124,44 @@ def _name_by_file(tree: Node, file: Path) -> Node:
     if "name" in tree.content or not re.fullmatch(NAME_PATTERN, file.stem):
         return tree
     return replace(tree, content={**tree.content, "name": Node(file.stem, Place(str(file)))})
+
+
+def expand_shorthand(tree: Node) -> Node:
+    """Return a recipe's tree with every short form expanded. Wrong values stay, for the schema to refuse."""
+    if not isinstance(tree.content, dict):
+        return tree
+    content = dict(tree.content)
+    if "target" in content:
+        content["target"] = _wrap_text(content["target"], "kind")
+    policy = content.get("policy")
+    if policy is not None:
+        entries = policy.content if isinstance(policy.content, list) else [replace(policy, key_place=None)]
+        if isinstance(policy.content, list | dict | str):
+            content["policy"] = replace(policy, content=[_wrap_text(entry, "name") for entry in entries])
+    return replace(tree, content=content)
+
+
+def _wrap_text(node: Node, key: str) -> Node:
+    if not isinstance(node.content, str):
+        return node
+    return replace(node, content={key: Node(node.content, node.place, node.place)})
+
+
+def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored recipe with the keys of this version: up to 0.2, ``backward.execution`` was ``engine``."""
+    backward = recipe.get("backward")
+    if not isinstance(backward, dict) or "engine" not in backward:
+        return dict(recipe)
+    renamed = {"execution" if key == "engine" else key: value for key, value in backward.items()}
+    return {**recipe, "backward": renamed}
+
+
+def rename_in_plan(content: bytes) -> bytes:
+    """Do the same in the JSON of a plan; what is no plan stays as it is, for whoever reads it to refuse."""
+    if b'"engine"' not in content:  # nearly always: parsing twice would double the time to list many runs
+        return content
+    try:
+        plan = json.loads(content)
+        return json.dumps(plan | {"recipe": rename_keys(plan["recipe"])}).encode()
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return content

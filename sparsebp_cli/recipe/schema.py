@@ -8,7 +8,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from sparsebp_cli.composition import BackwardOptions
 from sparsebp_cli.policy.error_text import show
-from sparsebp_cli.recipe.section import CountFromZero, Name, PositiveInt, Section
+
+PositiveInt = Annotated[int, Field(ge=1)]
+CountFromZero = Annotated[int, Field(ge=0)]
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: strict types, no unknown keys, no NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):

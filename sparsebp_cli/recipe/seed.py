@@ -6,7 +6,7 @@ import re
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy.error_text import shorten
-from sparsebp_cli.recipe.scalar import LARGEST_INT
+from sparsebp_cli.recipe.document import LARGEST_INT
 from sparsebp_cli.recipe.schema import Recipe
 
 MOST_SEEDS = 1000

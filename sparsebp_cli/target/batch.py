@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.recipe.section import PositiveInt
+from sparsebp_cli.recipe.schema import PositiveInt
 from sparsebp_cli.target.confinement import read_mount
 from sparsebp_cli.target.container import ContainerOptions, MountText, Size
 

@@ -11,8 +11,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy.error_text import shorten
-from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.recipe.section import PositiveInt
+from sparsebp_cli.recipe.schema import PositiveInt, TargetOptions
 from sparsebp_cli.target.confinement import NOBODY, check_user, read_mount
 
 DATA = "/data"

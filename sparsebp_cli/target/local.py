@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,13 +20,13 @@ from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.target.contract import CheckResult, Job, Target
-from sparsebp_cli.target.device import list_gpus
 from sparsebp_cli.target.end_record import write_end_record
 from sparsebp_cli.target.handle import POLL_SECONDS, RunHandle
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.start import start_process
 
 LITTLE_SPACE = 5e9
+SECONDS_FOR_GPUS = 20.0  # to list them
 UPLOAD_SECONDS = 60.0  # a watcher gives up sending after 30
 
 
@@ -117,3 +119,33 @@ def _signal(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return  # it ended in this moment
+
+
+def list_gpus() -> list[str]:
+    """Return the names of the GPUs that nvidia-smi lists; empty where it is not installed."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_FOR_GPUS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def share_gpus(num_shares: int) -> list[dict[str, str]]:
+    """Return the environment of each of several workers at once, so that they divide this machine's GPUs.
+
+    Each mapping holds ``CUDA_VISIBLE_DEVICES``; it is empty for one worker alone or where there is no GPU.
+    """
+    if num_shares == 1:
+        return [{}]
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = given.split(",") if given else [str(number) for number in range(len(list_gpus()))]
+    if not devices:
+        return [{} for _ in range(num_shares)]
+    shares = [devices[number::num_shares] or [devices[number % len(devices)]] for number in range(num_shares)]
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from sparsebp_cli.recipe.section import CountFromZero, Name, PositiveInt
+from sparsebp_cli.recipe.schema import CountFromZero, Name, PositiveInt
 from sparsebp_cli.target.confinement import NOBODY, read_mount
 from sparsebp_cli.target.container import (
     DATA,

@@ -22,9 +22,8 @@ from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.confinement import check_remote_mounts, mount_query
 from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
-from sparsebp_cli.target.probe import SOURCE, compare_environment
+from sparsebp_cli.target.probe import SOURCE, compare_environment, make_tool, shell_command
 from sparsebp_cli.target.remote import RemoteTarget
-from sparsebp_cli.target.shell import make_tool, shell_command
 from sparsebp_cli.target.tool import CommandResult
 
 # Job states of squeue; any other one is a job at work.

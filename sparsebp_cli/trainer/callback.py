@@ -20,11 +20,9 @@ from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.trainer.attach_options import AttachOptions, PolicyLike
-from sparsebp_cli.trainer.batch_column import mask_noncandidates, pass_columns
-from sparsebp_cli.trainer.flop_sample import count_step
-from sparsebp_cli.trainer.log_value import interval_values, total_values
+from sparsebp_cli.trainer.log_value import count_step, interval_values, total_values
 from sparsebp_cli.trainer.precision import attach_inside
-from sparsebp_cli.trainer.refusal import refuse_unsupported
+from sparsebp_cli.trainer.refusal import mask_noncandidates, pass_columns, refuse_unsupported
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
 
 

@@ -1,4 +1,4 @@
-"""Checks of a ``transformers.Trainer`` against the table of supported combinations."""
+"""Checks of a ``transformers.Trainer`` against the table of supported combinations, and of what its batches hold."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from sparsebp_cli.backward import Engine
 from sparsebp_cli.composition import PolicyFacts, Setup, refuse
+from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
-from sparsebp_cli.trainer.batch_column import chooses_by_data
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -47,3 +50,57 @@ def _describe(trainer: Any) -> Mapping[str, object]:
         "label_smoothing_factor": args.label_smoothing_factor or None,
         "compute_loss_func": trainer.compute_loss_func is not None,
     }
+
+
+IGNORED = -100  # a label that trains nothing, as in transformers
+
+
+def pass_columns(
+    engine: Engine,
+    policies: Sequence[Policy],
+    inputs: Mapping[str, Any],
+    num_candidates: Tensor | int | None = None,
+    *,
+    removes: bool = False,
+) -> None:
+    """Pass the columns of a batch that policies read to the engine, before ``compute_loss`` removes any.
+    ``num_candidates`` counts those of the whole step, None if all targets are candidates; ``removes`` is whether the
+    trainer drops columns that the model does not know. Raise UsageError if it dropped one that a policy reads."""
+    policy = _selector(policies)
+    if policy is None:
+        return
+    missing = sorted(policy.reads - set(inputs))
+    if missing and removes:
+        raise UsageError(
+            f"{type(policy).__name__} reads the column {missing[0]!r}, and the batch has none: TrainingArguments("
+            "remove_unused_columns=False) keeps columns that the model does not know"
+        )
+    names = policy.reads | ({"labels"} if chooses_by_data(policy) else set())
+    given = {name: inputs[name] for name in names if isinstance(inputs.get(name), Tensor)}
+    found = mask_noncandidates(policies, [inputs])
+    if num_candidates is not None and found is not None:
+        # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
+        targets, own = (batch["labels"][:, 1:].ne(IGNORED).sum() for batch in (inputs, found[0]))
+        given["num_items_in_batch"] = num_candidates * (targets / own.clamp(min=1))
+    engine.columns(**given)
+
+
+def mask_noncandidates(policies: Sequence[Policy], batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """Return copies of batches in which only trainable targets, as the policy's data column marks them, have labels.
+    None if all targets are trainable, or a batch lacks the column or labels."""
+    policy = _selector(policies)
+    name = None if policy is None else policy.candidate_column
+    if name is None or not all(isinstance(batch.get(key), Tensor) for batch in batches for key in (name, "labels")):
+        return None
+    return [{**batch, "labels": batch["labels"].masked_fill(batch[name] == 0, IGNORED)} for batch in batches]
+
+
+def _selector(policies: Sequence[Policy]) -> TokenSelector | None:
+    return next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
+
+
+def chooses_by_data(policy: TokenSelector) -> bool:
+    """Return whether the data alone mark what is trained, so that a user's own loss can count the same tokens. If the
+    policy itself selects, only the model's loss, computed where the selection is made, counts the right tokens."""
+    shares = (policy.budget, getattr(policy, "keep", None), getattr(policy, "band", None))  # plugins may lack both
+    return not policy.needs and all(share in (None, 1.0) for share in shares)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Step
-from sparsebp_cli.worker.contract import check_not_negative
-from sparsebp_cli.worker.separate import SeparateOptimizer
+from sparsebp_cli.worker.separate import SeparateOptimizer, check_not_negative
 
 _GROWTH = 1.01  # section 3.2: by how much the norm of a step may exceed that of the one before
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebp_cli.worker.data import IGNORED, Example
 
@@ -123,3 +123,21 @@ def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
         return labels.numel()
     target_BT = labels[:, 1:] != IGNORED
     return int((target_BT if candidates is None else target_BT & (batch[candidates][:, 1:] != 0)).sum())
+
+
+def micro_batch_loss(
+    model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
+) -> Tensor:
+    """Run the model on a batch, and return its summed loss over the ``targets`` of the whole step on all ranks, so that
+    the losses of all micro-batches add up to the mean. ``batch`` is on the host, where counting its targets does not
+    wait for the device. ``candidates`` names the column that marks trainable targets, if any."""
+    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    if batch["labels"].ndim == 1:
+        loss: Tensor = model(**on_device).loss
+        return loss * (num_targets(batch) / targets) if targets != num_targets(batch) else loss
+    items: float = targets
+    if candidates is not None:
+        # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
+        items *= num_targets(batch) / max(1, num_targets(batch, candidates))
+    mean: Tensor = model(**on_device, num_items_in_batch=torch.tensor(items, device=device)).loss
+    return mean

@@ -15,7 +15,7 @@ import torch
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from torch import Tensor
 
-from sparsebp_cli.worker.contract import evaluate
+from sparsebp_cli.worker.separate import evaluate
 
 
 class GaLore(pytorch_optimizer.GaLore):  # type: ignore[misc]

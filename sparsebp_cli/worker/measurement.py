@@ -17,12 +17,11 @@ from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
 from sparsebp_cli.worker.independent_gradient import IndependentBatches, IndependentComparison
-from sparsebp_cli.worker.peak_memory import PeakMemory
 from sparsebp_cli.worker.probe import cost_ratio, count_cost, run_probe
 from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
+from sparsebp_cli.worker.step_memory import PeakMemory
 from sparsebp_cli.worker.stopwatch import Stopwatch
-from sparsebp_cli.worker.trainable import trainable_parameters
-from sparsebp_cli.worker.trial_step import PassResult, TrialStep
+from sparsebp_cli.worker.trial_step import PassResult, TrialStep, trainable_parameters
 
 Values = dict[str, float | None]
 

@@ -1,16 +1,54 @@
-"""Base class of optimizers that update each parameter from its own gradient and state alone."""
+"""Base class and checks of optimizers that update each parameter from its own gradient and state alone."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsebp_cli.worker.contract import evaluate, refuse_complex, refuse_sparse
-from sparsebp_cli.worker.precision import keep_precision
+from sparsebp_cli.errors import UnsupportedError
+
+
+def keep_precision(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Restore the saved precision after ``load_state_dict``, which casts all state to the dtype of the weights."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, values in state_dict["state"].items():
+        parameter = parameters[number]
+        state = optimizer.state[parameter]
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.dtype != state[name].dtype:
+                state[name] = value.to(state[name].device, copy=True)
+
+
+def evaluate(closure: Callable[[], Any] | None) -> Any:
+    """Run the closure of a step with gradients enabled and return its loss; None without a closure."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def refuse_complex(parameters: Iterable[Tensor], name: str) -> None:
+    """Raise ValueError for complex parameters, whose imaginary part would be dropped."""
+    for parameter in parameters:
+        if parameter.is_complex():
+            raise ValueError(f"{name} updates real numbers, got a parameter of {parameter.dtype}")
+
+
+def refuse_sparse(gradient: Tensor, name: str) -> None:
+    """Raise UnsupportedError for the gradient of an embedding made with ``sparse=True``."""
+    if gradient.is_sparse:
+        raise UnsupportedError(f"{name} does not take sparse gradients: make the embedding with sparse=False")
+
+
+def check_not_negative(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option, by name, that is not a number of 0 or more."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0.0:
+            raise ValueError(f"{name} must be a number of 0 or more, got {value!r}")
 
 
 class SeparateOptimizer(torch.optim.Optimizer, ABC):

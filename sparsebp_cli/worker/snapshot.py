@@ -15,9 +15,8 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
 from sparsebp_cli.worker.process import Ranks
-from sparsebp_cli.worker.rng_state import capture_rng, restore_rng
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
-from sparsebp_cli.worker.trainable import trainable_parameters
+from sparsebp_cli.worker.trial_step import capture_rng, restore_rng, trainable_parameters
 
 
 class Restorable(Protocol):

@@ -14,9 +14,9 @@ from sparsebp_cli.policy import GradientSelector
 from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import metric
-from sparsebp_cli.worker.peak_memory import PeakMemory
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import local_part
+from sparsebp_cli.worker.step_memory import PeakMemory
 
 
 def memory_metrics(model: nn.Module, optimizer: Any, peak: PeakMemory) -> dict[str, float]:

@@ -20,7 +20,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
-from sparsebp_cli.worker.batch import BatchOrder
+from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.evaluate import (
@@ -35,16 +35,14 @@ from sparsebp_cli.worker.evaluate import (
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state
 from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
-from sparsebp_cli.worker.micro_batch_loss import micro_batch_loss
-from sparsebp_cli.worker.peak_memory import PeakMemory
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
-from sparsebp_cli.worker.step_memory import StepMemoryRecorder
+from sparsebp_cli.worker.step_memory import PeakMemory, StepMemoryRecorder
 from sparsebp_cli.worker.step_metric import kept_share, memory_metrics, route_metrics, selection_metrics
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
-from sparsebp_cli.worker.trainable import limit_measurements, trainable_parameters
+from sparsebp_cli.worker.trial_step import limit_measurements, trainable_parameters
 
 Batch = dict[str, Tensor]
 

@@ -6,19 +6,22 @@ without them, bit for bit. Every pass starts from the same generator states, so 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, Report
-from sparsebp_cli.worker.rng_state import capture_rng, restore_rng
+from sparsebp_cli.backward.selection.parameter import ParameterExtension
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import full_tensor
-from sparsebp_cli.worker.trainable import trainable_parameters
 
 Mode = Literal["dense", "policy"]
 
@@ -86,3 +89,55 @@ class TrialStep:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+
+
+def capture_rng() -> dict[str, Any]:
+    """Return the state of every global random generator."""
+    version, numbers, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": [version, list(numbers), gauss],
+        "numpy": [name, keys.tolist(), position, has_gauss, cached],
+    }
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Restore every global random generator from the result of :func:`capture_rng`."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *others = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
+
+
+NO_DENSE = (
+    "target.processes: gradients of parameters that a policy freezes are not summed over processes, so there is no "
+    "dense gradient to measure against: runs without probes and fidelity (measure.probe_every, measure.fidelity_every)"
+)
+
+
+def trainable_parameters(model: nn.Module, engine: Engine) -> dict[str, nn.Parameter]:
+    """Return by name, in the model's order, the parameters that the model would train without policies; a shared one
+    once. Optimizer, clipping, checkpoints and measurements include all of them, because a parameter that is frozen at
+    one step may be trained at another."""
+    with engine.disabled():
+        return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def freezes_parameters(engine: Engine) -> bool:
+    """Return whether a policy selects the parameters that are trained."""
+    return any(isinstance(part, ParameterExtension) for part in engine.extensions)
+
+
+def limit_measurements(recipe: Recipe, ranks: Ranks, engine: Engine) -> Recipe:
+    """Return the recipe without the measurements that these processes cannot make: probes if parameters are sharded;
+    probes and fidelity if a policy freezes parameters of several processes."""
+    update: dict[str, None] = {"probe_every": None} if ranks.is_sharded else {}
+    if ranks.count > 1 and freezes_parameters(engine):
+        update = {"probe_every": None, "fidelity_every": None}
+    return recipe.model_copy(update={"measure": recipe.measure.model_copy(update=update)}) if update else recipe

@@ -16,7 +16,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, count_flops, saved_bytes
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.policy import Policy
-from sparsebp_cli.worker.float8 import convert_to_float8
+from sparsebp_cli.worker.model import convert_to_float8
 
 from .conftest import tiny_model, tokens
 from .lora_theory import B, T, lora_llama, needed_bytes, needed_flops

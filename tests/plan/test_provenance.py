@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.plan import Plan, find_provenance, make_plan
-from sparsebp_cli.plan.credential import find_credential
-from sparsebp_cli.plan.provenance import UNKNOWN, Provenance
+from sparsebp_cli.plan.provenance import UNKNOWN, Provenance, find_credential
 from sparsebp_cli.recipe.schema import Recipe
 
 pytestmark = pytest.mark.promise("R20")

@@ -14,7 +14,7 @@ import yaml
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.target import find_targets, named_target_section, named_targets
 from sparsebp_cli.run import History, State, list_runs
-from sparsebp_cli.target.device import share_gpus
+from sparsebp_cli.target.local import share_gpus
 
 from .conftest import until
 

@@ -14,10 +14,9 @@ from sparsebp_cli.backward import attach
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.composition import find_unsupported
 from sparsebp_cli.run import History
-from sparsebp_cli.worker.batch import BatchOrder
+from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.data import IGNORED, Example
 from sparsebp_cli.worker.independent_gradient import IndependentBatches, IndependentComparison, examples_at_cost
-from sparsebp_cli.worker.micro_batch_loss import micro_batch_loss
 from sparsebp_cli.worker.trial_step import TrialStep
 from tests.worker.conftest import LLAMA, work
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sparsebp_cli.run import History, JournalWriter, RunFolder
-from sparsebp_cli.worker.journal_gap import find_journal_gaps
+from sparsebp_cli.worker.resume_check import find_journal_gaps
 from tests.worker.conftest import work
 
 Record = dict[str, Any]

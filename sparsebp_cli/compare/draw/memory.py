@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.draw.style import name
 from sparsebp_cli.run.memory import PARTS, Part
-from sparsebp_cli.run.memory_picture import COLOURS, PANEL, WIDTH, WORDS, draw_curves
+from sparsebp_cli.run.picture import COLOURS, PANEL, WIDTH, WORDS, draw_curves
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase

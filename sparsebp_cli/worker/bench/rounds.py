@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from sparsebp_cli.bench import RoundQuartiles
-from sparsebp_cli.plan.cost import ceiling, realised_share
+from sparsebp_cli.plan.selection_gain import ceiling, realised_share
 from sparsebp_cli.worker.bench.subject import Count, Pass, Subject
 from sparsebp_cli.worker.bench.variant import Variant
 
