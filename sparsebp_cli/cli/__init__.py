@@ -1,1 +1,1 @@
-"""The command line: one file a verb. The only room that prints."""
+"""The command line: its verbs. The only room that prints."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import sys
+import traceback
+from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from typing import Annotated
 
@@ -14,25 +16,42 @@ import typer
 
 from sparsebp_cli.cli.audit import audit
 from sparsebp_cli.cli.bench import bench
-from sparsebp_cli.cli.cancel import cancel
 from sparsebp_cli.cli.compare import compare
-from sparsebp_cli.cli.crash import Crash
-from sparsebp_cli.cli.doctor import doctor
-from sparsebp_cli.cli.export import export
-from sparsebp_cli.cli.logs import logs
+from sparsebp_cli.cli.control import cancel, logs, resume
 from sparsebp_cli.cli.policies import policies
-from sparsebp_cli.cli.resume import resume
-from sparsebp_cli.cli.run import run
+from sparsebp_cli.cli.run import export, run
 from sparsebp_cli.cli.runs import runs
-from sparsebp_cli.cli.schema import schema
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.show import show
-from sparsebp_cli.cli.sync import sync
-from sparsebp_cli.cli.targets import targets
-from sparsebp_cli.cli.ui import ui
-from sparsebp_cli.cli.validate import validate
+from sparsebp_cli.cli.targets import doctor, targets
+from sparsebp_cli.cli.tracking import sync, ui
+from sparsebp_cli.cli.validate import schema, validate
 from sparsebp_cli.errors import SparseBPError
-from sparsebp_cli.run import keep_private
+from sparsebp_cli.run import home, keep_private
+
+
+@dataclass
+class Crash:
+    """How unexpected errors are shown; ``shown`` prints the traceback to the screen."""
+
+    shown: bool = False
+
+    def describe(self, error: Exception) -> str:
+        """Show the traceback or write it to a file, and return one line for the user."""
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, OSError):  # a full disk or a missing permission: its text is enough
+            line = " ".join(str(error).split())
+        trace = "".join(traceback.format_exception(error))
+        if self.shown:
+            return f"{line}\n{trace}".rstrip()
+        file = home() / "error.log"
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(trace, encoding="utf-8")
+        except OSError:
+            return f"{line} (`sparsebp --debug` shows the traceback)"
+        return f"{line} (the traceback is in {file}; `sparsebp --debug` shows it)"
+
 
 app = typer.Typer(
     help="Try which gradients are worth computing when a transformer is fine-tuned, and be told the truth about it.",

@@ -1,9 +1,10 @@
-"""``sparsebp run``: execute recipes."""
+"""``sparsebp run`` and ``sparsebp export``: execute recipes, or write them for another scheduler."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,18 +13,17 @@ import typer
 
 from sparsebp_cli.cli.follow import follow_all
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Changes, Detach, Like, OptionalRecipes, Seeds
-from sparsebp_cli.cli.recipe_check import load_checked
+from sparsebp_cli.cli.option import Changes, Detach, Like, OptionalRecipes, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored_run import find_one
-from sparsebp_cli.cli.submission import check_plans, submit_all
-from sparsebp_cli.cli.sweep import add_baselines, check_sweep
+from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
 from sparsebp_cli.cli.targets import complete_target
+from sparsebp_cli.cli.validate import load_checked
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder, create_run, home
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
+
 
 UNTIL = "More seeds (of --seeds, else 0-9) until this margin is decided: eval/loss=0.01."
 
@@ -51,7 +51,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
 ) -> None:
     """Execute recipes: train, measure, track. Several recipes or seeds run one after the other."""
     files = _find_recipes(recipes or [], like)
-    check_sweep(max_parallel, with_baseline=with_baseline)
+    if with_baseline and max_parallel > 1:  # it would make step times unfair
+        raise UsageError("--with-baseline interleaves on one device, one run at a time; it takes no --max-parallel")
     changes = [*([f"target={target}"] if target else []), *(changes or [])]
     changes += [f"name={name}"] if name else []
     if until_ci is not None:
@@ -64,7 +65,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         raise typer.Exit(run_until(until_ci, seeds, max_minutes, plans_of, execute))
     plans = make_plans(files, changes, seeds)
     if with_baseline:
-        plans = add_baselines(plans, make_plans, files, changes)
+        plans = _add_baselines(plans, files, changes)
     check_plans(plans)
     if dry_run:
         for plan in plans:
@@ -129,3 +130,58 @@ def _print_plan(plan: Plan) -> None:
     for file, text in target.files(folder).items():
         lines += [f"# {file}\n", *(f"#     {line}".rstrip() + "\n" for line in text.splitlines())]
     print_line("".join(lines) + f"# {shlex.join(target.command(folder))}")
+
+
+def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequence[str]) -> list[Plan]:
+    """Add the dense plan of the same recipe and seed to each plan, and interleave the two.
+
+    A machine drifts: it gets warm, and others use it. So dense and sparse alternate, and the first of a pair changes
+    each time. ``plans`` are all seeds of the first recipe, then those of the second; plans with the same baseline share
+    it. Raises ``UsageError`` if every plan is dense already.
+    """
+    num_seeds = len(plans) // len(recipes)
+    ordered: list[Plan] = []
+    known = {(plan.group, plan.recipe.training.seed) for plan in plans}
+    for number, plan in enumerate(plans):
+        file = recipes[number // num_seeds]
+        dense_changes = [*changes, "policy=dense", f"name={plan.recipe.name[:58]}-dense"]
+        (dense,) = make_plans([file], dense_changes, str(plan.recipe.training.seed))
+        key = (dense.group, dense.recipe.training.seed)
+        if key in known:
+            ordered.append(plan)
+            continue
+        known.add(key)
+        ordered += [dense, plan] if len(ordered) % 4 == 0 else [plan, dense]
+    if len(ordered) == len(plans):
+        raise UsageError("--with-baseline: every recipe is dense or already has its dense counterpart")
+    times = sorted(plan.created for plan in ordered)  # runs are listed by creation time: keep it their order of start
+    return [plan.model_copy(update={"created": time}) for plan, time in zip(ordered, times, strict=True)]
+
+
+class ExportFormat(StrEnum):
+    """The scheduler that the file is for."""
+
+    SBATCH = "sbatch"
+    K8S = "k8s"
+    SKY = "sky"
+    DSTACK = "dstack"
+
+
+def export(
+    recipes: Recipes,
+    form: Annotated[ExportFormat, typer.Option("--format", "-f", help="Slurm, Kubernetes, SkyPilot or dstack.")],
+    changes: Changes = None,
+    seeds: Seeds = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", "-t", help="Whose options are used.", autocompletion=complete_target),
+    ] = None,
+    max_parallel: Annotated[int, typer.Option(min=1, help="Runs at once, in an array of Slurm.")] = 1,
+) -> None:
+    """Print a recipe as a batch script, a manifest or a task, with the plan in it. Nothing is started or written."""
+    from sparsebp_cli.target.export import export_dstack, export_kubernetes, export_sbatch, export_sky
+
+    plans = make_plans(recipes, [*([f"target={target}"] if target else []), *(changes or [])], seeds)
+    writers = {"k8s": export_kubernetes, "sky": export_sky, "dstack": export_dstack}
+    text = export_sbatch(plans, max_parallel) if form is ExportFormat.SBATCH else writers[form.value](plans)
+    print_line(text.rstrip("\n"))

@@ -1,15 +1,21 @@
-"""Reads a run's folder without the schema, so that old runs and options of missing plugins stay readable."""
+"""Stored runs: their folders, read without the schema so that those of old runs and missing plugins stay readable, and
+their jobs on their targets."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.errors import PolicyError, RunNotFoundError
 from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import RunFolder, find_run
 from sparsebp_cli.run.visible import mask
+
+if TYPE_CHECKING:
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.target import Job, Target
 
 
 def read_plan(run: RunFolder) -> dict[str, Any]:
@@ -59,3 +65,41 @@ def find_one(word: str) -> RunFolder:
 def find_all(words: list[str]) -> list[RunFolder]:
     """Return every run that one of the words names, each once, in the order of the words."""
     return list({run.run_id: run for word in words for run in find_run(word)}.values())
+
+
+def target_of(run: RunFolder) -> Target:
+    """Return the target in a run's plan."""
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.target import make_target
+
+    return make_target(Plan.load(run.plan_file).recipe.target)
+
+
+def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]:
+    """Submit runs, each to the target of its plan; runs of one target are one submission.
+
+    At most ``max_parallel`` work at once on each target. Returns one job a run, in order.
+    """
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.target import make_target
+
+    sections = [Plan.load(folder.plan_file).recipe.target for folder in folders]
+    jobs: dict[str, Job] = {}
+    for section in dict.fromkeys(section.model_dump_json() for section in sections):
+        chosen = [f for f, s in zip(folders, sections, strict=True) if s.model_dump_json() == section]
+        target = make_target(next(s for s in sections if s.model_dump_json() == section))
+        jobs |= {job.run.run_id: job for job in target.submit_all(chosen, max_parallel=max_parallel)}
+    return [jobs[folder.run_id] for folder in folders]
+
+
+def check_plans(plans: Sequence[Plan]) -> None:
+    """Raise ``UsageError`` for a plan that its target cannot run, before anything is written or started."""
+    from sparsebp_cli.target import make_target
+
+    for plan in plans:
+        make_target(plan.recipe.target).check_plan(plan)
+
+
+def reattach(run: RunFolder) -> Job:
+    """Return the job of a run that was submitted before."""
+    return target_of(run).reattach(run)

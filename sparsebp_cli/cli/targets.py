@@ -1,15 +1,18 @@
-"""``sparsebp targets``: the targets for plans, and whether they work."""
+"""``sparsebp targets`` and ``sparsebp doctor``: the targets for plans and this machine, and whether they work."""
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
 from sparsebp_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.target import CheckResult
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -39,13 +42,7 @@ def targets(
         return
     if not names:
         raise UsageError("targets check needs the name of a target; `sparsebp targets` lists them")
-    findings = {name: [finding._asdict() for finding in _check(name)] for name in names}
-    if output is Output.JSON:
-        print_json(findings)
-    else:
-        _show(findings)
-    if any(finding["level"] == "fail" for found in findings.values() for finding in found):
-        raise typer.Exit(1)
+    _report({name: _check(name) for name in names}, output)
 
 
 def describe_targets() -> list[dict[str, Any]]:
@@ -86,19 +83,33 @@ def _list(output: Output) -> None:
     print_line(f"names are read from {targets_file()}")
 
 
-def _check(name: str) -> list[Any]:
+def _check(name: str) -> list[CheckResult]:
     from sparsebp_cli.recipe.target import named_target_section
     from sparsebp_cli.target import make_target
 
     return list(make_target(named_target_section(name)).check())
 
 
-def _show(findings: dict[str, list[dict[str, Any]]]) -> None:
-    from rich.text import Text
+def _report(results: dict[str, list[CheckResult]], output: Output, *, is_single: bool = False) -> None:
+    """Print the results of checks by what was checked, and exit with 1 if any failed. A single one has no name."""
+    if output is Output.JSON:
+        plain = {name: [result._asdict() for result in found] for name, found in results.items()}
+        print_json(next(iter(plain.values())) if is_single else plain)
+    else:
+        from rich.text import Text
 
-    for name, found in findings.items():
-        table = make_table("", "what", "found", title=name if len(findings) > 1 else "")
-        for finding in found:
-            text = finding["text"] + (f"\n-> {finding['hint']}" if finding["hint"] else "")
-            table.add_row(Text(finding["level"], style=STYLES[finding["level"]]), finding["what"], Text(text))
-        console().print(table)
+        for name, found in results.items():
+            table = make_table("", "what", "found", title=name if len(results) > 1 else "")
+            for result in found:
+                text = result.text + (f"\n-> {result.hint}" if result.hint else "")
+                table.add_row(Text(result.level, style=STYLES[result.level]), result.what, Text(text))
+            console().print(table)
+    if any(result.level == "fail" for found in results.values() for result in found):
+        raise typer.Exit(1)
+
+
+def doctor(output: Format = Output.TABLE) -> None:
+    """Check this machine: packages, torch, disk, tracking store, plugins. Exit code 1 when something is broken."""
+    from sparsebp_cli.cli.checkup import check_all
+
+    _report({"this machine": check_all()}, output, is_single=True)

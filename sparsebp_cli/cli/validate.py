@@ -1,16 +1,27 @@
-"""``sparsebp validate``: check recipes without starting anything; with ``--probe``, rehearse one step of each."""
+"""``sparsebp validate`` and ``sparsebp schema``: check recipes and the files that they name; nothing is started."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sparsebp_cli.cli.option import Changes, Recipes, Seeds
-from sparsebp_cli.cli.recipe_check import load_checked
-from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored_run import describe_policies
-from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.cli.screen import print_json, print_line
+from sparsebp_cli.cli.stored_run import describe_policies, read_plan
+from sparsebp_cli.errors import RunFailedError, SparseBPError, UsageError
+from sparsebp_cli.run import RunFolder
+
+if TYPE_CHECKING:
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.recipe import PlacedRecipe, Recipe
+
 
 Probing = Annotated[
     bool,
@@ -24,7 +35,6 @@ Probing = Annotated[
 
 def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None, probe: Probing = False) -> None:
     """Check recipes, what goes together in them, and the files that they name; exit code 2 when one is wrong."""
-    from sparsebp_cli.cli.preview import preview
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds
 
@@ -48,3 +58,70 @@ def validate(recipes: Recipes, changes: Changes = None, seeds: Seeds = None, pro
             print_line(f"   {line}")
     if wrong:
         raise typer.Exit(UsageError.exit_code)
+
+
+COMMAND = [sys.executable, "-m", "sparsebp_cli.worker.preview"]
+
+
+def preview(plan: Plan) -> list[str]:
+    """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Nothing is
+    trained.
+
+    The plan is rehearsed on this machine in one process, whatever its target. Raises ``UsageError`` if model or data
+    cannot be loaded as the recipe says, ``RunFailedError`` if the process failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
+        command = [*COMMAND, str(plan.save(Path(folder)))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RunFailedError(f"the process that rehearses a step ended with {done.returncode}: {last}") from None
+    if "error" in answer:
+        raise UsageError(answer["error"]) if answer["code"] == UsageError.exit_code else RunFailedError(answer["error"])
+    return [str(line) for line in answer["lines"]]
+
+
+PLAN = "plan.json"
+HERE = "local"  # the target kind that runs on this machine
+
+
+def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
+    """Read a recipe, or the recipe in a ``plan.json``, apply ``--set`` changes, and check its model and data.
+
+    Returns the recipe, the file that its relative paths start from, and a sentence on each thing that cannot be checked
+    from this machine. Raises ``RecipeError`` with the place of what is wrong.
+    """
+    from sparsebp_cli.recipe import load_placed, load_stored
+
+    if file.name != PLAN:
+        placed = load_placed(file, changes)
+        return placed.recipe, file, _check_sources(placed, file.resolve().parent)
+    stored = read_plan(RunFolder(file.parent))
+    placed = load_stored(stored["recipe"], str(file), changes)
+    # The code is that of the working folder; paths became absolute when the first plan was made.
+    origin = Path.cwd() / str(stored.get("provenance", {}).get("recipe_file") or PLAN)
+    return placed.recipe, origin, _check_sources(placed, origin.resolve().parent)
+
+
+def _check_sources(placed: PlacedRecipe, folder: Path) -> list[str]:
+    from sparsebp_cli.recipe.composition import has_own_worker
+    from sparsebp_cli.source import inspect_sources
+
+    if not has_own_worker(placed.recipe):
+        return ["model and data: not checked, because another worker reads them"]
+    folders, unknown = list(dict.fromkeys([folder, Path.cwd()])), []
+    for found in inspect_sources(placed.recipe, folders, is_here=placed.recipe.target.kind == HERE):
+        error = placed.error(found.location, found.text)
+        if found.kind == "wrong":
+            raise error
+        unknown.append(f"{error.key}: {found.text}")
+    return unknown
+
+
+def schema() -> None:
+    """Print the JSON schema of recipes, with the options of every installed policy."""
+    from sparsebp_cli.recipe import recipe_schema
+
+    print_json(recipe_schema())

@@ -205,7 +205,6 @@ def test_validate_says_what_a_recipe_would_do(call: Cli, write_recipe: Write) ->
 def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from sparsebp_cli.cli import preview
     from sparsebp_cli.cli.validate import validate
 
     file = tmp_path / "probed.yaml"
@@ -215,7 +214,7 @@ def test_validate_with_probe_prints_what_a_step_costs_and_what_choosing_may_gain
         ({"error": "no such split", "code": 2}, "error: no such split\n"),
     ):
         said = f"print('a library'); print({json.dumps(told)!r})"
-        monkeypatch.setattr(preview, "COMMAND", [sys.executable, "-c", said])
+        monkeypatch.setattr("sparsebp_cli.cli.validate.COMMAND", [sys.executable, "-c", said])
         if "error" in told:
             with pytest.raises(typer.Exit):
                 validate([file], probe=True)

@@ -53,7 +53,7 @@ def test_an_allowed_change_is_written_for_the_next_attempt(
         submitted.append(folders)
         return []
 
-    monkeypatch.setattr("sparsebp_cli.cli.resume.submit_all", submit_none)
+    monkeypatch.setattr("sparsebp_cli.cli.control.submit_all", submit_none)
     call("resume", run.run_id, "--detach", "--allow-change", "training.seed", "--allow-change", "data")
     (record,) = (record for record, _ in read(run.path) if record["kind"] == "allow")
     assert (record["fields"], record["attempt"]) == (["training.seed", "data"], 2)
@@ -64,7 +64,7 @@ def test_a_detached_resume_of_which_nothing_lives_says_so_and_does_not_end_with_
     call: Cli, run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end(run, State.INTERRUPTED)
-    monkeypatch.setattr("sparsebp_cli.cli.resume.submit_all", lambda folders: [LocalJob(run) for run in folders])
+    monkeypatch.setattr("sparsebp_cli.cli.control.submit_all", lambda folders: [LocalJob(run) for run in folders])
     done = call("resume", run.run_id, "--detach")
     assert done.returncode == 101
     assert f"error: run {run.run_id} interrupted: it says why" in done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.cli.recipe_check import load_checked
+from sparsebp_cli.cli.validate import load_checked
 from sparsebp_cli.errors import RecipeError
 
 RECIPE = """\
@@ -199,7 +199,7 @@ def test_a_look_imports_neither_torch_nor_transformers(check: Check, tmp_path: P
     write(tmp_path, "a.jsonl", '{"text": "a"}\n')
     check("{name: a.jsonl}")
     code = (
-        "import sys; from pathlib import Path; from sparsebp_cli.cli.recipe_check import load_checked\n"
+        "import sys; from pathlib import Path; from sparsebp_cli.cli.validate import load_checked\n"
         f"load_checked(Path({str(tmp_path / 'recipes' / 'r.yaml')!r}), ['policy=topk', 'policy.0.keep=0.5'])\n"
         "print({'torch', 'transformers', 'datasets', 'mlflow'} & sys.modules.keys())"
     )

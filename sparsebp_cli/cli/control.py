@@ -1,4 +1,4 @@
-"""``sparsebp resume``: continue a run from its last checkpoint."""
+"""``sparsebp resume``, ``cancel`` and ``logs``: continue, stop or watch a run that was submitted before."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from sparsebp_cli.cli.follow import follow_all, print_end
+from sparsebp_cli.cli.follow import follow_all, print_end, watch
 from sparsebp_cli.cli.interrupt import Interrupts
-from sparsebp_cli.cli.option import Detach, ManyRuns
+from sparsebp_cli.cli.option import Detach, ManyRuns, OneRun
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored_run import find_all
-from sparsebp_cli.cli.submission import submit_all
+from sparsebp_cli.cli.stored_run import find_all, find_one, reattach, submit_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 
@@ -73,3 +72,26 @@ def _allow(folder: RunFolder, fields: Sequence[str]) -> None:
     with folder.lock("target"), JournalWriter(folder.path) as journal:
         journal.attempt = max(journal.attempt - 1, 1)
         journal.write("allow", fields=list(fields))
+
+
+def cancel(
+    runs: ManyRuns,
+    grace: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time for a last checkpoint; then the worker is killed.")
+    ] = 30.0,
+) -> None:
+    """Stop runs for good, with a last checkpoint. A run that is over stays as it is."""
+    for folder in reversed(find_all(runs)):  # the last first, so that a queue starts none in between
+        before = folder.state()
+        if before.over:
+            print_line(f"{folder.run_id} is {before} already")
+        else:
+            print_line(f"{folder.run_id} {reattach(folder).cancel(grace)}")
+
+
+def logs(
+    run: OneRun,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the run is over.")] = False,
+) -> None:
+    """Show a run's progress and what its worker printed. Ctrl-C leaves the run alone."""
+    raise typer.Exit(watch(reattach(find_one(run)), follow=follow))
