@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.bench.result import Benchmark, BenchmarkRow
-from sparsebp_cli.compare.draw.style import COLOURS, MARKERS, grid_lines
+from sparsebp_cli.compare.picture import COLOURS, MARKERS, grid_lines
 from sparsebp_cli.run.picture import OPTIONS, check_path, save
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
-from sparsebp_cli.run.picture import WORDS, save_curves
+from sparsebp_cli.run.picture import PART_WORDS, save_curves
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -148,7 +148,7 @@ def memory_table(values: dict[str, Any], step: int) -> Table:
         here = getattr(peak.split, part)
         share = show_share(here / peak.split.total) if peak.split.total else ""
         phases = [show_count(getattr(split, part), "B") for split in by_phase.values()]
-        table.add_row(WORDS[part], show_count(here, "B"), share, show_count(highest[part], "B"), *phases)
+        table.add_row(PART_WORDS[part], show_count(here, "B"), share, show_count(highest[part], "B"), *phases)
     totals = [show_count(split.total, "B") for split in by_phase.values()]
     table.add_row("all", show_count(peak.split.total, "B"), "", "", *totals)
     return table

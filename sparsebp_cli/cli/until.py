@@ -32,7 +32,7 @@ def run_until(
     ``UsageError`` for too few seeds, no recipe besides the baseline, or a metric without a better direction.
     """
     from sparsebp_cli.compare import parse_margin
-    from sparsebp_cli.compare.direction import better
+    from sparsebp_cli.compare.question import better
     from sparsebp_cli.compare.sequential import Looks, Trial
     from sparsebp_cli.recipe import parse_seeds
 

@@ -8,12 +8,10 @@ from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import parse_margin
 from sparsebp_cli.compare.picture import picture
-from sparsebp_cli.compare.question import Question
-from sparsebp_cli.compare.reducer import Reducer
-from sparsebp_cli.compare.render import FORMATS, render
+from sparsebp_cli.compare.question import Question, Reducer
+from sparsebp_cli.compare.render import FORMATS, render, table
 from sparsebp_cli.compare.report import REPORT_CURVES, write_report
 from sparsebp_cli.compare.store import load_all, store_candidates
-from sparsebp_cli.compare.table import table
 from sparsebp_cli.compare.view import View
 
 __all__ = [

@@ -7,21 +7,26 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from sparsebp_cli.compare.busy import find_busy
-from sparsebp_cli.compare.change import find_changes, thin
 from sparsebp_cli.compare.comparison import Comparison, Control, Group, RunLine
-from sparsebp_cli.compare.confound import find_confounds, find_hardware, find_sources, find_warnings
+from sparsebp_cli.compare.confound import find_changes, find_confounds, find_hardware, find_sources, find_warnings
 from sparsebp_cli.compare.control import EQUAL_COST, ControlSearch, find_controls
 from sparsebp_cli.compare.equal import compare_at_equal, find_unequal
 from sparsebp_cli.compare.example import compare_examples, correct_examples, have_other_examples
 from sparsebp_cli.compare.family import CLAIMS, Family, correct_family, count_statements
-from sparsebp_cli.compare.figure import by_seed, measure_cost, measure_speed, median_time
-from sparsebp_cli.compare.layer import measure_layers
+from sparsebp_cli.compare.figure import (
+    by_seed,
+    find_busy,
+    find_curve,
+    measure_cost,
+    measure_layers,
+    measure_speed,
+    median_time,
+    thin,
+)
 from sparsebp_cli.compare.load import load
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.margin import NotWorse, decide_all, withhold
 from sparsebp_cli.compare.measured import Quality, Reach
-from sparsebp_cli.compare.memory import find_curve
 from sparsebp_cli.compare.question import (
     Members,
     Question,

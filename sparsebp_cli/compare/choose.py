@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sparsebp_cli.compare.expression import Condition, names, parse
+from sparsebp_cli.compare.expression import Condition, parse
 from sparsebp_cli.compare.grouping import OUR_SEED, find_seed
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun, flatten
@@ -170,7 +170,7 @@ def _without_seed(candidate: RunCandidate) -> tuple[tuple[str, str], ...]:
 
 def find_outcomes(where: str) -> list[str]:
     """Return the metrics and ``state`` in a condition: choosing by them keeps survivors or winners."""
-    mentioned = dict.fromkeys(names(parse(where, "--where")))
+    mentioned = dict.fromkeys(parse(where, "--where").names)
     return [name for name in mentioned if name == "state" or ("/" in name and not name.startswith(TAG))]
 
 
@@ -204,7 +204,7 @@ def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[Ru
 
 
 def _check_names(condition: Condition, candidates: Sequence[RunCandidate]) -> None:
-    for name in names(condition):
+    for name in condition.names:
         if name in SPECIAL or any(candidate.find(name) for candidate in candidates):
             continue
         keys = {key for candidate in candidates for key in candidate.flat}

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from sparsebp_cli.compare.comparison import Confound, Group
+from sparsebp_cli.compare.comparison import Change, Confound, Group
+from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.recipe.loader import rename_keys
@@ -227,3 +228,20 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
         f"{group.label}: claims to leave {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "
         f"executed (counted{why})"
     )
+
+
+NOT_A_CHANGE = ("name", "tracking.")
+
+
+def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> tuple[Change, ...]:
+    """Return the keys in which two recipes differ, in the order of a recipe, with both values.
+
+    Names, tracking, seeds and keys that the grouping ignores are no difference.
+    """
+    a, b = baseline.flat, other.flat
+    paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
+    sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))
+    paths.sort(key=lambda path: sections.index(path.split(".")[0]) if path.split(".")[0] in sections else -1)
+    hidden = {path for path in paths for run in (baseline, other) if grouping.hides(run, path)}
+    shown = [path for path in paths if not path.startswith(NOT_A_CHANGE) and path not in hidden]
+    return tuple(Change(path, a.get(path), b.get(path)) for path in shown)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -29,54 +29,15 @@ OPERATORS = {"=", "==", "!=", "~", *ORDER}
 CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None}
 
 Find = Callable[[str], Sequence[Any]]  # a name to all of its values; empty: unknown
+Test = Callable[[Find], bool | None]
 
 
 @dataclass(frozen=True)
-class Predicate:
-    """``NAME OPERATOR VALUE``."""
+class Condition:
+    """A condition that was read."""
 
-    name: str
-    operator: str
-    value: Any
-
-    def holds(self, find: Find) -> bool | None:
-        """Return whether any of the values fits (for ``!=``: none is equal); None when there is none."""
-        values = find(self.name)
-        if not values:
-            return None
-        if self.operator == "!=":
-            return not any(_fits("=", value, self.value) for value in values)
-        return any(_fits(self.operator, value, self.value) for value in values)
-
-
-@dataclass(frozen=True)
-class Joined:
-    """Conditions joined by ``and`` or ``or``."""
-
-    word: str
-    parts: tuple[Condition, ...]
-
-    def holds(self, find: Find) -> bool | None:
-        """Return whether all of them, or any of them, hold."""
-        found, decides = [part.holds(find) for part in self.parts], self.word == "or"
-        if decides in found:
-            return decides
-        return None if None in found else not decides
-
-
-@dataclass(frozen=True)
-class Not:
-    """The opposite of a condition."""
-
-    part: Condition
-
-    def holds(self, find: Find) -> bool | None:
-        """Return whether it does not hold."""
-        found = self.part.holds(find)
-        return None if found is None else not found
-
-
-Condition = Predicate | Joined | Not
+    names: tuple[str, ...]  # all that it mentions, in order
+    holds: Test  # whether it is true of the values that are found; None: unknown values leave it open
 
 
 def parse(text: str, option: str) -> Condition:
@@ -86,21 +47,10 @@ def parse(text: str, option: str) -> Condition:
     return _Parser(text, option).parse()
 
 
-def names(condition: Condition) -> Iterator[str]:
-    """Yield every name in a condition."""
-    match condition:
-        case Predicate():
-            yield condition.name
-        case Not():
-            yield from names(condition.part)
-        case Joined():
-            for part in condition.parts:
-                yield from names(part)
-
-
 class _Parser:
     def __init__(self, text: str, option: str) -> None:
         self.text, self.option, self.place, self.depth = text, option, 0, 0
+        self.names: list[str] = []
         self.tokens: list[tuple[str, str]] = []
         at = 0
         while text[at:].strip():
@@ -113,38 +63,40 @@ class _Parser:
             at = match.end()
 
     def parse(self) -> Condition:
-        found = self._join("or")
+        test = self._join("or")
         if self.place < len(self.tokens):
             raise self._expected("'and', 'or' or the end")
-        return found
+        return Condition(tuple(self.names), test)
 
-    def _join(self, word: str) -> Condition:
-        parts = [self._join("and") if word == "or" else self._factor()]
-        while self._next() == ("word", word):
-            self.place += 1
-            parts.append(self._join("and") if word == "or" else self._factor())
-        return parts[0] if len(parts) == 1 else Joined(word, tuple(parts))
+    def _join(self, word: str) -> Test:
+        read = self._factor if word == "and" else lambda: self._join("and")
+        tests = [read()]
+        while self._take("word", word):
+            tests.append(read())
+        decides = word == "or"
 
-    def _factor(self) -> Condition:
+        def test(find: Find) -> bool | None:
+            found = [part(find) for part in tests]
+            return decides if decides in found else None if None in found else not decides
+
+        return test
+
+    def _factor(self) -> Test:
         self.depth += 1
         if self.depth > DEEPEST:
             raise UsageError(f"{self.option}: at most {DEEPEST} conditions may lie inside each other")
-        try:
-            if self._next() == ("word", "not"):
-                self.place += 1
-                return Not(self._factor())
-            if self._next() == ("sign", "("):
-                self.place += 1
-                found = self._join("or")
-                if self._next() != ("sign", ")"):
-                    raise self._expected("')'")
-                self.place += 1
-                return found
-            return self._comparison()
-        finally:
-            self.depth -= 1
+        if self._take("word", "not"):
+            test = _negate(self._factor())
+        elif self._take("sign", "("):
+            test = self._join("or")
+            if not self._take("sign", ")"):
+                raise self._expected("')'")
+        else:
+            test = self._comparison()
+        self.depth -= 1
+        return test
 
-    def _comparison(self) -> Predicate:
+    def _comparison(self) -> Test:
         kind, name = self._next()
         if kind == "sign" or not name:
             raise self._expected("a name")
@@ -157,15 +109,32 @@ class _Parser:
         if kind not in {"word", "text"}:
             raise self._expected(f"a value after {name} {sign}")
         self.place += 1
-        return Predicate(name, sign, value if kind == "text" else _constant(value))
+        self.names.append(name)
+        wanted, is_negated = value if kind == "text" else _constant(value), sign == "!="
+
+        def test(find: Find) -> bool | None:
+            """Whether any of the values fits (for ``!=``: none is equal); None when there is none."""
+            values = find(name)
+            return any(_fits(sign, found, wanted) for found in values) != is_negated if values else None
+
+        return test
 
     def _next(self) -> tuple[str, str]:
         return self.tokens[self.place] if self.place < len(self.tokens) else ("end", "")
+
+    def _take(self, kind: str, value: str) -> bool:
+        is_next = self._next() == (kind, value)
+        self.place += is_next
+        return is_next
 
     def _expected(self, what: str) -> UsageError:
         kind, value = self._next()
         got = "the end" if kind == "end" else repr(value)
         return UsageError(f"{self.option}: expected {what}, got {got} in {self.text!r}")
+
+
+def _negate(test: Test) -> Test:
+    return lambda find: None if (found := test(find)) is None else not found
 
 
 def _constant(word: str) -> Any:
@@ -185,9 +154,5 @@ def _fits(sign: str, value: Any, wanted: Any) -> bool:
         return fnmatchcase(str(value), str(wanted))
     if both_numbers or value is None or wanted is None or isinstance(value, bool):
         return bool(value == wanted)
-    return str(value) == _as_written(wanted)
-
-
-def _as_written(wanted: Any) -> str:
-    """Write a name of digits, which was parsed as a number, as it was: 5 and not 5.0."""
-    return f"{wanted:g}" if isinstance(wanted, float) else str(wanted)
+    # A name of digits was parsed as a number: compare it as it was written, 5 and not 5.0.
+    return str(value) == (f"{wanted:g}" if isinstance(wanted, float) else str(wanted))

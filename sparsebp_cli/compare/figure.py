@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from statistics import fmean
+from typing import Literal, TypeVar
 
-from sparsebp_cli.compare.busy import find_busy
 from sparsebp_cli.compare.cost import find_step_cost, probe_ratio
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.measured import Choice, Cost, Speed
-from sparsebp_cli.compare.memory import find_step_peak
+from sparsebp_cli.compare.measured import Busy, Choice, Cost, Layers, Speed, StepMemory
 from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
 from sparsebp_cli.run import metric
+from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 from sparsebp_cli.run.metric import Metric
+
+MOST_POINTS = 400  # of one curve; a screen shows fewer
+
+Item = TypeVar("Item")
 
 
 def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> Speed:
@@ -134,3 +139,96 @@ def _median(runs: Iterable[LoadedRun], which: Metric) -> float | None:
 
 def _largest(runs: Iterable[LoadedRun], which: Metric) -> float | None:
     return max(_all(runs, which), default=None)
+
+
+def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:
+    """Return at most ``most`` points, in [20, 400], evenly spaced, with the first and the last."""
+    most = max(20, min(most, MOST_POINTS))
+    if len(points) <= most:
+        return tuple(points)
+    return tuple(points[round(i * (len(points) - 1) / (most - 1))] for i in range(most))
+
+
+FIGURES = ("kept_share", "cosine", "relative_error", "sign_agreement")
+
+
+def measure_layers(runs: Sequence[LoadedRun]) -> Layers:
+    """Return each figure by layer and step, as the mean over the runs that have it; empty when no run recorded any."""
+    records = [run.history.layers for run in runs if run.history.layers]
+    steps = sorted({step for record in records for step in record})
+    names = list(dict.fromkeys(name for record in records for step in sorted(record) for name in record[step]))
+    found = {}
+    for figure in FIGURES:
+        rows = tuple(tuple(_mean(records, step, name, figure) for step in steps) for name in names)
+        if any(cell is not None for row in rows for cell in row):
+            found[figure] = rows
+    return Layers(tuple(steps), tuple(names), found)
+
+
+def _mean(
+    records: Sequence[dict[int, dict[str, dict[str, float | None]]]], step: int, name: str, figure: str
+) -> float | None:
+    found = [record.get(step, {}).get(name, {}).get(figure) for record in records]
+    numbers = [value for value in found if value is not None and math.isfinite(value)]
+    return fmean(numbers) if numbers else None
+
+
+LEAST_SHARE = 0.8  # of the expected CPU seconds; below it, other processes took a fifth of the time
+MOST_LOAD = 1.5  # runnable threads a CPU; a run that uses all CPUs makes 1
+
+
+def find_busy(runs: Sequence[LoadedRun]) -> Busy | None:
+    """Return how much the counting runs of a group were disturbed; None where none was, or none recorded it."""
+    shares = {run.run_id: share for run in runs if (share := _cpu_share(run)) is not None}
+    loads = {run.run_id: load for run in runs if (load := _load(run)) is not None}
+    disturbed = [
+        run for run in runs if shares.get(run.run_id, 1.0) < LEAST_SHARE or loads.get(run.run_id, 0.0) > MOST_LOAD
+    ]
+    if not disturbed:
+        return None
+    return Busy(len(disturbed), len(runs), min(shares.values(), default=None), max(loads.values(), default=None))
+
+
+def _cpu_share(run: LoadedRun) -> float | None:
+    """Median over steps of the CPU seconds of a step over those of the run's undisturbed steps."""
+    if str(run.history.facts.get("device", "cpu")).startswith("cuda"):
+        return None
+    wall, used = (run.steady(name.name) for name in (metric.STEP_SECONDS, metric.STEP_CPU_SECONDS))
+    rates = [used[step] / wall[step] for step in used if wall.get(step, 0.0) > 0.0]
+    if len(rates) < 2:
+        return None
+    best = statistics.quantiles(rates, n=10, method="inclusive")[-1]
+    return statistics.median(rates) / max(1.0, best)
+
+
+def _load(run: LoadedRun) -> float | None:
+    values = run.values(metric.LOAD.name, after_warmup=True)
+    return statistics.median(values) if values else None
+
+
+_METRICS = (
+    metric.PEAK_WEIGHT_BYTES,
+    metric.PEAK_GRADIENT_BYTES,
+    metric.PEAK_OPTIMIZER_BYTES,
+    metric.PEAK_ACTIVATION_BYTES,
+    metric.PEAK_WORKSPACE_BYTES,
+)
+
+
+def find_step_peak(runs: Sequence[LoadedRun]) -> MemorySplit | None:
+    """Return the split of the run and step with the highest peak; None when no step was watched."""
+    found = []
+    for run in runs:
+        series = [run.series(part.name) for part in _METRICS]
+        steps = (step for step in run.series(metric.STEP_PEAK_BYTES.name) if all(step in s for s in series))
+        found += [MemorySplit(*(round(values[step]) for values in series)) for step in steps]
+    return max(found, key=lambda split: split.total, default=None)
+
+
+def find_curve(runs: Sequence[LoadedRun]) -> StepMemory | None:
+    """Return the curve of the last watched step of the newest run that has one; None without."""
+    for run in sorted(runs, key=lambda run: run.created, reverse=True):
+        if run.history.memory:
+            step = max(run.history.memory)
+            return StepMemory(run.run_id, step, MemoryCurve.from_values(run.history.memory[step]))
+    return None

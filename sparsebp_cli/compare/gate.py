@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from sparsebp_cli.compare.comparison import Comparison, Group
-from sparsebp_cli.compare.expression import Condition, names, parse
+from sparsebp_cli.compare.expression import Condition, parse
 from sparsebp_cli.compare.statistics import Difference
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import metric
@@ -43,7 +43,7 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
     failures = []
     for group in groups if not labels else groups[:1]:
         holds = condition.holds(partial(_find, tables, group.label))
-        shown = ", ".join(_show(name, group.label, tables) for name in dict.fromkeys(names(condition)))
+        shown = ", ".join(_show(name, group.label, tables) for name in dict.fromkeys(condition.names))
         where = "" if labels else f"{group.label}: "
         if holds is None:
             failures.append(Failure(group.label, f"{where}cannot be decided ({shown}): {expression}"))
@@ -99,7 +99,7 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
     """Return the labels that the condition names."""
     known, labels = figures(comparison, comparison.groups[0]), [group.label for group in comparison.groups]
     named = []
-    for name in names(condition):
+    for name in condition.names:
         label, _, figure = name.rpartition(":")
         if label and label not in labels:
             raise UsageError(f"--fail-if: no group is called {label!r}; there are {', '.join(labels)}")
@@ -107,7 +107,7 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
             near = did_you_mean(figure, known)
             raise UsageError(f"--fail-if: unknown figure {figure!r}, allowed: {', '.join(known)}{near}")
         named += [label] if label else []
-    plain = sum(":" not in name for name in names(condition))
+    plain = sum(":" not in name for name in condition.names)
     if named and plain:
         raise UsageError("--fail-if: name the group of every figure, or of none")
     return named

@@ -2,17 +2,100 @@
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from sparsebp_cli.compare.direction import Way, better
 from sparsebp_cli.compare.grid import tidy
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.reducer import Reducer
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.run import metric as names
+from sparsebp_cli.run.metric import METRICS
+
+Way = Literal["lower", "higher", ""]
+
+LOWER = {"loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae", "nll", "bpb", "bpc", "bpw"}
+HIGHER = {"accuracy", "acc", "f1", "bleu", "chrf", "rouge", "auc", "auroc", "precision", "recall", "mcc", "iou"}
+# Words that reverse or change the meaning: scikit-learn's neg_log_loss is better when higher, time_to_accuracy is a
+# time, and the spread of a loss is not a loss.
+TURNED = {
+    "neg",
+    "negative",
+    "minus",
+    "inverse",
+    "one",
+    "1",
+    "time",
+    "seconds",
+    "steps",
+    "to",
+    "std",
+    "sd",
+    "var",
+    "variance",
+}
+TURNED |= {"delta", "diff", "gap", "scale", "aux", "balance"}
+
+
+def better(metric: str) -> Way:
+    """Return ``lower``, ``higher``, or empty where the name does not tell.
+
+    For a metric of another program the last word decides: ``eval_loss``, ``test/f1``, ``valWER``.
+    """
+    if metric in METRICS:
+        return METRICS[metric].better
+    *before, word = re.split(r"[/_.\- ]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric).lower())
+    if TURNED.intersection(before):
+        return ""
+    return "lower" if word in LOWER else "higher" if word in HIGHER else ""
+
+
+@dataclass(frozen=True)
+class Reducer:
+    """How a run's evaluations become one number.
+
+    Args:
+        kind: ``final`` (after the last step), ``best`` (of all evaluations; favours runs that were evaluated more
+            often), or ``mean`` (of the last evaluations).
+        last: Of ``mean``: how many evaluations, at least 2.
+    """
+
+    kind: str = "final"
+    last: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Reducer:
+        """Parse ``final``, ``best`` or ``mean:K``; raises ``UsageError`` for anything else."""
+        if text in {"final", "best"}:
+            return cls(text)
+        if (match := re.fullmatch(r"mean:([1-9][0-9]{0,3})", text)) and int(match[1]) > 1:
+            return cls("mean", int(match[1]))
+        raise UsageError(f"--reduce must be final, best, or mean:K with K from 2 (mean:5), got {text!r}")
+
+    @property
+    def name(self) -> str:
+        """The reducer in words."""
+        return f"mean of last {self.last} evaluations" if self.kind == "mean" else self.kind
+
+    def reduce(self, values: Sequence[float], *, higher_is_better: bool) -> float | None:
+        """Return the number; None when there are too few evaluations, not finite when the last one is not.
+
+        ``values`` are in the order of steps, the last one after the last step. ``higher_is_better`` is for ``best``.
+        """
+        if not values or len(values) < self.last:
+            return None
+        if not math.isfinite(values[-1]):
+            return values[-1]  # a run that diverged in the end has diverged, whatever its earlier values
+        if self.kind == "best":
+            finite = [value for value in values if math.isfinite(value)]
+            return max(finite) if higher_is_better else min(finite)
+        return statistics.fmean(values[-self.last :])
+
 
 LONGEST_LABEL = 64  # as long as a recipe's name may be; those of other programs have no limit
 FEWEST_DIGITS = 4

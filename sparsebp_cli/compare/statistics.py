@@ -12,10 +12,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FEWEST_PAIRS = 3  # a t interval of two pairs is 12.7 standard errors wide to each side
 FEWEST_RANKED = 6  # the smallest p of a two-sided signed-rank test is 2 / 2^n: 0.0625 at five pairs
@@ -121,25 +117,10 @@ def quartiles(values: Sequence[float]) -> Quartiles | None:
     return Quartiles(median, low, high, len(values))
 
 
-def t_interval(differences: np.ndarray, level: float = LEVEL) -> np.ndarray:
-    """Return low and high of Student's t interval of a mean, and p for a mean of zero, along a new first axis.
-
-    There are at least two ``differences`` along the last axis, not all equal; ``level`` is the coverage, in (0, 1).
-    """
-    import numpy as np
-    from scipy import stats
-
-    test = stats.ttest_1samp(differences, 0.0, axis=-1)
-    interval = test.confidence_interval(level)
-    return np.stack([interval.low, interval.high, test.pvalue])
-
-
-def paired_difference(
-    group: Mapping[int, float], baseline: Mapping[int, float], level: float = LEVEL
-) -> Difference | None:
+def paired_difference(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
     """Return the difference of two groups, paired by seed, with an interval from three shared seeds up.
 
-    Both map seed to value; None when one of them is empty. ``level`` is the coverage of the interval, in (0, 1).
+    Both map seed to value; None when one of them is empty.
     """
     if not group or not baseline:
         return None
@@ -148,18 +129,18 @@ def paired_difference(
         return Difference(statistics.fmean(group.values()) - statistics.fmean(baseline.values()), dropped=dropped)
     pairs = tuple((seed, group[seed] - baseline[seed]) for seed in shared)
     differences = [difference for _, difference in pairs]
-    found = summarise(differences, level, dropped)
+    found = summarise(differences, dropped)
     return replace(found, pairs=pairs, rank_p=None if found.p is None else _signed_rank(differences))
 
 
-def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float], level: float = LEVEL) -> Difference | None:
+def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
     """Return the ratio of two groups, paired by seed, on the logarithm; None when one is empty or a value is not
     positive.
     """
     if any(value <= 0.0 for values in (group, baseline) for value in values.values()):
         return None
     here, there = ({seed: math.log(value) for seed, value in values.items()} for values in (group, baseline))
-    found = paired_difference(here, there, level)
+    found = paired_difference(here, there)
     if found is None:
         return None
     low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
@@ -183,7 +164,7 @@ def _signed_rank(differences: Sequence[float]) -> float | None:
     return float(min(1.0, 2 * min(chances[: found + 1].sum(), chances[found:].sum())))
 
 
-def summarise(differences: Sequence[float], level: float = LEVEL, dropped: tuple[int, ...] = ()) -> Difference:
+def summarise(differences: Sequence[float], dropped: tuple[int, ...] = ()) -> Difference:
     """Return the mean of at least one difference, with an interval where there are three and they are not all equal.
 
     Equal differences have an interval without width and no p value. ``dropped`` is copied into the result.
@@ -195,7 +176,7 @@ def summarise(differences: Sequence[float], level: float = LEVEL, dropped: tuple
     if sd <= SAME * max(map(abs, differences)):
         return Difference(mean, mean, mean, n, 0.0, dropped=dropped)
     error = sd / math.sqrt(n)
-    half = quantile_t(0.5 + level / 2, n - 1) * error
+    half = quantile_t(0.5 + LEVEL / 2, n - 1) * error
     return Difference(mean, mean - half, mean + half, n, sd, two_sided_p(mean / error, n - 1), dropped=dropped)
 
 

@@ -22,7 +22,6 @@ from sparsebp_cli.compare.choose import RunCandidate
 from sparsebp_cli.compare.client import AT_ONCE, ClientSource
 from sparsebp_cli.compare.database import Database
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.parameter import unflatten
 from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
@@ -195,3 +194,37 @@ class _Store:
 def _state(run: StoredRun) -> State:
     state = run.tags.get("sparsebp.state", "")
     return State(state) if state in set(State) else STATES.get(run.status, State.RUNNING)
+
+
+def unflatten(params: Mapping[str, str]) -> dict[str, Any]:
+    """Return a recipe from the dotted parameters that ``tracking`` sent; a text that looks like a number becomes
+    one.
+    """
+    root: dict[str, Any] = {}
+    for path, text in params.items():
+        *parents, last = path.split(".")
+        place = root
+        for part in parents:
+            below = place.setdefault(part, {})
+            if not isinstance(below, dict):
+                break
+            place = below
+        place[last] = _value(text)
+    found = _lists(root)
+    return found if isinstance(found, dict) else {}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=str)
+    except ValueError:
+        return text
+
+
+def _lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    children = {key: _lists(child) for key, child in value.items()}
+    if children and all(key.isdecimal() for key in children):
+        return [children[key] for key in sorted(children, key=int)]
+    return children

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from sparsebp_cli.compare.comparison import Control
 from sparsebp_cli.compare.control import EQUAL_COST, WORDS
 from sparsebp_cli.compare.cost import SAVES
-from sparsebp_cli.compare.direction import Way
 from sparsebp_cli.compare.margin import NotWorse
 from sparsebp_cli.compare.measured import Busy, ExampleDifference, Quality, Speed
 from sparsebp_cli.compare.number import of_change, of_factor, show_interval
+from sparsebp_cli.compare.question import Way
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 
 COUNTS = {1: "one seed", 2: "two seeds"}

@@ -11,8 +11,8 @@ from typing import Literal
 
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group, RunLine
-from sparsebp_cli.compare.draw.curve import Along, place
 from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.loaded import Point
 from sparsebp_cli.compare.measured import Layers
 from sparsebp_cli.compare.number import BYTES, SECONDS
 from sparsebp_cli.compare.overview_grid import memory_grids
@@ -23,6 +23,7 @@ from sparsebp_cli.compare.trade import find_trades
 MOST_ROWS = 12
 MOST_LAYERS = 40
 SHADES = " ░▒▓█"
+Along = Literal["step", "tokens", "wall_time"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,17 @@ def _curves(comparison: Comparison, metric: str, along: Along) -> Grid:
         why = f": {', '.join(short)} {'have' if len(short) > 1 else 'has'} no others" if short else ""
         note += f" Seeds that the groups share: {', '.join(map(str, sorted(shared)))}{why}."
     return Grid(metric, (heads[along], *lines), tuple(rows), note)
+
+
+def place(point: Point, along: Along) -> float | None:
+    """Return a point's position along an axis; None when unknown."""
+    match along:
+        case "step":
+            return float(point.step)
+        case "tokens":
+            return point.tokens
+        case "wall_time":
+            return point.seconds
 
 
 Line = list[tuple[float, float]]

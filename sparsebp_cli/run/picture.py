@@ -36,14 +36,14 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 # Okabe and Ito's palette, which colour-blind readers can distinguish; comparisons use the same colours for these parts.
-COLOURS: dict[Part, str] = {
+PART_COLOURS: dict[Part, str] = {
     "weights": "#0072B2",
     "gradients": "#D55E00",
     "optimizer": "#009E73",
     "activations": "#E69F00",
     "workspace": "#999999",
 }
-WORDS: dict[Part, str] = {
+PART_WORDS: dict[Part, str] = {
     "weights": "weights",
     "gradients": "gradients",
     "optimizer": "optimizer state",
@@ -74,11 +74,11 @@ def save_curves(curves: Sequence[tuple[str, MemoryCurve]], path: Path) -> Path:
 
     with mpl.rc_context(OPTIONS):
         figure = Figure(figsize=(WIDTH, BELOW + PANEL * len(curves)), layout="constrained")
-        draw_curves(figure, curves)
+        draw_memory_curves(figure, curves)
         return save(figure, path)
 
 
-def draw_curves(figure: FigureBase, curves: Sequence[tuple[str, MemoryCurve]]) -> None:
+def draw_memory_curves(figure: FigureBase, curves: Sequence[tuple[str, MemoryCurve]]) -> None:
     """Draw curves below each other on one scale of bytes, each over its own time, into an empty figure of width
     :data:`WIDTH` and height :data:`PANEL` a curve plus :data:`BELOW`."""
     highest = max(curve.peak.split.total for _, curve in curves)
@@ -100,7 +100,11 @@ def _draw(axes: Axes, curve: MemoryCurve, scale: float, unit: str) -> None:
     layers = [[getattr(point.split, part) / scale for point in curve.points] for part in PARTS]
     options: dict[str, Any] = {"step": "post", "linewidth": 0}
     axes.stackplot(
-        times, layers, labels=[WORDS[part] for part in PARTS], colors=[COLOURS[part] for part in PARTS], **options
+        times,
+        layers,
+        labels=[PART_WORDS[part] for part in PARTS],
+        colors=[PART_COLOURS[part] for part in PARTS],
+        **options,
     )
     axes.margins(x=0)
     _draw_phases(axes, curve, times)

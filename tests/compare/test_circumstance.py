@@ -205,7 +205,7 @@ def test_the_cosine_with_other_examples_becomes_columns_where_it_was_measured(ma
 
 def test_what_choosing_could_gain_is_a_table_where_runs_measured_it(make_run: MakeRun) -> None:
     from sparsebp_cli.compare.overview_grid import grids
-    from sparsebp_cli.compare.report.page import render_report
+    from sparsebp_cli.compare.report import render_report
 
     title = "What choosing could gain"
     assert title not in {grid.title for grid in grids(compare_runs(pair(make_run)))}

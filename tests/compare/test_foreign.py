@@ -11,8 +11,7 @@ import pytest
 from sparsebp_cli.compare import Comparison, Grouping, Question, choose, compare_runs, load_all, store_candidates
 from sparsebp_cli.compare.client import ClientSource
 from sparsebp_cli.compare.database import Database
-from sparsebp_cli.compare.direction import better
-from sparsebp_cli.compare.reducer import Reducer
+from sparsebp_cli.compare.question import Reducer, better
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.tracking.store import open_client
 from tests.compare.database import ForeignStore

@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 
 from sparsebp_cli.compare import Comparison, View, compare_runs, picture, render, table
-from sparsebp_cli.compare.draw.style import line_style
 from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.number import (
     BYTES,
@@ -31,6 +30,7 @@ from sparsebp_cli.compare.number import (
     scaled,
 )
 from sparsebp_cli.compare.overview_grid import grids
+from sparsebp_cli.compare.picture import line_style
 from sparsebp_cli.compare.statistics import Difference, Quartiles, Spread
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import RunFolder

@@ -6,7 +6,7 @@ import pytest
 
 from sparsebp_cli.compare import Comparison, Question, View, compare_runs, table
 from sparsebp_cli.compare.grid import Grid
-from sparsebp_cli.compare.quality_grid import quality_grids
+from sparsebp_cli.compare.overview_grid import quality_grids
 from sparsebp_cli.compare.statistics import paired_difference
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import view_grids

@@ -22,9 +22,9 @@ from sparsebp_cli.compare.statistics import (
     quartiles,
     spread,
     summarise,
-    t_interval,
 )
 from sparsebp_cli.errors import UsageError
+from tests.compare.t_test import t_interval
 
 NUMBERS = st.floats(-1e6, 1e6).map(lambda x: round(x, 6))
 STUDIES = 40_000  # the standard error of a coverage of 95% is then 0.1 points

@@ -24,8 +24,8 @@ from sparsebp_cli.compare import (
     store_candidates,
     table,
 )
-from sparsebp_cli.compare.parameter import unflatten
 from sparsebp_cli.compare.sequential import Looks
+from sparsebp_cli.compare.store import unflatten
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder

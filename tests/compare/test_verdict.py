@@ -9,10 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sparsebp_cli.compare.direction import better
 from sparsebp_cli.compare.measured import Quality, Speed
-from sparsebp_cli.compare.statistics import Difference, Quartiles, holm, t_interval
+from sparsebp_cli.compare.question import better
+from sparsebp_cli.compare.statistics import Difference, Quartiles, holm
 from sparsebp_cli.compare.verdict import Doubts, give_verdict
+from tests.compare.t_test import t_interval
 
 STUDIES = 4000
 STEP = Quartiles(0.2, 0.19, 0.21, 60)

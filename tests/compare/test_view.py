@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from sparsebp_cli.compare import Comparison, Question, View, compare_runs, picture, render, table
-from sparsebp_cli.compare.change import thin
+from sparsebp_cli.compare.figure import thin
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.view import view_grids
 from sparsebp_cli.errors import UsageError

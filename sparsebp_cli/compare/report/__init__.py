@@ -1,5 +1,296 @@
-"""The HTML report of a comparison: one file, readable offline, on a phone, in print, in light and in dark."""
+"""The HTML report of a comparison: text and tables hold every number; page.js draws the charts from the data."""
 
-from sparsebp_cli.compare.report.page import REPORT_CURVES, render_report, write_report
+from __future__ import annotations
 
-__all__ = ["REPORT_CURVES", "render_report", "write_report"]
+import base64
+import json
+import shlex
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.compare import number as show
+from sparsebp_cli.compare.comparison import Comparison, Group, Kind
+from sparsebp_cli.compare.control import WORDS
+from sparsebp_cli.compare.family import CLAIMS
+from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.loaded import flatten
+from sparsebp_cli.compare.number import SECONDS
+from sparsebp_cli.compare.overview_grid import grids
+from sparsebp_cli.compare.question import find_course
+from sparsebp_cli.compare.trade import find_trades
+from sparsebp_cli.compare.verdict import split_statements
+from sparsebp_cli.compare.view import View, view_grids
+from sparsebp_cli.page import check_path, render
+from sparsebp_cli.run import metric
+from sparsebp_cli.run.visible import make_visible, mask
+
+REPORT_CURVES = (metric.EVAL_LOSS.name, metric.TRAIN_LOSS.name, metric.KEPT_SHARE.name, metric.COSINE.name)
+NUM_COLOURS = 7
+DASHES = ("", "7 4", "9 3 2 3", "2 3")  # the same as in page.js, and so are the marks
+MARKS = (
+    "M16 2a4 4 0 1 0 .01 0z",
+    "M12.4 2.4h7.2v7.2h-7.2z",
+    "M16 1.2l4.4 8h-8.8z",
+    "M16 .8l5.2 5.2l-5.2 5.2l-5.2 -5.2z",
+)
+
+
+def write_report(comparison: Comparison, path: Path, command: str = "") -> Path:
+    """Write the report of a comparison, with the curves of ``REPORT_CURVES``, to an ``.html`` file, and return its
+    path.
+
+    ``command`` is the one that made the report; empty leaves it out. Raises ``UsageError`` for another ending or a
+    missing folder.
+    """
+    check_path(path)
+    path.write_text(render_report(comparison, command), encoding="utf-8")
+    return path
+
+
+def render_report(comparison: Comparison, command: str = "") -> str:
+    """Return the report as HTML with style, script and data inside; an empty command is left out."""
+    from markupsafe import Markup
+
+    data = json.dumps(_make_visible(_data(comparison)), allow_nan=False, separators=(",", ":"))
+    curves = [name for name in REPORT_CURVES if any(run.counts and run.curves.get(name) for run in comparison.runs)]
+    page = render(
+        __package__,
+        "page.html",
+        comparison=comparison,
+        names=", ".join(group.label for group in comparison.groups),
+        basis=_basis(comparison),
+        cards=[_make_card(number, group) for number, group in enumerate(comparison.groups)],
+        missing=_missing_controls(comparison),
+        num_simultaneous=next((family.statements for family in comparison.families if family.name == CLAIMS), 0),
+        busy_note=_busy_note(comparison),
+        has_layers=any(group.layers.figures for group in comparison.groups),
+        has_memory=any(group.memory for group in comparison.groups),
+        numbers={
+            "curves": _filled(grid for name in curves for grid in view_grids(comparison, View("curves", name))),
+            "layers": _filled(view_grids(comparison, View("layers"))),
+        },
+        grids=_filled([*grids(comparison, everything=True), runs_grid(comparison), environment_grid(comparison)]),
+        appendix=make_appendix(comparison, command),
+        data=Markup(data.replace("<", "\\u003c")),  # a "</script>" inside the data would end the script element
+    )
+    return make_visible(page)
+
+
+def _basis(comparison: Comparison) -> str:
+    """The metric, how it was reduced to a number a run, and how many runs count."""
+    counted = sum(run.counts for run in comparison.runs)
+    direction = f", {comparison.better} is better" if comparison.better else ""
+    unit = f" in {comparison.unit}" if comparison.unit else ""
+    margin = "" if comparison.margin is None else f"; margin {comparison.margin:g}"
+    runs = f"{counted} of {len(comparison.runs)} runs count"
+    return f"{comparison.metric}{unit} ({comparison.reducer}{direction}); {runs}{margin}"
+
+
+@dataclass(frozen=True)
+class _Card:
+    """A group's verdict, and how the drawings show the group: colours repeat after seven, so dashes and mark differ."""
+
+    label: str
+    verdict: str
+    statements: list[str]
+    colour: int
+    dashes: str
+    mark: str
+
+
+def _make_card(number: int, group: Group) -> _Card:
+    first, *rest = split_statements(group.verdict)
+    verdict = first if first.startswith(("eval/", "train/")) else first[:1].upper() + first[1:]
+    dashes, mark = DASHES[number % len(DASHES)], MARKS[number % len(MARKS)]
+    return _Card(group.label, verdict, rest, number % NUM_COLOURS, dashes, mark)
+
+
+@dataclass(frozen=True)
+class _MissingControl:
+    """A control without runs, and the command that makes them; empty where there is none."""
+
+    text: str
+    command: str
+
+
+def _missing_controls(comparison: Comparison) -> list[_MissingControl]:
+    labels: dict[tuple[Kind, str], list[str]] = {}
+    for control in comparison.controls:
+        if not control.found:
+            labels.setdefault((control.kind, control.command), []).append(control.label)
+    return [
+        _MissingControl(f"{', '.join(names)}: not compared with {WORDS[kind]}", command)
+        for (kind, command), names in labels.items()
+    ]
+
+
+def _filled(grids: Iterable[Grid]) -> list[Grid]:
+    return [grid for grid in grids if grid.rows]
+
+
+def _busy(comparison: Comparison) -> list[str]:
+    """Labels of the groups whose machine was too busy to time steps; all groups where the baseline's was."""
+    slowed = [group.label for group in comparison.groups if group.speed.busy is not None]
+    return [group.label for group in comparison.groups] if comparison.groups[0].label in slowed else slowed
+
+
+def _busy_note(comparison: Comparison) -> str:
+    busy = _busy(comparison)
+    return f" Left out are step times from a busy machine: {', '.join(busy)}." if busy else ""
+
+
+def _data(comparison: Comparison) -> dict[str, Any]:
+    number = {group.group: place for place, group in enumerate(comparison.groups)}
+    busy = _busy(comparison)
+    return {
+        "metric": comparison.metric,
+        "course": find_course(comparison.metric),
+        "better": comparison.better,
+        "units": {name: known.unit for name, known in metric.METRICS.items() if known.unit},
+        "groups": [group.label for group in comparison.groups],
+        "runs": [
+            {"group": number[run.group], "seed": run.seed, "id": run.run_id, "curves": run.curves}
+            for group in comparison.groups
+            for run in comparison.comparable_runs(group)
+        ],
+        "trades": [asdict(trade) for trade in find_trades(comparison)],
+        "differences": [
+            {
+                "group": number[group.group],
+                "quality": asdict(group.quality.difference) if group.quality.difference else None,
+                "step": None if group.label in busy or not group.speed.step_ratio else asdict(group.speed.step_ratio),
+                "peak": asdict(group.cost.peak_ratio) if group.cost.peak_ratio else None,
+            }
+            for group in comparison.groups
+            if not group.baseline
+        ],
+        "memory": [
+            {"label": group.label, "step": group.memory.step, "points": group.memory.curve.to_values()["points"]}
+            for group in comparison.groups
+            if group.memory is not None
+        ],
+        "layers": [
+            asdict(group.layers) | {"label": group.label} for group in comparison.groups if group.layers.figures
+        ],
+    }
+
+
+def _make_visible(value: Any) -> Any:
+    """Escape marks of writing direction, which a browser would obey where the script writes these texts."""
+    match value:
+        case str():
+            return make_visible(value)
+        case dict():
+            return {make_visible(str(key)): _make_visible(child) for key, child in value.items()}
+        case list() | tuple():
+            return [_make_visible(child) if isinstance(child, str | dict | list | tuple) else child for child in value]
+    return value
+
+
+def runs_grid(comparison: Comparison) -> Grid:
+    """Return one row for each run, those that count in no mean included."""
+    rows = []
+    for run in comparison.runs:
+        commit = f"{run.git_sha[:10]}{' + changes' if run.dirty else ''}" or show.NONE
+        day = time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.created)) if run.created else show.NONE
+        rows.append(
+            (
+                run.label,
+                show.NONE if run.seed is None else str(run.seed),
+                run.run_id,
+                run.state if run.counts or run.state in run.reason else f"{run.state}; {run.reason}",
+                str(run.steps),
+                show.of_plain(run.quality, 4),
+                show.scaled(run.step_seconds, SECONDS),
+                day,
+                run.version or show.NONE,
+                commit,
+            )
+        )
+    columns = ("group", "seed", "run", "state", "steps", comparison.metric, "step", "made (UTC)", "SparseBP", "commit")
+    note = "Runs that did not finish, diverged or were repeated are in no mean."
+    return Grid("Every run", columns, tuple(rows), note, aside=4)
+
+
+def environment_grid(comparison: Comparison) -> Grid:
+    """Return one row for each property of the environments and each value that it has in some run."""
+    values: dict[str, dict[str, dict[str, None]]] = {}
+    for run in comparison.runs:
+        for key, value in flatten(run.environment).items():
+            if value not in ("", None, {}, []):
+                shown = show.scaled(float(value), show.BYTES) if key.endswith("_bytes") else str(value)
+                values.setdefault(key.replace("_bytes", ""), {}).setdefault(shown, {})[run.label] = None
+    rows = tuple(
+        (key, value, "all" if len(found) == 1 else ", ".join(labels))
+        for key, found in values.items()
+        for value, labels in found.items()
+    )
+    return Grid("Environment", ("what", "value", "groups"), rows, aside=3)
+
+
+@dataclass(frozen=True)
+class RecipeText:
+    """A recipe as YAML; ``file_name`` is empty for another program's parameters, which SparseBP cannot run."""
+
+    title: str
+    text: str
+    file_name: str = ""
+
+    @property
+    def base64(self) -> str:
+        """The YAML as the base64 of a data URL."""
+        return base64.b64encode(self.text.encode()).decode()
+
+
+@dataclass(frozen=True)
+class Appendix:
+    """The commands and recipes that make every run and the report again."""
+
+    made_with: str
+    commands: tuple[str, ...]
+    recipes: tuple[RecipeText, ...]
+
+    @property
+    def has_recipes(self) -> bool:
+        """Whether SparseBP can run at least one of the recipes."""
+        return any(recipe.file_name for recipe in self.recipes)
+
+
+def make_appendix(comparison: Comparison, command: str) -> Appendix:
+    """Collect what makes everything again; an empty command, which made the report, is left out."""
+    lines = []
+    for group in comparison.groups:
+        if group.policies:
+            seeds = ",".join(str(seed) for seed in group.seeds)
+            lines.append(f"sparsebp run {_file_name(group)}" + (f" --seeds {seeds}" if seeds else ""))
+    if command:
+        lines.append(mask(command))
+    versions = sorted({run.version for run in comparison.runs if run.version})
+    commits = sorted({run.git_sha for run in comparison.runs if run.git_sha})
+    made_with = f"Made with SparseBP {', '.join(versions)}" if versions else ""
+    made_with += f", commit {', '.join(commits)}" if commits else ""
+    return Appendix(made_with, tuple(lines), tuple(_recipe(group) for group in comparison.groups))
+
+
+def _file_name(group: Group) -> str:
+    return shlex.quote(f"{group.label.replace('#', '-')}.yaml")
+
+
+def _recipe(group: Group) -> RecipeText:
+    import yaml
+
+    text = yaml.safe_dump(_without_store(group.recipe), sort_keys=False, allow_unicode=True, width=100)
+    if not group.policies:
+        return RecipeText(f"{group.label}: parameters, as another program logged them", text)
+    return RecipeText(_file_name(group), text, _file_name(group))
+
+
+def _without_store(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Leave the store's address out: it may name a private machine, and a reader has another store."""
+    tracking = recipe.get("tracking")
+    return recipe | (
+        {"tracking": {k: v for k, v in tracking.items() if k != "uri"}} if isinstance(tracking, dict) else {}
+    )
