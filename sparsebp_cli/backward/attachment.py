@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsebp_cli.backward.branch.site import BranchAdapter
+from sparsebp_cli.backward.core.decision import SiteDecisions
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.extension import EngineExtension, SiteAdapter
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
-from sparsebp_cli.backward.core.selector_runner import SelectorRunner
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.options import choose_update
@@ -78,7 +78,7 @@ def attach(
     _refuse_attached(model)
     refuse_lazy(model)
     layers = LayerNumbers(model)
-    runner = SelectorRunner(selectors, len(layers.layers)) if selectors else None
+    decisions = SiteDecisions(selectors, len(layers.layers))
     if router is not None:
         adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
     else:
@@ -86,13 +86,13 @@ def attach(
             adapter = LinearAdapter(model, options.exclude, may_be_empty=True)
         else:
             adapter = _ADAPTERS[options.sites](model, options.exclude)
-        if runner is not None and adapter.names:  # at nodes they are known after the first backward only
-            runner.check_disjoint(adapter.names, layers.number_of)
+        if selectors and adapter.names:  # at nodes they are known after the first backward only
+            decisions.check_disjoint(adapter.names, layers.number_of)
     tokens = make_extensions(policies, model, reference)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
         adapter,
-        runner,
+        decisions,
         model=model,
         optimizer=optimizer,
         reference=options.execution == "reference",

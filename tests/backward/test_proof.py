@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Movement, PassCount, Proof, count_flops, saved_bytes
-from sparsebp_cli.backward.core.counters import pad_up, round_up
+from sparsebp_cli.backward.core.allowance import pad_up, round_up
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.proof.proof import COLUMNS
 from sparsebp_cli.policy import Blocks, Columns, Elements, Policy, Rows, Selection, Site, Step

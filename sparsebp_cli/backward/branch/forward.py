@@ -57,7 +57,7 @@ class BranchSite:
         ``call`` is the forward in sparse recompute, or None when the gradient is masked.
         """
         site = Site(self.branch.name, grad_NO.shape[1], tuple(batch_shape), self.branch.layer)
-        return self.engine.decide(site, grad_NO, self._cost(tuple(batch_shape), call))
+        return self.engine.decisions.decide(site, grad_NO, self._cost(tuple(batch_shape), call))
 
     def _cost(self, batch_shape: tuple[int, ...], call: Call | None) -> BranchCost:
         form: Literal["masked", "stored", "again", "whole"] = "masked"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.clock import Clock
-from sparsebp_cli.backward.core.counters import Counter, allowed_share
+from sparsebp_cli.backward.core.counters import Counter
+from sparsebp_cli.backward.core.decision import SiteCounters, SiteDecisions
 from sparsebp_cli.backward.core.extension import (
     AcceptsColumns,
     EngineExtension,
@@ -22,22 +22,16 @@ from sparsebp_cli.backward.core.extension import (
     RunsPass,
     ShortForward,
     SiteAdapter,
-    SiteCost,
 )
 from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
-from sparsebp_cli.backward.core.selector_runner import SelectorRunner
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import has_site
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
+from sparsebp_cli.policy import GradientSelector, Site, Step
 
 _UNSEEN = (
     "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
     "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
-)
-_OUTSIDE = (
-    "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
-    "or put forward and backward inside engine.disabled() for dense gradients"
 )
 
 
@@ -49,7 +43,7 @@ class Engine:
 
     Args:
         adapter: Installs the engine at the model's sites.
-        runner: Calls the gradient policy that decides at sites; None for dense.
+        decisions: Calls the gradient policies that decide at sites.
         model: The model that contains the sites.
         optimizer: Its steps advance the step number; None: every backward does.
         reference: Mask gradients, then multiply densely.
@@ -62,7 +56,7 @@ class Engine:
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
         adapter: SiteAdapter,
-        runner: SelectorRunner | None,
+        decisions: SiteDecisions,
         *,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
@@ -72,21 +66,20 @@ class Engine:
         num_steps: int | None = None,
         extensions: Sequence[EngineExtension] = (),
     ) -> None:
-        self._model, self._adapter, self._runner = model, adapter, runner
+        self._model, self._adapter, self.decisions = model, adapter, decisions
         self._clock = Clock(optimizer, seed, num_steps, self._start_step)  # may raise, so it precedes all changes
         self.reference, self.stores, self.extensions = reference, stores, tuple(extensions)
         self.enabled, self.notes = True, dict[str, str]()
         self.leaves_out = False  # whether any forward has skipped positions or examples so far
         self.forward: ShortForward | None = None  # the current forward, if it skips positions or examples
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
-        self.batch_sizes: frozenset[int] | None = None if runner is None else frozenset()
+        self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)
         self._freezes = any(isinstance(extension, FreezesParameters) for extension in self.extensions)
-        self._counter = Counter.of(adapter.names)
-        self._step: Step | None = None  # the backward under way
+        self._count(Counter(SiteCounters.of(adapter.names)))
         self._attached = True
         self._unhook: Callable[[], None] = lambda: None
-        if runner is not None:
+        if decisions.has_selectors:
             self._unhook = model.register_forward_pre_hook(BatchNote(self._note_batch), with_kwargs=True).remove
         adapter.install(self)
         for extension in self.extensions:
@@ -109,15 +102,15 @@ class Engine:
         """
         if not self._attached:
             raise UsageError("this engine is detached: attach the model again")
-        if self._step is not None:
+        if self.decisions.step is not None:
             raise UsageError("engine.backward was called inside engine.backward")
         if self.enabled:
             self._check_site_in_graph(loss)
-        self._counter.start_backward()
+        self._counter.sites.start_backward()
         reads = self._reads_graph()
         if reads:
             self._counter.products.add(loss, self._name_parameters())
-        self._step = self.now()
+        self.decisions.step = self.now()
         try:
             if self.eager is None:
                 self._differentiate(loss, backward)
@@ -126,9 +119,9 @@ class Engine:
                 differentiate = partial(self._differentiate, loss, backward)
                 self.eager.run_pass(loss, differentiate, backward=backward, updates=updates)
         finally:
-            self._step = None
+            self.decisions.step = None
         if reads:
-            self._counter.products_at_sites += self._counter.last_dense_flops
+            self._counter.products_at_sites += self._counter.sites.last_dense_flops
             self._counter.num_read += 1
         if self.enabled:
             self._counter.num_backwards += 1
@@ -142,7 +135,8 @@ class Engine:
         for extension in self.extensions:
             if isinstance(extension, RequiresForward):
                 extension.check_called()
-        asks = self._runner is not None or any(isinstance(extension, RequiresForward) for extension in self.extensions)
+        waits = any(isinstance(extension, RequiresForward) for extension in self.extensions)
+        asks = self.decisions.has_selectors or waits
         # Frozen parameters may cut every site off from the loss.
         if asks and not self._freezes and self._trains_at_sites() and not has_site(loss, self):
             raise UsageError(_UNSEEN)
@@ -185,15 +179,6 @@ class Engine:
         """Return the step of the backward under way, or of the next one."""
         return self._clock.now()
 
-    def check_inside(self) -> None:
-        """Refuse a backward that does not run through this engine. Called by the sites.
-
-        Raises:
-            UsageError: The backward was started from outside.
-        """
-        if self.enabled and self._step is None:
-            raise UsageError(_OUTSIDE)
-
     def policy_at(self, site: Site) -> GradientSelector | None:
         """Return the policy that decides at a site in the current or next backward.
 
@@ -203,41 +188,7 @@ class Engine:
         Returns:
             The policy, with its ``keep`` of this step; None if the site stays dense.
         """
-        if self._runner is None or not self.enabled:
-            return None
-        return self._runner.policy_at(site, self.now())
-
-    def decide(
-        self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
-    ) -> tuple[Tensor, Selection | None]:
-        """Call the policy at a site and count the result. Called by the sites.
-
-        Args:
-            site: The site.
-            grad_NO: The gradient of the site's output.
-            work: The cost of the site's dense backward.
-            dense_rows: Rows of the dense backward that the gradient stands for; None: its own.
-
-        Returns:
-            The gradient to use, and the selection of it; None keeps everything.
-
-        Raises:
-            UsageError: The backward does not run through this engine.
-        """
-        if not self.enabled:
-            return grad_NO, None
-        self.check_inside()
-        assert self._step is not None
-        step = replace(self._step, call=self._counter.next_call(site.name))
-        policy, selection = self.policy_at(site), None
-        if policy is not None and self._runner is not None and grad_NO.numel() > 0:
-            grad_NO, selection = self._runner.select(policy, grad_NO, site, step)
-        kind, budget = (None, 1.0) if policy is None else (policy.selection, policy.budget)
-        claim = allowed = work.claim(kind, budget)
-        if self._clock.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device
-            allowed = work.claim(kind, allowed_share(budget, selection, grad_NO, site, pads=work.pads))
-        self._counter.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
-        return grad_NO, selection
+        return self.decisions.policy_at(site, self.now()) if self.enabled else None
 
     @contextmanager
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> Iterator[None]:
@@ -271,13 +222,13 @@ class Engine:
         Yields:
             None: While the probe runs.
         """
-        decision = nullcontext() if self._runner is None else self._runner.probing(feedback=feedback)
-        before, self._counter = self._counter, Counter.of(self._adapter.names)
+        before = self._counter
+        self._count(Counter(SiteCounters.of(self._adapter.names)))
         try:
-            with self._clock.probing(draw), decision:
+            with self._clock.probing(draw), self.decisions.probing(feedback=feedback):
                 yield
         finally:
-            self._counter = before
+            self._count(before)
 
     def report(self) -> Report:
         """Return what happened at every site so far, as plain numbers; synchronises with the device."""
@@ -285,14 +236,14 @@ class Engine:
 
     def claim(self) -> FlopEstimate:
         """Return the last backward's FLOPs at the sites, dense and as claimed by the policy, from shapes alone."""
-        return FlopEstimate(self._counter.last_dense_flops, self._counter.last_claimed_flops)
+        return FlopEstimate(self._counter.sites.last_dense_flops, self._counter.sites.last_claimed_flops)
 
     def take_kept_share(self) -> float | None:
         """Return the share of gradient entries kept since the last call, over all sites; synchronises with the device.
 
         None if no gradient arrived since.
         """
-        return self._counter.take_kept_share()
+        return self._counter.sites.take_kept_share()
 
     def take_chosen(self) -> Chosen | None:
         """Return the counts of chosen targets, positions and examples since the last call; None if nothing was
@@ -347,7 +298,7 @@ class Engine:
             of
             extensions: with an eager update, the norm of the last step's gradients.
         """
-        cut = {} if self._runner is None else dict(self._runner.residuals)
+        cut = dict(self.decisions.residuals)
         state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
         for extension in self._keepers():
             state |= extension.state_dict()
@@ -367,8 +318,8 @@ class Engine:
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
         self._clock.go_to(state["index"], state["micro_batch"])
-        if self._runner is not None:
-            self._runner.residuals = dict(cut)
+        if self.decisions.has_selectors:
+            self.decisions.residuals = dict(cut)
         for extension in self._keepers():
             extension.load_state_dict(state)
 
@@ -390,8 +341,11 @@ class Engine:
         """Detach."""
         self.detach()
 
+    def _count(self, counter: Counter) -> None:
+        self._counter, self.decisions.counters = counter, counter.sites
+
     def _enable(self, enabled: bool) -> None:
-        self.enabled = enabled
+        self.enabled = self.decisions.enabled = enabled
         for extension in self.extensions:
             extension.enable(enabled)
 

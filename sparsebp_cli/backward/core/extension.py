@@ -61,22 +61,30 @@ class EngineView(Protocol):
         """Count where a router sent the gradient of one backward."""
 
 
-class SiteEngine(EngineView, Protocol):
-    """The engine as a site sees it: sites also request decisions."""
-
-    stores: bool  # whether branches store the outputs of their linears
-    forward: ShortForward | None  # the current forward, if it skips positions or examples
+class Decisions(Protocol):
+    """Decisions about the gradients that arrive at sites."""
 
     def check_inside(self) -> None:
-        """Refuse a backward that does not run through this engine."""
-
-    def policy_at(self, site: Site) -> GradientSelector | None:
-        """Return the policy that decides at a site in the current or next backward; None: dense."""
+        """Refuse a backward that does not run through the engine."""
 
     def decide(
         self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:
         """Return the gradient to use and the selection of it; None for everything."""
+
+
+class SiteEngine(EngineView, Protocol):
+    """The engine as a site sees it: sites also request decisions."""
+
+    @property
+    def decisions(self) -> Decisions:
+        """What decides about gradients."""
+
+    stores: bool  # whether branches store the outputs of their linears
+    forward: ShortForward | None  # the current forward, if it skips positions or examples
+
+    def policy_at(self, site: Site) -> GradientSelector | None:
+        """Return the policy that decides at a site in the current or next backward; None: dense."""
 
 
 class SiteAdapter(Protocol):

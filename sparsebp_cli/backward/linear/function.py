@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast, final
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import pad
 
+from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoToFour
 
 # Below this share of kept entries a CSR product, conversion included, is faster than masking and a dense product. The
@@ -82,6 +84,19 @@ class WeightLayout(ABC):
     @abstractmethod
     def wgrad(self, grad_NO: Tensor, x_ND: Tensor) -> Tensor:
         """Return the weight's gradient in the layout of the weight."""
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """dgrad and wgrad of one linear, as far as autograd requires them."""
+
+    flops: float  # of both, dense
+    form: WeightLayout
+    pads: ClassVar[bool] = False
+
+    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
+        """Return the dense work, and the part that the kernel for this kind of selection executes."""
+        return FlopEstimate(self.flops, self.flops * self.form.share(selection, budget))
 
 
 @final

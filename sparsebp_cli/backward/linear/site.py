@@ -12,17 +12,17 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
 from sparsebp_cli.backward.linear.function import (
     Conv1DLayout,
+    LinearCost,
     LinearLayout,
     MatmulLayout,
     Needs,
@@ -113,19 +113,6 @@ def _is_plain(module: nn.Module) -> bool:
     return type(weight.data) is Tensor and not weight.is_complex() and weight.numel() > 0
 
 
-@dataclass(frozen=True)
-class LinearCost:
-    """dgrad and wgrad of one linear, as far as autograd requires them."""
-
-    flops: float  # of both, dense
-    form: WeightLayout
-    pads: ClassVar[bool] = False
-
-    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
-        """Return the dense work, and the part that the kernel for this kind of selection executes."""
-        return FlopEstimate(self.flops, self.flops * self.form.share(selection, budget))
-
-
 class LinearOverride(ForwardOverride):
     """The ``forward`` of one linear: unchanged without gradients, else through :class:`SelectedLinear`.
 
@@ -143,7 +130,7 @@ class LinearOverride(ForwardOverride):
         time_first: bool = False,
     ) -> None:
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
-        self.time_first = time_first
+        self.time_first, self.reference = time_first, engine.reference
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
@@ -160,12 +147,7 @@ class LinearOverride(ForwardOverride):
         if forward is None and rows is None:
             return run_linear(self.module, x, self)
         num_rows = None if forward is None else forward.dense_rows(self.name, x.numel() // max(1, x.shape[-1]))
-        return run_linear(self.module, x, _Call(self, num_rows, rows))
-
-    @property
-    def reference(self) -> bool:
-        """Whether to mask gradients, then multiply densely."""
-        return self.engine.reference
+        return run_linear(self.module, x, _Call(self, num_rows, rows, self.form, self.reference, self.engine))
 
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
@@ -185,7 +167,7 @@ class LinearOverride(ForwardOverride):
         """
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
         work = LinearCost(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
-        return self.engine.decide(site, grad_NO, work, dense_rows)
+        return self.engine.decisions.decide(site, grad_NO, work, dense_rows)
 
 
 @final
@@ -198,18 +180,10 @@ class _Call:
     linear: LinearOverride
     num_rows: int | None  # rows of the dense forward that the call stands for; None: its own
     rows: BatchRows | None  # assignment of rows to examples; None: given by the shape of the input
-
-    @property
-    def form(self) -> WeightLayout:
-        return self.linear.form
-
-    @property
-    def reference(self) -> bool:
-        return self.linear.reference
-
-    @property
-    def engine(self) -> SiteEngine:
-        return self.linear.engine
+    # Those of the linear, which the backward and the reader of graphs look up here.
+    form: WeightLayout
+    reference: bool
+    engine: SiteEngine
 
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs

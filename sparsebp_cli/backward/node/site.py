@@ -53,7 +53,8 @@ class NodeAdapter:
 
     def install(self, engine: SiteEngine) -> None:
         self._engine = engine
-        self._attribution = Attribution(self._model, at_exit=lambda output: _watch(output, engine.check_inside))
+        check = engine.decisions.check_inside
+        self._attribution = Attribution(self._model, at_exit=lambda output: _watch(output, check))
 
     def remove(self) -> None:
         if self._attribution is not None:
@@ -132,7 +133,7 @@ class SelectorVisitor(Visitor):
             raise UnsupportedError(f"sites='nodes' needs dense gradients, got {grad.layout} at {name!r}")
         shown = grad.reshape(1, -1) if grad.dim() < 2 else grad.flatten(0, -2)
         site = Site(name, shown.shape[1], (1,) if grad.dim() < 2 else tuple(grad.shape[:-1]), self._layer_of(module))
-        grad_NO, selection = self._engine.decide(site, shown, NoCost())
+        grad_NO, selection = self._engine.decisions.decide(site, shown, NoCost())
         if selection is not None:
             grad_NO = selection.apply(grad_NO)
         return grad if grad_NO is shown else grad_NO.view(grad.shape)

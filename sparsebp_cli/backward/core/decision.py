@@ -1,0 +1,307 @@
+"""Decisions at sites: calls the policy of a site when a gradient arrives there, and counts what it keeps.
+
+Restriction to sites and layers, the warm-up of ``keep`` and error feedback are the same for all policies, so they are
+implemented here. The warm-up is that of Yujun Lin et al., "Deep Gradient Compression" (ICLR 2018),
+https://arxiv.org/abs/1712.01887, section 3.3, with the same factor every step instead of every epoch. Error feedback is
+that of Frank Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014), applied to a site's gradient instead
+of a parameter's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+from torch import Tensor
+
+from sparsebp_cli.backward.core.allowance import allowed_share
+from sparsebp_cli.backward.core.extension import SiteCost
+from sparsebp_cli.backward.core.report import FlopEstimate, SiteReport
+from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
+from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
+
+_OUTSIDE = (
+    "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
+    "or put forward and backward inside engine.disabled() for dense gradients"
+)
+
+
+@dataclass
+class SiteCounter:
+    """Totals of one site: numbers on the host, and ``kept`` as a tensor where reading it would synchronise."""
+
+    layer: int | None = None
+    calls: int = 0
+    rows: int = 0
+    entries: int = 0
+    kept: int | Tensor = 0
+    dense_flops: float = 0.0
+    claimed_flops: float = 0.0
+    allowed_flops: float = 0.0
+    arrived_flops: float = 0.0
+
+    def report(self, name: str) -> SiteReport:
+        """Return the totals as plain numbers."""
+        return SiteReport(
+            name=name,
+            layer=self.layer,
+            calls=self.calls,
+            rows=self.rows,
+            entries=self.entries,
+            kept_share=float(self.kept) / self.entries if self.entries else None,
+            dense_flops=self.dense_flops,
+            claimed_flops=self.claimed_flops,
+            allowed_flops=self.allowed_flops,
+            arrived_flops=self.arrived_flops,
+        )
+
+
+@dataclass
+class SiteCounters:
+    """Totals of all sites, of the last backward, and since the kept share was last taken."""
+
+    by_name: dict[str, SiteCounter]
+    last_dense_flops: float = 0.0
+    last_claimed_flops: float = 0.0
+    _calls: dict[str, int] = field(default_factory=dict)  # of this backward, by site
+    _taken: tuple[float, int] = (0.0, 0)  # kept entries and all entries when the share was last taken
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> SiteCounters:
+        """Return counters that list these sites even if no gradient ever arrives at them."""
+        return cls({name: SiteCounter() for name in names})
+
+    def start_backward(self) -> None:
+        """Reset the numbers of the last backward."""
+        self._calls = {}
+        self.last_dense_flops = self.last_claimed_flops = 0.0
+
+    def next_call(self, name: str) -> int:
+        """Return the index, from 0, of this gradient among those of the same site in this backward."""
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        return call
+
+    def add(
+        self,
+        site: Site,
+        grad_NO: Tensor,
+        claim: FlopEstimate,
+        allowed: float,
+        selection: Selection | None,
+        dense_rows: int | None = None,
+    ) -> None:
+        """Count one gradient.
+
+        ``allowed`` is the claim with counts rounded up. ``dense_rows`` is the number of rows of the dense backward that
+        the gradient stands for; None: its own.
+        """
+        arrived, dense_flops, num_entries = claim.dense_flops, claim.dense_flops, grad_NO.numel()
+        if dense_rows is not None:
+            dense_flops = arrived * dense_rows / max(1, grad_NO.shape[0])
+            num_entries = dense_rows * grad_NO.shape[1]
+        counter = self.by_name.setdefault(site.name, SiteCounter())
+        counter.layer = site.layer
+        counter.calls += 1
+        counter.rows += grad_NO.shape[0]
+        counter.entries += num_entries
+        counter.kept = counter.kept + (grad_NO.numel() if selection is None else selection.num_kept(grad_NO))
+        counter.dense_flops += dense_flops
+        counter.arrived_flops += arrived
+        counter.claimed_flops += claim.claimed_flops
+        counter.allowed_flops += allowed
+        self.last_dense_flops += claim.dense_flops
+        self.last_claimed_flops += claim.claimed_flops
+
+    def kept(self) -> tuple[float, int]:
+        """Return kept entries and all entries over all sites; synchronises with the device."""
+        sites = self.by_name.values()
+        return sum(float(site.kept) for site in sites), sum(site.entries for site in sites)
+
+    def take_kept_share(self) -> float | None:
+        """Return the kept share since the last call; None if no gradient arrived since."""
+        (kept, entries), (taken_kept, taken_entries) = self.kept(), self._taken
+        self._taken = kept, entries
+        return (kept - taken_kept) / (entries - taken_entries) if entries > taken_entries else None
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What applies at a site from one gradient to the next; a policy computes these properties, so they are stored."""
+
+    selector: GradientSelector  # as the user made it
+    policy: GradientSelector  # with the ``keep`` of the warm-up
+    selection: type[Selection] | None
+    budget: float
+    warmup_step: int  # step of the warm-up to which this applies; after its end, its length
+
+    @classmethod
+    def of(cls, selector: GradientSelector, step: Step) -> _Rule:
+        policy, length = selector, selector.keep_warmup_steps
+        if step.index < length:
+            keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
+            policy = selector.model_copy(update={"keep": keep ** (step.index / length)})
+        return cls(selector, policy, policy.selection, policy.budget, min(step.index, length))
+
+
+class SiteDecisions:
+    """Calls the selector of each site, counts what it keeps, and stores the residuals of error feedback.
+
+    No site may belong to two selectors, see :meth:`check_disjoint`. ``num_layers`` is 0 for a model without known
+    layers.
+    """
+
+    def __init__(self, selectors: Sequence[GradientSelector], num_layers: int) -> None:
+        self.residuals: dict[str, Tensor] = {}  # what error feedback adds later, by site, micro-batch and call
+        self.has_selectors = bool(selectors)
+        self.enabled = True
+        self.step: Step | None = None  # of the backward under way
+        self.counters = SiteCounters({})
+        self._scopes = [_Scope(selector, num_layers) for selector in selectors]
+        self._rules: dict[str, _Rule | None] = {}  # by site; None: no selector names it
+
+    def check_disjoint(self, names: Sequence[str], layer_of: Callable[[str], int | None]) -> None:
+        """Refuse a pattern that matches no site, and a site that belongs to two selectors (:class:`UsageError`)."""
+        for scope in self._scopes:
+            for pattern in scope.selector.where or ():
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise UsageError(f"where: {pattern!r} matches no site{did_you_mean(pattern, names)}")
+        for name in names:
+            found = [scope.selector for scope in self._scopes if scope.contains(name, layer_of(name))]
+            if len(found) > 1:
+                one, two = (type(selector).__name__ for selector in found[:2])
+                raise UsageError(f"{one} and {two} both decide at {name!r}: give them other where or layers")
+
+    def check_inside(self) -> None:
+        """Refuse a backward that does not run through the engine (:class:`UsageError`). Called by the sites."""
+        if self.enabled and self.step is None:
+            raise UsageError(_OUTSIDE)
+
+    def policy_at(self, site: Site, step: Step) -> GradientSelector | None:
+        """Return the policy at a site and step, with the ``keep`` of the warm-up; None if the site stays dense."""
+        rule = self._rule_at(site, step)
+        return None if rule is None else rule.policy
+
+    def decide(
+        self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
+    ) -> tuple[Tensor, Selection | None]:
+        """Call the policy at a site and count the result. Called by the sites.
+
+        ``work`` is the cost of the site's dense backward. ``dense_rows`` is the number of rows of the dense backward
+        that the gradient stands for; None: its own. Returns the gradient to use, and the selection of it; None keeps
+        everything. Raises :class:`UsageError` if the backward does not run through the engine.
+        """
+        if not self.enabled:
+            return grad_NO, None
+        self.check_inside()
+        assert self.step is not None
+        step = replace(self.step, call=self.counters.next_call(site.name))
+        rule, selection = self._rule_at(site, step), None
+        kind, budget = (None, 1.0) if rule is None else (rule.selection, rule.budget)
+        if rule is not None and grad_NO.numel() > 0:
+            grad_NO, selection = self._select(rule.policy, grad_NO, site, step)
+        claim = allowed = work.claim(kind, budget)
+        if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device
+            allowed = work.claim(kind, allowed_share(budget, selection, grad_NO, site, pads=work.pads))
+        self.counters.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
+        return grad_NO, selection
+
+    @contextmanager
+    def probing(self, *, feedback: bool) -> Iterator[None]:
+        """Restore the residuals of error feedback after a probe; without ``feedback`` the probe starts with none."""
+        before = self.residuals
+        self.residuals = dict(before) if feedback else {}
+        try:
+            yield
+        finally:
+            self.residuals = before
+
+    def _rule_at(self, site: Site, step: Step) -> _Rule | None:
+        name = site.name
+        if name not in self._rules:  # patterns are matched once
+            found = (scope.selector for scope in self._scopes if scope.contains(name, site.layer))
+            selector = next(found, None)
+            self._rules[name] = None if selector is None else _Rule.of(selector, step)
+        rule = self._rules[name]
+        # A step may come again after a resume, so the end of the warm-up is compared too instead of remembered.
+        if rule is not None and rule.warmup_step != min(step.index, rule.selector.keep_warmup_steps):
+            rule = self._rules[name] = _Rule.of(rule.selector, step)
+        return rule
+
+    def _select(
+        self, policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step
+    ) -> tuple[Tensor, Selection | None]:
+        """Return the gradient, with the residual of earlier steps added, and the policy's selection of it.
+
+        Raises :class:`UnsupportedError` if error feedback meets a gradient with another number of dimensions than
+        before.
+        """
+        if not policy.error_feedback:
+            return grad_NO, policy.select(grad_NO, site, step)
+        key, shape = f"{site.name}/{step.micro_batch}/{step.call}", (*site.batch_shape, site.num_features)
+        before = self.residuals.get(key)
+        if before is not None:
+            before = _fit(before, shape, site.name)
+            grad_NO = _add_where_both_are(grad_NO.view(shape), before.to(grad_NO.dtype)).view(grad_NO.shape)
+        selection = policy.select(grad_NO, site, step)
+        kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
+        left = (grad_NO - kept_NO).view(shape)
+        self.residuals[key] = left if before is None else _retain_unmatched(left, before)
+        return grad_NO, selection
+
+
+class _Scope:
+    """The sites at which one selector decides."""
+
+    def __init__(self, selector: GradientSelector, num_layers: int) -> None:
+        self.selector = selector
+        self._layers = None if selector.layers is None else _number(selector.layers, num_layers)
+
+    def contains(self, name: str, layer: int | None) -> bool:
+        where = self.selector.where
+        return (self._layers is None or layer in self._layers) and (
+            where is None or any(fnmatchcase(name, pattern) for pattern in where)
+        )
+
+
+# A residual belongs to an example's index in the batch and a position, and stays until a gradient arrives at that index
+# again. So the last batch of an epoch may be smaller, and batches may differ in length.
+
+
+def _fit(before: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    if before.dim() == 2 and before.numel() == prod(shape):
+        return before.view(shape)  # older checkpoints store (B*T, O)
+    if before.dim() != len(shape) or before.shape[-1] != shape[-1]:
+        shapes = f"{tuple(before.shape)}, then {shape}"
+        raise UnsupportedError(f"error_feedback needs gradients of the same dimensions, got {shapes} at {name!r}")
+    return before
+
+
+def _add_where_both_are(grad: Tensor, before: Tensor) -> Tensor:
+    if grad.shape == before.shape:
+        return grad + before
+    both = tuple(slice(min(sizes)) for sizes in zip(grad.shape, before.shape, strict=True))
+    grad = grad.clone()
+    grad[both] += before[both]
+    return grad
+
+
+def _retain_unmatched(left: Tensor, before: Tensor) -> Tensor:
+    sizes = [max(pair) for pair in zip(left.shape, before.shape, strict=True)]
+    if list(left.shape) == sizes:
+        return left
+    waiting = left.new_zeros(sizes)
+    waiting[tuple(slice(size) for size in before.shape)] = before.to(left.dtype)
+    waiting[tuple(slice(size) for size in left.shape)] = left
+    return waiting
+
+
+def _number(layers: list[int], num_layers: int) -> frozenset[int]:
+    wrong = [layer for layer in layers if not -num_layers <= layer < num_layers]
+    if wrong:
+        allowed = f"{-num_layers} to {num_layers - 1}" if num_layers else "none: no layers were found"
+        raise UnsupportedError(f"layers: the model has no layer {wrong[0]}; allowed: {allowed}")
+    return frozenset(layer % num_layers for layer in layers)
