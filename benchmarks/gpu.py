@@ -39,8 +39,7 @@ def main() -> int:
     from waiting import watch
 
     from sparsebp_cli.errors import UsageError
-    from sparsebp_cli.worker.bench.rounds import run_interleaved
-    from sparsebp_cli.worker.bench.row import make_row
+    from sparsebp_cli.worker.bench.row import make_row, run_interleaved
     from sparsebp_cli.worker.bench.variant import Variant
 
     try:

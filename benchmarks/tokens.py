@@ -32,7 +32,7 @@ from sparsebp_cli.backward.core.extension import EstimatesFlops
 from sparsebp_cli.backward.observe.claim import DensePass
 from sparsebp_cli.bench import RoundQuartiles
 from sparsebp_cli.plan import ceiling, realised_share
-from sparsebp_cli.worker.bench.rounds import quartiles
+from sparsebp_cli.worker.bench.row import quartiles
 
 ROOT = Path(__file__).resolve().parents[1]
 WAYS = ("dense", "loss mask", "exact", "detach")

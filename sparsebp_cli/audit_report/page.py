@@ -16,19 +16,9 @@ BOUND = (
 
 
 def write_page(report: AuditReport, path: Path, command: str = "") -> Path:
-    """Write the report of an audit as one HTML page.
-
-    Args:
-        report: Of an audit.
-        path: Where to; ``.html``. It is replaced.
-        command: That was audited; empty leaves it out.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: The ending is another one, or the folder does not exist.
-    """
+    """Write the report of an audit as one HTML page to an ``.html`` file, which is replaced, and return its path.
+    ``command`` is the one that was audited; empty leaves it out. Raise UsageError for another ending, or if the folder
+    does not exist."""
     check_path(path)
     path.write_text(render_page(report, command), encoding="utf-8")
     return path

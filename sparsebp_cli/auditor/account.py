@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 from sparsebp_cli.audit_report import KINDS, AuditReport, Finding, ModuleWork
 from sparsebp_cli.auditor.hook import HookCount
-from sparsebp_cli.auditor.judge import Waste, judge_work
+from sparsebp_cli.auditor.judge import Verdict, Waste, judge_leaves, judge_work
 from sparsebp_cli.auditor.operation import AGAIN, DGRAD, OTHER, WGRAD
 from sparsebp_cli.auditor.session import Session
-from sparsebp_cli.auditor.verdict import Verdict, judge_leaves
 
 FEWEST_VISITS = 4  # parameters per call: a hook that reads fewer is not scanning
 MANY_IGNORED = 0.05  # share of ignored labels, and of rows needed in spite of it, above which a note explains

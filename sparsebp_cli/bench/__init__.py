@@ -1,9 +1,8 @@
 """The data of ``sparsebp bench``: forms of a policy, request, result, break-even, picture."""
 
-from sparsebp_cli.bench.break_even import BreakEven, find_break_even
 from sparsebp_cli.bench.form import Form, find_forms
 from sparsebp_cli.bench.request import Request
-from sparsebp_cli.bench.result import Benchmark, BenchmarkRow, RoundQuartiles
+from sparsebp_cli.bench.result import Benchmark, BenchmarkRow, BreakEven, RoundQuartiles, find_break_even
 
 __all__ = [
     "Benchmark",

@@ -26,24 +26,18 @@ Execution = Literal["fast", "csr", "masked", "stored", "recomputed"]
 
 
 class Form(BaseModel):
-    """One form of a policy at one kind of site.
-
-    Args:
-        site: ``linears``, ``branches`` or ``nodes``.
-        label: Tells it from the other forms there: values of options, and the execution where there is a choice.
-        options: The policy's options, without ``keep``.
-        execution: How the engine executes it. ``fast``: in its only way; ``csr`` or ``masked``: single entries
-            multiplied as a sparse matrix or as a dense one with zeros; ``stored`` or ``recomputed``: branches keep what
-            the backward of their kept rows reads, or compute it again.
-        keeps: Shares that are measured, each in (0, 1); one None for a policy without the option.
-    """
+    """One form of a policy at one kind of site."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    site: Literal["linears", "branches", "nodes"]
-    label: str
-    options: dict[str, Any]
+    site: Literal["linears", "branches", "nodes"]  # ``linears``, ``branches`` or ``nodes``
+    label: str  # tells it from the other forms there: values of options, and the execution where there is a choice
+    options: dict[str, Any]  # the policy's options, without ``keep``
+    # how the engine executes it. ``fast``: in its only way; ``csr`` or ``masked``: single entries multiplied as a
+    # sparse matrix or as a dense one with zeros; ``stored`` or ``recomputed``: branches keep what the backward of their
+    # kept rows reads, or compute it again
     execution: Execution
+    # shares that are measured, each in (0, 1); one None for a policy without the option
     keeps: tuple[Annotated[float, Field(gt=0.0, lt=1.0)] | None, ...] = Field(min_length=1)
 
     def make(self, name: str, keep: float | None) -> Policy:

@@ -14,39 +14,23 @@ LENGTH, BATCH = 128, 16
 
 
 class Request(BaseModel):
-    """One benchmark.
-
-    Args:
-        policy: Name of the policy.
-        forms: Measured in addition to dense.
-        model: The model, as in a recipe.
-        classification: Whether it has a classification head.
-        batch: Examples a pass; None: 16, or the recipe's.
-        length: Tokens an example.
-        exclude: Sites that stay dense: globs over module names.
-        mixed_precision: ``bf16`` is autocast.
-        threads: CPU threads of torch; None: torch's own choice.
-        device: ``auto`` is CUDA where there is one.
-        rounds: Measured rounds, in each of which every form runs once.
-        warmup: Rounds before those.
-        seed: Of weights, tokens and random policies.
-    """
+    """One benchmark."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: str
-    forms: tuple[Form, ...]
-    model: ModelSection
-    classification: bool = False
-    batch: PositiveInt = BATCH
-    length: Annotated[int, Field(ge=8)] = LENGTH
-    exclude: tuple[str, ...] = ()
-    mixed_precision: Literal["no", "bf16"] = "no"
-    threads: PositiveInt | None = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    rounds: PositiveInt = 9
-    warmup: Annotated[int, Field(ge=0)] = 2
-    seed: int = 0
+    policy: str  # name of the policy
+    forms: tuple[Form, ...]  # measured in addition to dense
+    model: ModelSection  # the model, as in a recipe
+    classification: bool = False  # whether it has a classification head
+    batch: PositiveInt = BATCH  # examples a pass; None: 16, or the recipe's
+    length: Annotated[int, Field(ge=8)] = LENGTH  # tokens an example
+    exclude: tuple[str, ...] = ()  # sites that stay dense: globs over module names
+    mixed_precision: Literal["no", "bf16"] = "no"  # ``bf16`` is autocast
+    threads: PositiveInt | None = None  # CPU threads of torch; None: torch's own choice
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # ``auto`` is CUDA where there is one
+    rounds: PositiveInt = 9  # measured rounds, in each of which every form runs once
+    warmup: Annotated[int, Field(ge=0)] = 2  # rounds before those
+    seed: int = 0  # of weights, tokens and random policies
 
     @classmethod
     def of_recipe(cls, recipe: Recipe, policy: str, forms: tuple[Form, ...]) -> Request:

@@ -2,12 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from sparsebp_cli.bench.break_even import BreakEven
 from sparsebp_cli.bench.request import Request
+
+
+class BreakEven(BaseModel):
+    """The share kept below which a form is faster than another computation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    site: str  # of the form
+    label: str  # of the form
+    against: str  # label of the slower computation: plain PyTorch, or another form at that site
+    # ``at`` a share; ``always`` or ``never`` faster, among the shares measured; ``unclear``: faster at a larger share
+    # than one at which it is slower, because of noise or overhead
+    kind: Literal["at", "always", "never", "unclear"]
+    # the share, where the kind is ``at``; between two that were measured
+    keep: float | None = Field(None, gt=0.0, le=1.0)
+    smallest: float  # smallest share measured
+    largest: float  # largest share measured
+
+    @property
+    def words(self) -> str:
+        """The break-even as a short text."""
+        if self.kind == "at":
+            return f"below {self.keep:.3g}"
+        if self.kind == "unclear":
+            return "unclear: faster and slower in turn"
+        measured = f"{self.smallest:g}" if self.smallest == self.largest else f"{self.smallest:g} to {self.largest:g}"
+        return f"{self.kind} (of {measured})"
+
+
+def find_break_even(site: str, label: str, against: str, points: Sequence[tuple[float, float]]) -> BreakEven:
+    """Find the share at which a form takes as long as another, by linear interpolation between the two nearest points.
+
+    ``points`` are pairs of share kept and time ratio, at least one, in any order, no share twice. Time is interpolated
+    rather than speed-up: as long as it goes with FLOPs, time is linear in the share kept.
+    """
+    if not points:
+        raise ValueError("there is nothing to interpolate")
+    ordered = sorted(points)
+    is_faster = [ratio < 1.0 for _, ratio in ordered]
+    num_faster = sum(is_faster)
+    kind: Literal["at", "always", "never", "unclear"] = "at"
+    keep = None
+    if num_faster in (0, len(ordered)):
+        kind = "always" if num_faster else "never"
+    elif not all(is_faster[:num_faster]):
+        kind = "unclear"
+    else:
+        (low, below), (high, above) = ordered[num_faster - 1], ordered[num_faster]
+        keep = low + (high - low) * (1.0 - below) / (above - below)
+    return BreakEven(
+        site=site, label=label, against=against, kind=kind, keep=keep, smallest=ordered[0][0], largest=ordered[-1][0]
+    )
 
 
 class Part(BaseModel):
@@ -25,59 +77,37 @@ class RoundQuartiles(Part):
 
 
 class BenchmarkRow(Part):
-    """One form at one share kept, or one way to compute all gradients.
+    """One form at one share kept, or one way to compute all gradients."""
 
-    Args:
-        site: Kind of site; empty without an engine.
-        label: Of the form, or of the way.
-        execution: How the engine executes it; ``dense`` where every gradient is kept.
-        keep: Share that the policy keeps, in (0, 1); None where it has no such option.
-        seconds: Forward plus backward.
-        ratio: The same over plain PyTorch's in the same round: below 1 is faster.
-        backward_ratio: The backward alone over plain PyTorch's.
-        step_ratio: With the optimizer's step, plain SGD.
-        processor_ratio: Forward plus backward in CPU seconds over plain PyTorch's; on a GPU the host's.
-        forward_flops: As executed.
-        backward_flops: As executed, recomputation included.
-        flops_ratio: Executed backward over plain PyTorch's.
-        ceiling: Largest speed-up of forward plus backward if time were proportional to FLOPs; None without a claim.
-        realised_share: Share of the time saving at the ceiling that was reached; None without a claim.
-        saved_bytes: Kept between forward and backward.
-        saved_ratio: Over plain PyTorch's.
-        peak_bytes: Peak use of tensors in one pass, above the use before it; None where unknown.
-        peak_ratio: Over plain PyTorch's.
-        kept_share: Share of the sites' gradient entries that was kept; None where nothing was chosen.
-        cost_ratio: FLOPs of forward and backward over plain PyTorch's; None in files of older versions.
-        unit_worth: How many dense units (rows, entries) a kept one must be worth, ``cost_ratio / kept_share``: plain
-            PyTorch with that part of the batch costs the same. Choosing by norm can pay only where the gradients'
-            effective sample size over their number is below its inverse. None where nothing is chosen.
-        note: A remark about this row; empty for none.
-        passes: Seconds of every measured pass.
-    """
-
-    site: str
-    label: str
+    site: str  # kind of site; empty without an engine
+    label: str  # of the form, or of the way
+    # how the engine executes it; ``dense`` where every gradient is kept
     execution: Literal["dense", "fast", "csr", "masked", "stored", "recomputed"]
-    keep: float | None = None
-    seconds: RoundQuartiles
-    ratio: RoundQuartiles
-    backward_ratio: RoundQuartiles
-    step_ratio: RoundQuartiles
-    processor_ratio: RoundQuartiles
-    forward_flops: int
-    backward_flops: int
-    flops_ratio: float
+    keep: float | None = None  # share that the policy keeps, in (0, 1); None where it has no such option
+    seconds: RoundQuartiles  # forward plus backward
+    ratio: RoundQuartiles  # the same over plain PyTorch's in the same round: below 1 is faster
+    backward_ratio: RoundQuartiles  # the backward alone over plain PyTorch's
+    step_ratio: RoundQuartiles  # with the optimizer's step, plain SGD
+    processor_ratio: RoundQuartiles  # forward plus backward in CPU seconds over plain PyTorch's; on a GPU the host's
+    forward_flops: int  # as executed
+    backward_flops: int  # as executed, recomputation included
+    flops_ratio: float  # executed backward over plain PyTorch's
+    # largest speed-up of forward plus backward if time were proportional to FLOPs; None without a claim
     ceiling: float | None
-    realised_share: float | None
-    saved_bytes: int
-    saved_ratio: float
-    peak_bytes: int | None
-    peak_ratio: float | None
-    kept_share: float | None
+    realised_share: float | None  # share of the time saving at the ceiling that was reached; None without a claim
+    saved_bytes: int  # kept between forward and backward
+    saved_ratio: float  # over plain PyTorch's
+    peak_bytes: int | None  # peak use of tensors in one pass, above the use before it; None where unknown
+    peak_ratio: float | None  # over plain PyTorch's
+    kept_share: float | None  # share of the sites' gradient entries that was kept; None where nothing was chosen
+    # FLOPs of forward and backward over plain PyTorch's; None in files of older versions
     cost_ratio: float | None = None
+    # how many dense units (rows, entries) a kept one must be worth, ``cost_ratio / kept_share``: plain PyTorch with
+    # that part of the batch costs the same. Choosing by norm can pay only where the gradients' effective sample size
+    # over their number is below its inverse. None where nothing is chosen
     unit_worth: float | None = None
-    note: str = ""
-    passes: list[dict[str, float]] = Field(default_factory=list)
+    note: str = ""  # A remark about this row; empty for none
+    passes: list[dict[str, float]] = Field(default_factory=list)  # seconds of every measured pass
 
     @property
     def speedup(self) -> float:
@@ -86,22 +116,12 @@ class BenchmarkRow(Part):
 
 
 class Benchmark(Part):
-    """Every form of a policy against dense, on one machine.
+    """Every form of a policy against dense, on one machine."""
 
-    Args:
-        format: Version of this file.
-        command: Command that writes such a file again.
-        request: The request.
-        model: Class, parameters, dtype and device of the model.
-        machine: Packages and hardware, threads, load at the start.
-        rows: Plain PyTorch first.
-        break_evens: One a form with a share to keep, then one a choice between two executions of a form.
-    """
-
-    format: Literal[1] = 1
-    command: str = ""
-    request: Request
-    model: dict[str, Any]
-    machine: dict[str, Any]
-    rows: list[BenchmarkRow]
-    break_evens: list[BreakEven]
+    format: Literal[1] = 1  # version of this file
+    command: str = ""  # command that writes such a file again
+    request: Request  # the request
+    model: dict[str, Any]  # class, parameters, dtype and device of the model
+    machine: dict[str, Any]  # packages and hardware, threads, load at the start
+    rows: list[BenchmarkRow]  # plain PyTorch first
+    break_evens: list[BreakEven]  # one a form with a share to keep, then one a choice between two executions of a form

@@ -22,17 +22,11 @@ SITE = Path(str(files("sparsebp_cli"))) / "worker" / "audit" / "site"
 
 @dataclass(frozen=True)
 class AuditedCommand:
-    """The outcome of an audited command.
+    """The outcome of an audited command."""
 
-    Args:
-        exit_code: Its own; 128 and the signal's number when a signal ended it.
-        report: Of the first process that trained; None without one.
-        why_no_report: One line, where there is no report.
-    """
-
-    exit_code: int
-    report: AuditReport | None
-    why_no_report: str = ""
+    exit_code: int  # its own; 128 and the signal's number when a signal ended it
+    report: AuditReport | None  # of the first process that trained; None without one
+    why_no_report: str = ""  # one line, where there is no report
 
 
 def run_audited(

@@ -28,31 +28,18 @@ OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # ke
 
 @dataclass
 class RunCandidate:
-    """A run that can be chosen.
+    """A run that can be chosen."""
 
-    Args:
-        run_id: Its id.
-        name: Its name in tables.
-        created: Seconds since 1970.
-        recipe: The recipe as it is stored; for a run of another program, its parameters.
-        tags: Those of its recipe or of the store.
-        load: Reads it.
-        other_id: A second id: that of the store.
-        metrics: Last values; None: read them from its journal.
-        known_state: The state in the store; empty: read it from the journal.
-        place: The store; empty: a folder.
-    """
-
-    run_id: str
-    name: str
-    created: float
-    recipe: dict[str, Any]
-    tags: Mapping[str, str]
-    load: Callable[[], LoadedRun]
-    other_id: str = ""
-    metrics: Mapping[str, float] | None = None
-    known_state: str = ""
-    place: str = ""
+    run_id: str  # its id
+    name: str  # its name in tables
+    created: float  # seconds since 1970
+    recipe: dict[str, Any]  # the recipe as it is stored; for a run of another program, its parameters
+    tags: Mapping[str, str]  # those of its recipe or of the store
+    load: Callable[[], LoadedRun]  # reads it
+    other_id: str = ""  # A second id: that of the store
+    metrics: Mapping[str, float] | None = None  # last values; None: read them from its journal
+    known_state: str = ""  # the state in the store; empty: read it from the journal
+    place: str = ""  # the store; empty: a folder
 
     @cached_property
     def loaded(self) -> LoadedRun:

@@ -58,23 +58,16 @@ Entry = dict[str, Any]
 
 @dataclass(frozen=True)
 class ControlSearch:
-    """The groups among which controls are searched, and how they are compared.
+    """The groups among which controls are searched, and how they are compared."""
 
-    Args:
-        members: Group to all its runs.
-        counted: Group to its runs that count.
-        labels: Group to its label.
-        compare: The quality of a group minus that of another, on the seeds that both have.
-        prefer: The same on the split by which choices are made: validation, where there is a test split.
-        sign: 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where unknown.
-    """
-
-    members: Members
-    counted: Members
-    labels: Mapping[str, str]
+    members: Members  # group to all its runs
+    counted: Members  # group to its runs that count
+    labels: Mapping[str, str]  # group to its label
+    # the quality of a group minus that of another, on the seeds that both have
     compare: Callable[[str, str], Difference | None]
+    # the same on the split by which choices are made: validation, where there is a test split
     prefer: Callable[[str, str], Difference | None]
-    sign: float
+    sign: float  # 1.0 where a lower quality is better, -1.0 where a higher one is, 0.0 where unknown
 
     def control(
         self, kind: Kind, group: str, found: str, command: Callable[[], str], cost: float | None = None

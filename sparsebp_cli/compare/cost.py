@@ -29,19 +29,13 @@ EQUAL_WORK = 1e-3  # FLOPs that differ by less are the same work
 
 @dataclass(frozen=True)
 class StepCost:
-    """The cost of an optimizer step.
+    """The cost of an optimizer step."""
 
-    Args:
-        ratio: Forward and backward, as a multiple of dense on the same batch: median and quartiles over probes.
-        by: How it is known: ``probe`` (timed in turns with dense), ``flops`` (counted), or ``dense`` (the same work).
-        update: The update, in units of dense forward and backward of one example.
-        examples: Examples a step.
-    """
-
-    ratio: Quartiles
+    ratio: Quartiles  # forward and backward, as a multiple of dense on the same batch: median and quartiles over probes
+    # how it is known: ``probe`` (timed in turns with dense), ``flops`` (counted), or ``dense`` (the same work)
     by: Literal["probe", "flops", "dense"]
-    update: float
-    examples: int
+    update: float  # the update, in units of dense forward and backward of one example
+    examples: int  # examples a step
 
     @property
     def units(self) -> float:

@@ -18,25 +18,15 @@ def tidy(text: str) -> str:
 
 @dataclass(frozen=True)
 class Grid:
-    """One table.
+    """One table."""
 
-    Args:
-        title: Above it.
-        columns: Headings.
-        rows: Cells, as many as headings.
-        note: Under it; empty for none.
-        aside: Number of leading columns that hold words; the others hold numbers and are aligned right.
-        words_last: Whether the last column holds words, too.
-        commands: Under the note, never wrapped, so that they can be copied.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-    aside: int = 1
-    words_last: bool = False
-    commands: tuple[str, ...] = ()
+    title: str  # above it
+    columns: tuple[str, ...]  # headings
+    rows: tuple[tuple[str, ...], ...]  # cells, as many as headings
+    note: str = ""  # under it; empty for none
+    aside: int = 1  # number of leading columns that hold words; the others hold numbers and are aligned right
+    words_last: bool = False  # whether the last column holds words, too
+    commands: tuple[str, ...] = ()  # under the note, never wrapped, so that they can be copied
 
     def has_words(self, place: int) -> bool:
         """Whether a column holds words, which may be folded; numbers may not."""

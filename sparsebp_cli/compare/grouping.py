@@ -23,17 +23,11 @@ NOT_THE_RESULT = ("name", "target.", "tracking.", "checkpoint.")  # of our recip
 
 @dataclass(frozen=True)
 class Grouping:
-    """The keys that decide which runs form a group.
+    """The keys that decide which runs form a group."""
 
-    Args:
-        by: The only keys of the recipe that decide; empty: all but the seed decide.
-        ignore: Keys that do not decide.
-        seed: Parameter that is the seed of other programs' runs; empty: ``seed``, else ``random_seed``.
-    """
-
-    by: tuple[str, ...] = ()
-    ignore: tuple[str, ...] = ()
-    seed: str = ""
+    by: tuple[str, ...] = ()  # the only keys of the recipe that decide; empty: all but the seed decide
+    ignore: tuple[str, ...] = ()  # keys that do not decide
+    seed: str = ""  # parameter that is the seed of other programs' runs; empty: ``seed``, else ``random_seed``
 
     @classmethod
     def parse(cls, by: str | None, ignore: str | None, seed: str | None) -> Grouping:

@@ -31,47 +31,26 @@ class Point(NamedTuple):
 
 @dataclass
 class LoadedRun:
-    """One run, read.
+    """One run, read."""
 
-    Args:
-        run_id: Its id.
-        name: Its name in tables.
-        seed: Its seed; None when unknown.
-        group: Hash of all but the seed.
-        recipe: The resolved recipe; for a run of another program, its parameters.
-        created: Seconds since 1970.
-        history: Its journal, or what a store has of it.
-        state: Its state.
-        steps_planned: Optimizer steps of the recipe; None when there is no recipe.
-        version: Of the package that made the plan.
-        git_sha: Commit of the code that made the plan.
-        dirty: Whether there were uncommitted changes.
-        recipe_file: Name of the recipe's file.
-        source: Where it was read: empty for its folder, else the store's address without password.
-        repeats: The first run of this seed in this group that came to an end; empty when this is that one.
-        seed_key: Key of the seed in its recipe or parameters; empty: none.
-        looks: Those of the trial of ``run --until-ci`` that it was part of; None: it was in none.
-        steps_logged: The highest step of any metric in a store's list; None: take it from the metrics.
-    """
-
-    run_id: str
-    name: str
-    seed: int | None
-    group: str
-    recipe: dict[str, Any]
-    created: float
-    history: History
-    state: State
-    steps_planned: int | None = None
-    version: str = ""
-    git_sha: str = ""
-    dirty: bool = False
-    recipe_file: str = ""
-    source: str = ""
-    repeats: str = ""
-    seed_key: str = "training.seed"
-    looks: Looks | None = None
-    steps_logged: int | None = None
+    run_id: str  # its id
+    name: str  # its name in tables
+    seed: int | None  # its seed; None when unknown
+    group: str  # hash of all but the seed
+    recipe: dict[str, Any]  # the resolved recipe; for a run of another program, its parameters
+    created: float  # seconds since 1970
+    history: History  # its journal, or what a store has of it
+    state: State  # its state
+    steps_planned: int | None = None  # optimizer steps of the recipe; None when there is no recipe
+    version: str = ""  # of the package that made the plan
+    git_sha: str = ""  # commit of the code that made the plan
+    dirty: bool = False  # whether there were uncommitted changes
+    recipe_file: str = ""  # name of the recipe's file
+    source: str = ""  # where it was read: empty for its folder, else the store's address without password
+    repeats: str = ""  # the first run of this seed in this group that came to an end; empty when this is that one
+    seed_key: str = "training.seed"  # key of the seed in its recipe or parameters; empty: none
+    looks: Looks | None = None  # those of the trial of ``run --until-ci`` that it was part of; None: it was in none
+    steps_logged: int | None = None  # the highest step of any metric in a store's list; None: take it from the metrics
 
     @classmethod
     def of_plan(cls, plan: Plan, history: History, state: State, source: str = "") -> LoadedRun:

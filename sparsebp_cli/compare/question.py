@@ -57,16 +57,12 @@ def better(metric: str) -> Way:
 
 @dataclass(frozen=True)
 class Reducer:
-    """How a run's evaluations become one number.
+    """How a run's evaluations become one number."""
 
-    Args:
-        kind: ``final`` (after the last step), ``best`` (of all evaluations; favours runs that were evaluated more
-            often), or ``mean`` (of the last evaluations).
-        last: Of ``mean``: how many evaluations, at least 2.
-    """
-
+    # ``final`` (after the last step), ``best`` (of all evaluations; favours runs that were evaluated more often), or
+    # ``mean`` (of the last evaluations)
     kind: str = "final"
-    last: int = 1
+    last: int = 1  # of ``mean``: how many evaluations, at least 2
 
     @classmethod
     def parse(cls, text: str) -> Reducer:
@@ -108,29 +104,21 @@ Members = Mapping[str, Sequence[LoadedRun]]
 
 @dataclass(frozen=True)
 class Question:
-    """The options of a comparison.
+    """The options of a comparison."""
 
-    Args:
-        baseline: Name, group hash or run id of the baseline; None takes the first group whose policies are all exact,
-            else the first group.
-        metric: The quality metric; None takes the loss, or the accuracy of classification, on the test split where
-            every finished run has it, else on the validation split.
-        margin: In the metric's unit, how much worse still counts as not worse; None makes no such statement.
-        reducer: How a run's evaluations become one number.
-        target: A value of the metric whose first reaching is measured; None: none.
-        curves: Further metrics whose curves are needed.
-        better: The better direction of the metric; empty: by its name.
-        grouping: The keys that decide which runs form a group.
-    """
-
+    # name, group hash or run id of the baseline; None takes the first group whose policies are all exact, else the
+    # first group
     baseline: str | None = None
+    # the quality metric; None takes the loss, or the accuracy of classification, on the test split where every finished
+    # run has it, else on the validation split
     metric: str | None = None
+    # in the metric's unit, how much worse still counts as not worse; None makes no such statement
     margin: float | None = None
-    reducer: Reducer = field(default_factory=Reducer)
-    target: float | None = None
-    curves: tuple[str, ...] = ()
-    better: Way = ""
-    grouping: Grouping = field(default_factory=Grouping)
+    reducer: Reducer = field(default_factory=Reducer)  # how a run's evaluations become one number
+    target: float | None = None  # A value of the metric whose first reaching is measured; None: none
+    curves: tuple[str, ...] = ()  # further metrics whose curves are needed
+    better: Way = ""  # the better direction of the metric; empty: by its name
+    grouping: Grouping = field(default_factory=Grouping)  # the keys that decide which runs form a group
 
 
 def find_baseline(members: Members, wanted: str | None, labels: Mapping[str, str]) -> str:

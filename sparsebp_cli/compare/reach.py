@@ -19,19 +19,12 @@ from sparsebp_cli.compare.statistics import paired_ratio, spread
 
 @dataclass(frozen=True)
 class Goal:
-    """The value to be reached.
+    """The value to be reached."""
 
-    Args:
-        metric: Name of the quality metric.
-        target: The value.
-        higher_is_better: The direction in which the value is passed.
-        steps: At which all runs that got so far were evaluated; see :func:`find_common_steps`.
-    """
-
-    metric: str
-    target: float
-    higher_is_better: bool
-    steps: frozenset[int]
+    metric: str  # name of the quality metric
+    target: float  # the value
+    higher_is_better: bool  # the direction in which the value is passed
+    steps: frozenset[int]  # at which all runs that got so far were evaluated; see :func:`find_common_steps`
 
     def find(self, run: LoadedRun) -> Point | None:
         """Return the first evaluation at or past the value; None without one. Nothing is interpolated."""

@@ -65,23 +65,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Looks:
-    """The question of a trial, and the looks that it made.
+    """The question of a trial, and the looks that it made."""
 
-    Args:
-        metric: The quality metric.
-        margin: How much worse still counts as not worse.
-        baseline: Group hash.
-        groups: Group hashes that are compared with it.
-        seeds: All seeds that it may use, in the order of their runs.
-        made: Numbers of seeds after which it looked.
-    """
-
-    metric: str
-    margin: float
-    baseline: str
-    groups: tuple[str, ...]
-    seeds: tuple[int, ...]
-    made: tuple[int, ...]
+    metric: str  # the quality metric
+    margin: float  # how much worse still counts as not worse
+    baseline: str  # group hash
+    groups: tuple[str, ...]  # group hashes that are compared with it
+    seeds: tuple[int, ...]  # all seeds that it may use, in the order of their runs
+    made: tuple[int, ...]  # numbers of seeds after which it looked
 
     def save(self, run_folder: Path) -> None:
         """Write the file into a run's folder, atomically; a later trial replaces it."""

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsebp_cli.compare.choose import RunCandidate
-from sparsebp_cli.compare.client import AT_ONCE, ClientSource
-from sparsebp_cli.compare.database import Database
+from sparsebp_cli.compare.database import REQUESTS_AT_ONCE, ClientSource, Database
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.sequential import Looks
 from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, StoredRun
@@ -78,7 +77,7 @@ def load_all(candidates: Sequence[RunCandidate]) -> tuple[list[LoadedRun], list[
     Raises ``RunNotFoundError`` if none can be read, ``TrackingError`` if the store stopped answering.
     """
     if any(is_server(candidate.place) for candidate in candidates):
-        with ThreadPoolExecutor(AT_ONCE) as pool:  # reads artifacts only; metrics are read on first use
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:  # reads artifacts only; metrics are read on first use
             read = list(pool.map(_load, candidates))
     else:
         read = list(map(_load, candidates))

@@ -24,29 +24,17 @@ class MetricRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredRun:
-    """One run of a store.
+    """One run of a store."""
 
-    Args:
-        run_id: The store's id.
-        name: Its name in the store's list.
-        status: As MLflow spells it.
-        created: Seconds since 1970.
-        experiment: Name of its experiment.
-        params: Parameter to text.
-        tags: Tag to text.
-        latest: Metric to the value in the store's own list.
-        artifacts: The address of its folder; empty when only the server knows it.
-    """
-
-    run_id: str
-    name: str
-    status: str
-    created: float
-    experiment: str
-    params: Mapping[str, str]
-    tags: Mapping[str, str]
-    latest: Mapping[str, MetricRow]
-    artifacts: str = ""
+    run_id: str  # the store's id
+    name: str  # its name in the store's list
+    status: str  # as MLflow spells it
+    created: float  # seconds since 1970
+    experiment: str  # name of its experiment
+    params: Mapping[str, str]  # parameter to text
+    tags: Mapping[str, str]  # tag to text
+    latest: Mapping[str, MetricRow]  # metric to the value in the store's own list
+    artifacts: str = ""  # the address of its folder; empty when only the server knows it
 
 
 class Source(Protocol):

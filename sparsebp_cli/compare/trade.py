@@ -18,24 +18,17 @@ COSTS = ("step_seconds", "peak_bytes")
 
 @dataclass(frozen=True)
 class Trade:
-    """The quality and the costs of a group.
+    """The quality and the costs of a group."""
 
-    Args:
-        label: Of the group.
-        quality: The baseline's mean plus the paired difference; the group's own mean where no seed is shared.
-        sd: Standard deviation over seeds.
-        costs: ``step_seconds`` (median) and ``peak_bytes``, by the ratio to the baseline; None where not measured,
-            and for step times of a group or a baseline that a busy machine slowed down.
-        beaten_by: Labels of groups that are nowhere worse and somewhere better, by these numbers alone.
-        is_paired: Whether it shares seeds with the baseline; if not, it is in no order with other groups.
-    """
-
-    label: str
+    label: str  # of the group
+    # the baseline's mean plus the paired difference; the group's own mean where no seed is shared
     quality: float | None
-    sd: float | None
+    sd: float | None  # standard deviation over seeds
+    # ``step_seconds`` (median) and ``peak_bytes``, by the ratio to the baseline; None where not measured, and for step
+    # times of a group or a baseline that a busy machine slowed down
     costs: dict[str, float | None]
-    beaten_by: tuple[str, ...]
-    is_paired: bool = True
+    beaten_by: tuple[str, ...]  # labels of groups that are nowhere worse and somewhere better, by these numbers alone
+    is_paired: bool = True  # whether it shares seeds with the baseline; if not, it is in no order with other groups
 
 
 def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:

@@ -22,22 +22,15 @@ ROUNDING = 0.005  # of the metric's value: training amplifies the rounding of an
 
 @dataclass(frozen=True)
 class Doubts:
-    """Reasons to doubt a group's numbers.
+    """Reasons to doubt a group's numbers."""
 
-    Args:
-        lost: Its runs that did not finish, or were not read completely.
-        diverged: Its runs that finished with a quality that is not finite.
-        hardware: Differences of its machines from the baseline's.
-        other_examples: Whether it was evaluated on other examples than the baseline.
-        sources: Other differences from the baseline that could explain a difference, a sentence each.
-        rounding: Whether all its policies and the baseline's are exact and nothing else in the recipe differs.
-    """
-
-    lost: int = 0
-    diverged: int = 0
-    hardware: tuple[str, ...] = ()
-    other_examples: bool = False
+    lost: int = 0  # its runs that did not finish, or were not read completely
+    diverged: int = 0  # its runs that finished with a quality that is not finite
+    hardware: tuple[str, ...] = ()  # differences of its machines from the baseline's
+    other_examples: bool = False  # whether it was evaluated on other examples than the baseline
+    # other differences from the baseline that could explain a difference, a sentence each
     sources: tuple[str, ...] = ()
+    # whether all its policies and the baseline's are exact and nothing else in the recipe differs
     rounding: bool = False
 
 

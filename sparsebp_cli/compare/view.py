@@ -28,17 +28,11 @@ Along = Literal["step", "tokens", "wall_time"]
 
 @dataclass(frozen=True)
 class View:
-    """The part of a comparison to show.
+    """The part of a comparison to show."""
 
-    Args:
-        kind: ``overview`` is everything.
-        metric: Of ``curves``; None: the quality metric.
-        along: Of ``curves``: the horizontal axis.
-    """
-
-    kind: Literal["overview", "curves", "pareto", "layers", "memory"] = "overview"
-    metric: str | None = None
-    along: Along = "step"
+    kind: Literal["overview", "curves", "pareto", "layers", "memory"] = "overview"  # ``overview`` is everything
+    metric: str | None = None  # of ``curves``; None: the quality metric
+    along: Along = "step"  # of ``curves``: the horizontal axis
 
 
 def view_grids(comparison: Comparison, view: View) -> list[Grid]:

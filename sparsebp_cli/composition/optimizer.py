@@ -21,21 +21,16 @@ GROUP = "sparsebp.optimizers"
 
 @dataclass(frozen=True)
 class OptimizerEntry:
-    """One optimizer.
+    """One optimizer."""
 
-    Args:
-        place: ``module:class``; a ``torch.optim.Optimizer`` whose ``step`` works without a closure.
-        arguments: Names that ``training.optim_args`` may give; all but the parameters and ``lr``.
-        implied: Arguments that its name gives beside the class; ``optim_args`` may override them.
-        extra: Package that it needs, and the extra of this or another distribution that brings it; None: none.
-        is_sharded: Whether its state has the shape of its parameter or is a number, made at the first step: only then
-            can weights be cut into parts (``target.sharding: fsdp2``).
-    """
-
-    place: str
-    arguments: tuple[str, ...]
+    place: str  # ``module:class``; a ``torch.optim.Optimizer`` whose ``step`` works without a closure
+    arguments: tuple[str, ...]  # names that ``training.optim_args`` may give; all but the parameters and ``lr``
+    # arguments that its name gives beside the class; ``optim_args`` may override them
     implied: Mapping[str, object] = field(default_factory=dict)
+    # package that it needs, and the extra of this or another distribution that brings it; None: none
     extra: tuple[str, str] | None = None
+    # whether its state has the shape of its parameter or is a number, made at the first step: only then can weights be
+    # cut into parts (``target.sharding: fsdp2``)
     is_sharded: bool = False
 
 

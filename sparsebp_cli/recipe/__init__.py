@@ -4,8 +4,8 @@ from sparsebp_cli.recipe.check import PlacedRecipe
 from sparsebp_cli.recipe.composition import refuse_unsupported
 from sparsebp_cli.recipe.json_schema import recipe_schema
 from sparsebp_cli.recipe.loader import load_placed, load_recipe, load_stored
+from sparsebp_cli.recipe.override import parse_seeds, with_seed
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.recipe.seed import parse_seeds, with_seed
 
 __all__ = [
     "PlacedRecipe",

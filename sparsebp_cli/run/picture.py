@@ -56,18 +56,8 @@ _NARROW = 0.06  # share of the width below which a phase gets no label
 
 
 def save_curves(curves: Sequence[tuple[str, MemoryCurve]], path: Path) -> Path:
-    """Draw curves below each other, on one scale of bytes.
-
-    Args:
-        curves: Each with its title; an empty title is not drawn.
-        path: A ``.png``, ``.svg`` or ``.pdf`` file, which is replaced.
-
-    Returns:
-        The path.
-
-    Raises:
-        UsageError: The suffix is another one, or the folder does not exist.
-    """
+    """Draw curves, each with its title unless that is empty, below each other on one scale of bytes. Replace the file
+    at the path and return it. Raise UsageError if its suffix is not a picture's, or its folder does not exist."""
     check_path(path)
     import matplotlib as mpl
     from matplotlib.figure import Figure

@@ -259,15 +259,10 @@ STAMPED = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:
 
 @dataclass
 class LogPosition:
-    """The last line that was copied.
+    """The last line that was copied."""
 
-    Args:
-        stamp: Its time stamp; empty: none was copied.
-        key: The same in nanoseconds.
-    """
-
-    stamp: str = ""
-    key: int = 0
+    stamp: str = ""  # its time stamp; empty: none was copied
+    key: int = 0  # the same in nanoseconds
 
     @classmethod
     def load(cls, run: RunFolder) -> Self:

@@ -29,19 +29,13 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """The status of a worker.
+    """The status of a worker."""
 
-    Args:
-        phase: How far it is.
-        exit_code: Its exit code; negative: killed by that signal; None: it lives, or the code is unknown.
-        text: Why it ended, where the engine knows better than the exit code does; empty otherwise.
-        gone: Whether the engine has no trace of it any more, so that nothing can be fetched.
-    """
-
-    phase: Phase
+    phase: Phase  # how far it is
+    # its exit code; negative: killed by that signal; None: it lives, or the code is unknown
     exit_code: int | None = None
-    text: str = ""
-    gone: bool = False
+    text: str = ""  # why it ended, where the engine knows better than the exit code does; empty otherwise
+    gone: bool = False  # whether the engine has no trace of it any more, so that nothing can be fetched
 
 
 class TargetEngine(ABC):

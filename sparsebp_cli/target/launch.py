@@ -1,42 +1,38 @@
-"""``target.json``: the processes that work on a run. A process id is trusted only after a check of the process."""
+"""``target.json``: the processes that work on a run; and the part of every job that reads only the run's folder here.
+
+A process id is trusted only after a check of the process.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Self
 
 import psutil
 
-from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run import RunFolder, State
+from sparsebp_cli.target.contract import Job
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One start of a run. The fields are the keys of ``target.json``.
+    """One start of a run. The fields are the keys of ``target.json``."""
 
-    Args:
-        after_attempt: Attempts in the journal before this start; the worker of this start writes a later one.
-        watcher_pid: The process that supervises the worker.
-        worker_pid: The worker; None until it was started.
-        started: Seconds since 1970.
-        exit_code: Of the worker, negative when killed by a signal; None until it ended.
-        warning: What went wrong apart from the run, such as an unreachable tracking store; empty when nothing did.
-        sight: Last known status elsewhere: waiting, working, unreachable, over; empty for a run on this machine.
-        handle: The engine's name of the worker, such as a container's; empty until it was started.
-        log_offset: Where the output of this start begins in ``worker.log``.
-    """
-
-    after_attempt: int
-    watcher_pid: int
-    worker_pid: int | None = None
-    started: float = field(default_factory=time.time)
-    exit_code: int | None = None
+    after_attempt: int  # attempts in the journal before this start; the worker of this start writes a later one
+    watcher_pid: int  # the process that supervises the worker
+    worker_pid: int | None = None  # the worker; None until it was started
+    started: float = field(default_factory=time.time)  # seconds since 1970
+    exit_code: int | None = None  # of the worker, negative when killed by a signal; None until it ended
+    # what went wrong apart from the run, such as an unreachable tracking store; empty when nothing did
     warning: str = ""
-    sight: str = ""
-    handle: str = ""
-    log_offset: int = 0
+    sight: str = ""  # last known status elsewhere: waiting, working, unreachable, over; empty for a run on this machine
+    handle: str = ""  # the engine's name of the worker, such as a container's; empty until it was started
+    log_offset: int = 0  # where the output of this start begins in ``worker.log``
 
     def save(self, run: RunFolder) -> None:
         """Write it into the run's folder, atomically."""
@@ -69,3 +65,64 @@ def _find_process(pid: int, run: RunFolder) -> psutil.Process | None:
     except psutil.Error:
         return None
     return process if ours else None
+
+
+POLL_SECONDS = 0.1
+
+
+class RunHandle(Job):
+    """A job that reads the run's status, log and exit code from its folder."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+
+    @property
+    def run(self) -> RunFolder:
+        return self._run
+
+    def status(self) -> State:
+        return self._run.state()
+
+    def settled(self) -> bool:
+        return self.status().over and not self._run.is_locked("target")
+
+    def wait(self, timeout_seconds: float | None = None) -> State:
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while not self.settled() and (deadline is None or time.monotonic() < deadline):
+            time.sleep(POLL_SECONDS)
+        return self.status()
+
+    def exit_code(self) -> int | None:
+        launch = Launch.load(self._run)
+        return launch.exit_code if launch else None
+
+    def warning(self) -> str:
+        launch = Launch.load(self._run)
+        return launch.warning if launch else ""
+
+    def logs(self, *, follow: bool = False) -> Iterator[str]:
+        rest, offset = b"", 0
+        while True:
+            over = not follow or self.status().over  # read before the log, so that the last lines are not missed
+            new = _read_from(self._run.log_file, offset)
+            offset += len(new)
+            *lines, rest = (rest + new).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+            if over:
+                break
+            time.sleep(POLL_SECONDS)
+        if rest:
+            yield rest.decode(errors="replace")
+
+    @abstractmethod
+    def fetch(self) -> Path:
+        """Bring the run's results to this machine; see :meth:`Job.fetch`."""
+
+
+def _read_from(file: Path, offset: int) -> bytes:
+    try:
+        with file.open("rb") as log:
+            log.seek(offset)
+            return log.read()
+    except FileNotFoundError:
+        return b""

@@ -21,8 +21,7 @@ from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.end_record import write_end_record
-from sparsebp_cli.target.handle import POLL_SECONDS, RunHandle
-from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle
 from sparsebp_cli.target.start import start_process
 
 LITTLE_SPACE = 5e9

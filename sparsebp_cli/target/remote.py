@@ -13,8 +13,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import TargetEngine
-from sparsebp_cli.target.handle import POLL_SECONDS, RunHandle
-from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle
 from sparsebp_cli.target.start import start_process
 
 DISPATCHER = "sparsebp_cli.target.dispatcher"

@@ -52,19 +52,13 @@ class CommandResult:
 
 @dataclass(frozen=True)
 class Tool:
-    """Runs commands of one command-line tool.
+    """Runs commands of one command-line tool."""
 
-    Args:
-        place: What it reaches, for error lines.
-        is_refusal: Whether a failed command, by exit code and standard error, was refused by the target itself.
-        environment: Added to this process's own.
-        timeout_seconds: For commands that transfer nothing.
-    """
-
-    place: str
+    place: str  # what it reaches, for error lines
+    # whether a failed command, by exit code and standard error, was refused by the target itself
     is_refusal: Callable[[int, str], bool]
-    environment: tuple[tuple[str, str], ...] = ()
-    timeout_seconds: float = TIMEOUT_SECONDS
+    environment: tuple[tuple[str, str], ...] = ()  # added to this process's own
+    timeout_seconds: float = TIMEOUT_SECONDS  # for commands that transfer nothing
 
     def run(self, command: Sequence[str], *, given: bytes = b"") -> CommandResult:
         """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused.

@@ -23,18 +23,8 @@ STEP_SECONDS = 0.05  # of the slow ones
 
 
 def work(run: RunFolder, asked: Callable[[], int | None]) -> int:
-    """Execute a plan.
-
-    Args:
-        run: Its folder.
-        asked: Returns the signal that asked the worker to stop, None before; raises to end without a final record.
-
-    Returns:
-        The exit code.
-
-    Raises:
-        RuntimeError: The recipe asks for a failure.
-    """
+    """Execute a plan and return the exit code. ``asked`` returns the signal that asked the worker to stop, None before;
+    it raises to end without a final record. Raise RuntimeError if the recipe asks for a failure."""
     recipe = json.loads(run.plan_file.read_bytes())["recipe"]
     fake, max_steps = recipe["tracking"]["tags"].get("fake", "ok"), recipe["training"]["max_steps"]
     if fake == "silent":

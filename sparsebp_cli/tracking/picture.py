@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sparsebp_cli.run import History, metric
 from sparsebp_cli.run.metric import Metric
+from sparsebp_cli.run.picture import OPTIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,8 +39,7 @@ def draw_run(history: History, title: str) -> str:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    options = {"svg.hashsalt": "sparsebp", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(options):
+    with mpl.rc_context(OPTIONS):
         figure = Figure(figsize=(11, 3.2), layout="constrained")
         figure.suptitle(title, fontsize=10)
         loss, time, gradient = figure.subplots(1, 3)

@@ -14,21 +14,13 @@ FILE = "tracking.json"
 
 @dataclass(frozen=True)
 class SyncResult:
-    """The result of one synchronisation.
+    """The result of one synchronisation."""
 
-    Args:
-        points_sent: Metric values that the store accepted.
-        complete: Whether the store now has every whole record of the journal.
-        problem: Why not, in one line; empty when complete.
-        uri: The store, without credentials; empty when unknown.
-        mlflow_run_id: The run there; empty when it was not reached.
-    """
-
-    points_sent: int = 0
-    complete: bool = False
-    problem: str = ""
-    uri: str = ""
-    mlflow_run_id: str = ""
+    points_sent: int = 0  # metric values that the store accepted
+    complete: bool = False  # whether the store now has every whole record of the journal
+    problem: str = ""  # why not, in one line; empty when complete
+    uri: str = ""  # the store, without credentials; empty when unknown
+    mlflow_run_id: str = ""  # the run there; empty when it was not reached
 
     def advice(self, run_id: str) -> str:
         """Return one line on what the store lacks and the command that sends it; empty when complete."""
@@ -50,18 +42,12 @@ class SentPoint(NamedTuple):
 
 @dataclass
 class Sent:
-    """``tracking.json`` in the run's folder: what the store already has. It holds no credentials.
+    """``tracking.json`` in the run's folder: what the store already has. It holds no credentials."""
 
-    Args:
-        uri: The store, masked; for another store everything is sent again.
-        mlflow_run_id: The run there.
-        offset: Bytes of the journal that were sent.
-        described: Hash of each part (tags, status, artifacts by name) as it was last sent.
-    """
-
-    uri: str
-    mlflow_run_id: str = ""
-    offset: int = 0
+    uri: str  # the store, masked; for another store everything is sent again
+    mlflow_run_id: str = ""  # the run there
+    offset: int = 0  # bytes of the journal that were sent
+    # hash of each part (tags, status, artifacts by name) as it was last sent
     described: dict[str, str] = field(default_factory=dict)
 
     @classmethod

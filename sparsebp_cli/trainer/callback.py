@@ -7,8 +7,9 @@ wraps some of the trainer's methods and, while a model is attached, the accelera
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -17,13 +18,67 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 
 from sparsebp_cli.backward import Engine, attach
-from sparsebp_cli.composition import BackwardChoices, BackwardOptions
-from sparsebp_cli.errors import UsageError
-from sparsebp_cli.trainer.attach_options import AttachOptions, PolicyLike
+from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
+from sparsebp_cli.errors import PolicyError, UsageError
+from sparsebp_cli.policy import Policy, make_policy
 from sparsebp_cli.trainer.log_value import count_step, interval_values, total_values
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import mask_noncandidates, pass_columns, refuse_unsupported
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
+
+PolicyLike = Policy | str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AttachOptions:
+    """Arguments of ``attach`` that the user gives; the trainer adds the model, its optimizer and the number of
+    steps."""
+
+    policies: tuple[Policy, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        policies: Sequence[PolicyLike],
+        backward: BackwardOptions | BackwardChoices | None,
+        seed: int | None,
+        reference: object,
+    ) -> AttachOptions:
+        """Make the policies, and refuse options that no trainer supports."""
+        if isinstance(policies, str | Mapping | Policy) or not isinstance(policies, Iterable):
+            raise UsageError(f"policies must be a list, got {policies!r}")
+        backward = BackwardOptions.of(backward)
+        refuse(Setup((), {"update": backward.update, "checkpointing": backward.checkpointing, "loop": "trainer"}))
+        options: dict[str, Any] = dict(backward.choices())
+        options |= {} if seed is None else {"seed": seed}
+        options |= {} if reference is None else {"reference": reference}
+        return cls(tuple(_make(policy) for policy in policies), options)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a resumed training must have in common with the earlier one: plain values by dotted name."""
+        found: dict[str, Any] = {}
+        for number, policy in enumerate(self.policies):
+            found[f"policies.{number}"] = f"{type(policy).__module__}:{type(policy).__qualname__}"
+            dumped = policy.model_dump(mode="json")
+            found |= {f"policies.{number}.{name}": value for name, value in dumped.items()}
+        return found | {
+            name: value for name, value in self.options.items() if isinstance(value, str | int | float | list)
+        }
+
+
+def _make(policy: PolicyLike) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return make_policy(policy)
+    if not isinstance(policy, Mapping):
+        raise PolicyError(f"a policy must be a name, a mapping or a Policy, got {policy!r}")
+    options = dict(policy)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise PolicyError(f"a policy's mapping needs its name, got {dict(policy)!r}")
+    return make_policy(name, **options)
 
 
 class PolicyCallback(TrainerCallback):

@@ -11,8 +11,7 @@ from transformers import Trainer
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.trainer.attach_options import PolicyLike
-from sparsebp_cli.trainer.callback import PolicyCallback
+from sparsebp_cli.trainer.callback import PolicyCallback, PolicyLike
 
 
 class PolicyTrainer(Trainer):

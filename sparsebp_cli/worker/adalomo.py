@@ -57,14 +57,7 @@ class AdaLomo(SeparateOptimizer):
         super().__init__(params, {"lr": lr} | options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters.
-
-        Args:
-            param_group: As for any optimizer.
-
-        Raises:
-            ValueError: A parameter is complex, or of more dimensions than a matrix.
-        """
+        """Take further parameters; a complex one, or one of more dimensions than a matrix, is a ValueError."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.dim() > 2:

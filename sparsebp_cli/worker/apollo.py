@@ -86,21 +86,13 @@ class Apollo(SeparateOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take further parameters; each gets a number, by which its projections are drawn.
-
-        Args:
-            param_group: As for any optimizer.
-        """
+        """Take further parameters; each gets a number, by which its projections are drawn."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._number[parameter] = len(self._number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Be the copy of such an optimizer.
-
-        Args:
-            state: Groups and state, which is all that PyTorch copies.
-        """
+        """Be the copy of such an optimizer, of which PyTorch copies groups and state alone."""
         super().__setstate__(state)
         parameters = (p for group in self.param_groups for p in group["params"])
         self._number = {parameter: number for number, parameter in enumerate(parameters)}

@@ -51,14 +51,7 @@ class GaLore(pytorch_optimizer.GaLore):  # type: ignore[misc]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient.
-
-        Args:
-            closure: Computes the gradients first; None: they are there.
-
-        Returns:
-            What the closure gives.
-        """
+        """Update all parameters that have a gradient, and return the closure's result."""
         loss = evaluate(closure)
         for state, group in self._matrices():
             if "projection" in state and "projector" not in state:  # it was loaded

@@ -18,17 +18,8 @@ from sparsebp_cli.recipe.schema import TrainingSection
 
 
 def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return an optimizer's class, and the arguments that its name stands for.
-
-    Args:
-        name: As in a recipe.
-
-    Returns:
-        Both; the arguments can be overridden.
-
-    Raises:
-        DataError: A package is missing.
-    """
+    """Return an optimizer's class, and the arguments that its name stands for, which can be overridden. Raise DataError
+    if a package is missing."""
     entry = find_optimizer(name)
     module, _, found = entry.place.partition(":")
     try:
@@ -44,18 +35,8 @@ def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
-    """Make the recipe's optimizer.
-
-    Args:
-        section: The recipe's training section.
-        parameters: What is trained.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        DataError: It has no such argument, refuses its value, or needs a package that is missing.
-    """
+    """Make the recipe's optimizer. Raise DataError if it has no such argument, refuses its value, or needs a package
+    that is missing."""
     kind, arguments = load_class(section.optim)
     known = [name for name in inspect.signature(kind).parameters if name not in {"params", "lr"}]
     for name in section.optim_args:
@@ -71,15 +52,7 @@ def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -
 
 
 def build_schedule(section: TrainingSection, optimizer: torch.optim.Optimizer) -> LRScheduler:
-    """Make the recipe's learning-rate schedule over ``max_steps``.
-
-    Args:
-        section: The recipe's training section.
-        optimizer: What it drives.
-
-    Returns:
-        The schedule, to be stepped once after every optimizer step.
-    """
+    """Make the recipe's learning-rate schedule over ``max_steps``, to be stepped once after every optimizer step."""
     schedule: LRScheduler = get_scheduler(
         section.lr_scheduler_type,
         optimizer,

@@ -38,8 +38,14 @@ from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
-from sparsebp_cli.worker.step_memory import PeakMemory, StepMemoryRecorder
-from sparsebp_cli.worker.step_metric import kept_share, memory_metrics, route_metrics, selection_metrics
+from sparsebp_cli.worker.step_memory import (
+    PeakMemory,
+    StepMemoryRecorder,
+    kept_share,
+    memory_metrics,
+    route_metrics,
+    selection_metrics,
+)
 from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
 from sparsebp_cli.worker.trial_step import limit_measurements, trainable_parameters

@@ -13,8 +13,8 @@ from rich.table import Table
 from sparsebp_cli.audit_report import AuditReport, Finding
 from sparsebp_cli.audit_report.report import ModuleWork
 from sparsebp_cli.bench import Benchmark, BenchmarkRow
-from sparsebp_cli.bench.break_even import BreakEven
 from sparsebp_cli.bench.request import Request
+from sparsebp_cli.bench.result import BreakEven
 from sparsebp_cli.cli.audit_table import print_audit
 from sparsebp_cli.cli.bench_table import print_benchmark
 from sparsebp_cli.cli.display import LiveDisplay

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.compare import Comparison, Grouping, Question, choose, compare_runs, load_all, store_candidates
-from sparsebp_cli.compare.client import ClientSource
-from sparsebp_cli.compare.database import Database
+from sparsebp_cli.compare.database import ClientSource, Database
 from sparsebp_cli.compare.question import Reducer, better
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.tracking.store import open_client

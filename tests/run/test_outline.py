@@ -11,8 +11,7 @@ import pytest
 from sparsebp_cli.cli.runs import describe_run
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, find_run, list_runs
 from sparsebp_cli.run import journal as journal_module
-from sparsebp_cli.run.journal import find_outline
-from sparsebp_cli.run.outline import FILE
+from sparsebp_cli.run.journal import FILE, find_outline
 from tests.compare.conftest import MakeRun, make_run
 
 __all__ = ["make_run"]

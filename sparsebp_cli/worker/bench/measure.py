@@ -14,8 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.bench import Benchmark, Request
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.worker.bench.rounds import run_interleaved
-from sparsebp_cli.worker.bench.row import BenchCase, break_evens, make_row
+from sparsebp_cli.worker.bench.row import BenchCase, break_evens, make_row, run_interleaved
 from sparsebp_cli.worker.bench.subject import Subject
 from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
 from sparsebp_cli.worker.environment import describe_environment
