@@ -17,10 +17,8 @@ MOST_NAMES = 3  # in a sentence
 
 
 def make_report(session: Session, threshold: float) -> AuditReport:
-    """Return the report of a session that has ended.
-
-    ``threshold`` is the share of a step, in [0, 1), above which a finding is shown.
-    """
+    """Return the report of a session that has ended. ``threshold`` is the share of a step, in [0, 1), above which a
+    finding is shown."""
     ledger, steps = session.ledger, max(1, session.num_steps)
     verdict = judge_leaves(session)
     waste = judge_work(session, verdict)

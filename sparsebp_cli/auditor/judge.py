@@ -132,10 +132,8 @@ def _waits_for_step(history: ParameterHistory) -> bool:
 
 
 def _resolve_zero_gradients(passes: list[PassRecord]) -> None:
-    """Count gradients that are zero in all rows as waste only if they are zero in every pass.
-
-    The first gradient of a new low-rank adapter is zero once.
-    """
+    """Count gradients that are zero in all rows as waste only if they are zero in every pass. The first gradient of a
+    new low-rank adapter is zero once."""
     sums: dict[Account, AccountFlops] = defaultdict(AccountFlops)
     for one in passes:
         for account, work in one.work.items():

@@ -53,8 +53,7 @@ class PassRecord:
 
     def add(self, operation: Operation, *, is_dead: bool, padding: float, zero: float) -> None:
         """Count an operation; ``padding`` and ``zero`` are the shares of its rows that are zero at padding and
-        elsewhere.
-        """
+        elsewhere."""
         account = Account(operation.module, operation.kind, operation.parameter, operation.leaves)
         work = self.work.setdefault(account, AccountFlops())
         work.flops += operation.flops
@@ -85,15 +84,13 @@ class AuditLedger:
 
     def use(self, leaves: int) -> None:
         """Count pending gradients as used, because code outside of an optimizer has read them for an unknown
-        purpose.
-        """
+        purpose."""
         for one in self.passes:
             one.used |= one.pending & leaves
 
     def total(self, *kinds: str) -> float:
         """Return the FLOPs of all backward passes for some kinds of work; without any, of all except repeated
-        forwards.
-        """
+        forwards."""
         return sum(
             work.flops
             for one in self.passes

@@ -34,8 +34,7 @@ class Operation:
 
     def zero_shares(self, padding_N: Tensor | None) -> tuple[float, float]:
         """Return the shares of its rows that are zero at padding positions and elsewhere; synchronises with the
-        device.
-        """
+        device."""
         if self.zero_N is None or not self.num_rows:
             return 0.0, 0.0
         zero, padding = int(self.zero_N.sum()), 0
@@ -67,10 +66,8 @@ class OperatorTape:
                     operation.leaves |= UNKNOWN
 
     def find_dead(self) -> set[int]:
-        """Return the indices of operations that worked only for a dropped gradient.
-
-        A value with unknown readers (a custom kernel, the host) counts as used.
-        """
+        """Return the indices of operations that worked only for a dropped gradient. A value with unknown readers (a
+        custom kernel, the host) counts as used."""
         gone = {key for key, reference in self.dropped.items() if reference.expired()}
         if not gone:
             return set()

@@ -86,10 +86,8 @@ class Parameters:
     def start_step(
         self, optimizer: torch.optim.Optimizer, passes: Iterable[PassRecord], *, is_again: bool = False
     ) -> None:
-        """Record the gradients that an optimizer is about to use.
-
-        ``passes`` may have gradients pending for it. ``is_again``: this step has called its closure before.
-        """
+        """Record the gradients that an optimizer is about to use. ``passes`` may have gradients pending for it.
+        ``is_again``: this step has called its closure before."""
         found = lost = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -134,8 +132,7 @@ class Parameters:
 
     def gradients(self) -> dict[int, tuple[int, StorageWeakRef]]:
         """Record the size of all gradients, and return the bits of those that exist by storage, with a weak
-        reference.
-        """
+        reference."""
         found = {}
         for parameter, history in self.histories.items():
             history.record_size()

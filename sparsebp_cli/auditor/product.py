@@ -27,13 +27,10 @@ def factors_of(operator: Any, args: tuple[Any, ...]) -> list[Tensor]:
 
 
 def find_zero(left: Tensor, right: Tensor, kind: str, *, weight_is_left: bool) -> Tensor | None:
-    """Return which rows contribute nothing to a product because they are exactly zero; None if the factors cannot
-    be read.
-
-    In ``dgrad`` a row of the gradient gives one row of the result; ``weight_is_left``: the gradient is the second
+    """Return which rows contribute nothing to a product because they are exactly zero; None if the factors cannot be
+    read. In ``dgrad`` a row of the gradient gives one row of the result; ``weight_is_left``: the gradient is the second
     factor, transposed. In ``wgrad`` it gives one term of the sum, with a row of the saved input, and the term is zero
-    if either is.
-    """
+    if either is."""
     if not (is_plain(left) and is_plain(right)):
         return None
     if kind == DGRAD:

@@ -27,11 +27,8 @@ class LeafReachability:
     variables: list[Tensor] = field(default_factory=list)  # all leaves
 
     def behind(self, number: int, own: int) -> int:
-        """Return the leaves that the gradient of a product's input leads to.
-
-        ``own`` has the bits of the weight and bias that the module itself reads; their edges are left out if there are
-        others.
-        """
+        """Return the leaves that the gradient of a product's input leads to. ``own`` has the bits of the weight and
+        bias that the module itself reads; their edges are left out if there are others."""
         others = [edge for edge in self.edges.get(number, ()) if edge & ~own]
         if not others:
             return self.leaves.get(number, UNKNOWN)

@@ -123,10 +123,8 @@ class SavedTensors:
 
 
 def suspend_hooks(saved: SavedTensors) -> Callable[[Any], Any]:
-    """Return a replacement of ``disable_saved_tensors_hooks`` that removes the audit's hooks first.
-
-    ``torch.func`` refuses to work while any are installed, and an audit must not make a training fail.
-    """
+    """Return a replacement of ``disable_saved_tensors_hooks`` that removes the audit's hooks first. ``torch.func``
+    refuses to work while any are installed, and an audit must not make a training fail."""
 
     def make(disable: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], AbstractContextManager[None]]:
         @functools.wraps(disable)

@@ -155,8 +155,7 @@ class Session:
 
     def _install(self) -> None:
         """Install this thread's dispatch mode and hooks, but never on top of another library's, which would remove
-        ours.
-        """
+        ours."""
         if not self._is_installed and not _modes():
             self._is_installed = True
             self.watch.__enter__()  # type: ignore[no-untyped-call]
@@ -264,10 +263,8 @@ class Steps:
     def before(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Record the gradients that a step will use; for a step with a closure, when the closure returns.
-
-        Returns the step's arguments with the closure wrapped; None without one.
-        """
+        """Record the gradients that a step will use; for a step with a closure, when the closure returns. Returns the
+        step's arguments with the closure wrapped; None without one."""
         session = self._session
         if not session.is_running:
             return None

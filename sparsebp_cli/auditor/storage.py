@@ -18,10 +18,8 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def key_of(tensor: Tensor) -> int:
-    """Return the key of a tensor's storage; for a wrapper (DTensor, Float8), of its first inner tensor.
-
-    The tensor must have a storage: :func:`tensors_in` yields only such.
-    """
+    """Return the key of a tensor's storage; for a wrapper (DTensor, Float8), of its first inner tensor. The tensor must
+    have a storage: :func:`tensors_in` yields only such."""
     return int(_plain(tensor).untyped_storage()._cdata)  # noqa: SLF001 - the only identity there is
 
 
@@ -95,10 +93,8 @@ class Weights:
         return key in self._own
 
     def follow(self, inputs: list[Tensor], outputs: list[Tensor]) -> str | None:
-        """Record what an operator computes from a single parameter, of the same size and nothing else.
-
-        Returns the parameter among the inputs, if any.
-        """
+        """Record what an operator computes from a single parameter, of the same size and nothing else. Returns the
+        parameter among the inputs, if any."""
         found = next((name for tensor in inputs if (name := self.name_of(tensor)) is not None), None)
         large = [tensor for tensor in inputs if tensor.numel() > 1]
         for output in outputs:

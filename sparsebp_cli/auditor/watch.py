@@ -199,8 +199,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result: Any,
     ) -> list[Operation]:
         """Count an operator of a backward pass and find the gradient it computes; return operations split off from
-        it.
-        """
+        it."""
         if func.overloadpacket is _ATEN.convolution_backward:
             return self._count_convolution(operation, reach, formula, args, kwargs, result)
         operation.flops = int(formula(*args, **kwargs, out_val=result))

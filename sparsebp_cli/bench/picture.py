@@ -19,11 +19,9 @@ SPEEDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0)
 
 
 def draw(benchmark: Benchmark, path: Path) -> Path:
-    """Draw speed-up against the share kept, one panel a kind of site, with dashed ceilings; return the path.
-
-    Forms without an option ``keep`` are left out. Raises ``UsageError`` unless the path ends in ``.png``, ``.svg`` or
-    ``.pdf`` and its folder exists.
-    """
+    """Draw speed-up against the share kept, one panel a kind of site, with dashed ceilings; return the path. Forms
+    without an option ``keep`` are left out. Raises ``UsageError`` unless the path ends in ``.png``, ``.svg`` or
+    ``.pdf`` and its folder exists."""
     check_path(path)
     import matplotlib as mpl
     from matplotlib.figure import Figure

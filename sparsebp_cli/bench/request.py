@@ -35,8 +35,7 @@ class Request(BaseModel):
     @classmethod
     def of_recipe(cls, recipe: Recipe, policy: str, forms: tuple[Form, ...]) -> Request:
         """Return the request for a resolved recipe's model, at its shapes and threads; its policies and data are not
-        used.
-        """
+        used."""
         return cls(
             policy=policy,
             forms=forms,

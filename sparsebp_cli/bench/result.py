@@ -39,10 +39,8 @@ class BreakEven(BaseModel):
 
 def find_break_even(site: str, label: str, against: str, points: Sequence[tuple[float, float]]) -> BreakEven:
     """Find the share at which a form takes as long as another, by linear interpolation between the two nearest points.
-
     ``points`` are pairs of share kept and time ratio, at least one, in any order, no share twice. Time is interpolated
-    rather than speed-up: as long as it goes with FLOPs, time is linear in the share kept.
-    """
+    rather than speed-up: as long as it goes with FLOPs, time is linear in the share kept."""
     if not points:
         raise ValueError("there is nothing to interpolate")
     ordered = sorted(points)

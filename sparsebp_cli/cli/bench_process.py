@@ -28,11 +28,8 @@ SECONDS_TO_END = 5.0
 
 
 def measure(request: Request) -> Benchmark:
-    """Measure a request in a process of its own.
-
-    Raises ``UsageError`` if the model cannot be loaded, ``RunFailedError`` if the process failed, and ``typer.Exit``
-    after Ctrl-C (130) or SIGTERM (143).
-    """
+    """Measure a request in a process of its own. Raises ``UsageError`` if the model cannot be loaded,
+    ``RunFailedError`` if the process failed, and ``typer.Exit`` after Ctrl-C (130) or SIGTERM (143)."""
     from sparsebp_cli.bench import Benchmark
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors, Interrupts() as interrupts:
@@ -107,8 +104,7 @@ def _last_line(file: IO[str]) -> str:
 
 class _Display:
     """A bar in a terminal, a line every few seconds elsewhere; on standard error, because the result may go into a
-    pipe.
-    """
+    pipe."""
 
     def __init__(self) -> None:
         self._console = console(stderr=True)

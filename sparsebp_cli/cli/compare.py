@@ -133,11 +133,9 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 
 def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[list[LoadedRun], list[str]]:
-    """Read the runs that the words and the condition choose, from ``place`` or from this machine.
-
-    Returns the runs; and a warning for each that cannot be read and for each name of which some seeds were not chosen.
-    Raises ``UsageError`` if nothing chooses any run.
-    """
+    """Read the runs that the words and the condition choose, from ``place`` or from this machine. Returns the runs; and
+    a warning for each that cannot be read and for each name of which some seeds were not chosen. Raises ``UsageError``
+    if nothing chooses any run."""
     from sparsebp_cli.compare import choose, describe_left_out, load_all, local_candidates, store_candidates
     from sparsebp_cli.run import home
     from sparsebp_cli.run.visible import mask

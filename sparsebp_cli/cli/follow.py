@@ -31,11 +31,9 @@ KILLING = "ending it at once"
 
 def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[int] = ()) -> int:
     """Show the runs of jobs in order, each with a summary. Ctrl-C and SIGTERM are forwarded to the worker.
-
     ``interrupts`` is the context in which the jobs were submitted, so that no signal is lost in between. ``seen`` are
     the bytes of each journal that belong to earlier attempts; empty: all journals are new. Returns the exit code of the
-    first run that did not finish; 130 or 143 after a signal.
-    """
+    first run that did not finish; 130 or 143 after a signal."""
     codes: list[int] = []
     for number, job in enumerate(jobs):
         _follow(job, interrupts, seen[number] if seen else 0)
@@ -48,9 +46,7 @@ def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[in
 
 def watch(job: Job, *, follow: bool) -> int:
     """Show a run that another command submitted, so far or with ``follow`` until it is over. Ctrl-C leaves it running.
-
-    Returns 0; 130 or 143 after a signal.
-    """
+    Returns 0; 130 or 143 after a signal."""
     progress = begin_progress(job.run)
     with Interrupts() as interrupts, make_display(progress) if follow else PlainDisplay(progress) as display:
         offset, lines = 0, 0
@@ -125,10 +121,8 @@ def _report_connection(job: Job, display: Display, lost: bool) -> bool:
 
 
 def print_end(job: Job, *, together: int = 0) -> int:
-    """Print the summary of a finished run, or how else it ended, and return the exit code.
-
-    ``together``: see :func:`~sparsebp_cli.cli.summary.summarise`.
-    """
+    """Print the summary of a finished run, or how else it ended, and return the exit code. ``together``: see
+    :func:`~sparsebp_cli.cli.summary.summarise`."""
     from sparsebp_cli.cli.summary import summarise
 
     state = job.status()

@@ -70,10 +70,8 @@ def _word_claims(line: dict[str, Any]) -> list[str]:
 
 
 def describe_policy(found: FoundPolicy) -> dict[str, Any]:
-    """Return a policy's properties for the author of a recipe, as plain values.
-
-    ``exact`` and ``unbiased`` are None where they depend on options that have no default.
-    """
+    """Return a policy's properties for the author of a recipe, as plain values. ``exact`` and ``unbiased`` are None
+    where they depend on options that have no default."""
     line: dict[str, Any] = {"name": found.name, "kind": found.kind, "source": found.source, "problem": found.problem}
     line |= {"summary": "", "options": [], "exact": None, "unbiased": None}
     if found.policy_class is None:

@@ -45,8 +45,7 @@ def read_rows(proof: Mapping[str, Any]) -> dict[str, Row]:
 
 def gather(proof: Mapping[str, Any]) -> Iterator[Modules]:
     """Group the modules of all layers, and yield those that computed or stored anything, largest dense backward
-    first.
-    """
+    first."""
     found: dict[str, Modules] = {}
     for name, row in read_rows(proof).items():
         star = re.sub(r"(^|.*?\.)\d+(?=\.|$)", "*", name, count=1) or "(model and loss)"

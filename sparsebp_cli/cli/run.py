@@ -82,11 +82,9 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
 
 
 def make_plans(recipes: Sequence[Path], changes: Sequence[str], seeds: str | None) -> list[Plan]:
-    """Make the plans of all recipes before any is started: all seeds of the first recipe, then those of the second.
-
-    A ``plan.json`` stands for its recipe; ``--set`` changes apply to each. Without ``seeds``, one plan with the
-    recipe's own seed.
-    """
+    """Make the plans of all recipes before any is started: all seeds of the first recipe, then those of the second. A
+    ``plan.json`` stands for its recipe; ``--set`` changes apply to each. Without ``seeds``, one plan with the recipe's
+    own seed."""
     from sparsebp_cli.plan import make_plan
     from sparsebp_cli.recipe import parse_seeds, with_seed
 
@@ -133,12 +131,10 @@ def _print_plan(plan: Plan) -> None:
 
 
 def _add_baselines(plans: Sequence[Plan], recipes: Sequence[Path], changes: Sequence[str]) -> list[Plan]:
-    """Add the dense plan of the same recipe and seed to each plan, and interleave the two.
-
-    A machine drifts: it gets warm, and others use it. So dense and sparse alternate, and the first of a pair changes
-    each time. ``plans`` are all seeds of the first recipe, then those of the second; plans with the same baseline share
-    it. Raises ``UsageError`` if every plan is dense already.
-    """
+    """Add the dense plan of the same recipe and seed to each plan, and interleave the two. A machine drifts: it gets
+    warm, and others use it. So dense and sparse alternate, and the first of a pair changes each time. ``plans`` are all
+    seeds of the first recipe, then those of the second; plans with the same baseline share it. Raises ``UsageError`` if
+    every plan is dense already."""
     num_seeds = len(plans) // len(recipes)
     ordered: list[Plan] = []
     known = {(plan.group, plan.recipe.training.seed) for plan in plans}

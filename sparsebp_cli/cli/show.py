@@ -155,10 +155,8 @@ def memory_table(values: dict[str, Any], step: int) -> Table:
 
 
 def draw_run_memory(folder: RunFolder, path: Path) -> Path:
-    """Draw the memory curves of all watched steps of a run to ``.png``, ``.svg`` or ``.pdf``.
-
-    Raises ``UsageError`` if no step was watched, or the path is not one of a picture.
-    """
+    """Draw the memory curves of all watched steps of a run to ``.png``, ``.svg`` or ``.pdf``. Raises ``UsageError`` if
+    no step was watched, or the path is not one of a picture."""
     found = History.load(folder.path).memory
     if not found:
         raise UsageError(

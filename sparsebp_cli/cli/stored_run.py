@@ -76,10 +76,8 @@ def target_of(run: RunFolder) -> Target:
 
 
 def submit_all(folders: Sequence[RunFolder], max_parallel: int = 1) -> list[Job]:
-    """Submit runs, each to the target of its plan; runs of one target are one submission.
-
-    At most ``max_parallel`` work at once on each target. Returns one job a run, in order.
-    """
+    """Submit runs, each to the target of its plan; runs of one target are one submission. At most ``max_parallel`` work
+    at once on each target. Returns one job a run, in order."""
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import make_target
 

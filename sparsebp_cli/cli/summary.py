@@ -44,9 +44,7 @@ STEP_MEMORY = (
 
 def summarise(run: RunFolder, *, together: int = 0, warning: str = "") -> RenderableType:
     """Return the summary for rich. ``warning`` is a problem apart from the run, such as metrics that were not sent.
-
-    ``together`` is the number of runs of this command after its last one, which names the next command; else 0.
-    """
+    ``together`` is the number of runs of this command after its last one, which names the next command; else 0."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -148,8 +146,7 @@ def _after_warmup(history: History, key: Metric) -> list[float]:
 
 def _speed(history: History) -> str:
     """Describe the median over the probes, which time dense and policy in turn: a single one may have been
-    disturbed.
-    """
+    disturbed."""
     speedups, shares = (list(history.series(key.name).values()) for key in (metric.SPEEDUP, metric.REALISED_SHARE))
     ceiling = history.last(metric.CEILING.name)
     parts = [f"{median(speedups):.2f}x against dense in this run"] if speedups else []

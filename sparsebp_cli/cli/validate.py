@@ -65,11 +65,8 @@ COMMAND = [sys.executable, "-m", "sparsebp_cli.worker.preview"]
 
 def preview(plan: Plan) -> list[str]:
     """Return one or two lines: a step's cost against dense, and the largest possible gain of choosing. Nothing is
-    trained.
-
-    The plan is rehearsed on this machine in one process, whatever its target. Raises ``UsageError`` if model or data
-    cannot be loaded as the recipe says, ``RunFailedError`` if the process failed.
-    """
+    trained. The plan is rehearsed on this machine in one process, whatever its target. Raises ``UsageError`` if model
+    or data cannot be loaded as the recipe says, ``RunFailedError`` if the process failed."""
     with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
         command = [*COMMAND, str(plan.save(Path(folder)))]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -88,11 +85,9 @@ HERE = "local"  # the target kind that runs on this machine
 
 
 def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
-    """Read a recipe, or the recipe in a ``plan.json``, apply ``--set`` changes, and check its model and data.
-
-    Returns the recipe, the file that its relative paths start from, and a sentence on each thing that cannot be checked
-    from this machine. Raises ``RecipeError`` with the place of what is wrong.
-    """
+    """Read a recipe, or the recipe in a ``plan.json``, apply ``--set`` changes, and check its model and data. Returns
+    the recipe, the file that its relative paths start from, and a sentence on each thing that cannot be checked from
+    this machine. Raises ``RecipeError`` with the place of what is wrong."""
     from sparsebp_cli.recipe import load_placed, load_stored
 
     if file.name != PLAN:

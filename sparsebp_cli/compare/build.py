@@ -58,12 +58,9 @@ def compare_runs(
     metric: str | None = None,
     margin: float | None = None,
 ) -> Comparison:
-    """Compare runs: those that differ only in seed form a group, and each group is compared with the baseline.
-
-    Groups are shown in the order of the runs. ``baseline``, ``metric`` and ``margin`` replace the fields of
-    :class:`Question` with these names. Raises ``UsageError`` if there are no runs, or none has the baseline or the
-    metric.
-    """
+    """Compare runs: those that differ only in seed form a group, and each group is compared with the baseline. Groups
+    are shown in the order of the runs. ``baseline``, ``metric`` and ``margin`` replace the fields of :class:`Question`
+    with these names. Raises ``UsageError`` if there are no runs, or none has the baseline or the metric."""
     question = question or Question(baseline, metric, margin)
     loaded = load(runs, question.grouping)
     if not loaded:
@@ -158,8 +155,7 @@ class _Builder:
 
     def _preference(self, group: str, other: str) -> Difference | None:
         """The difference by which one of several runs is chosen: on the validation split, where the test split is
-        reported.
-        """
+        reported."""
         if self.course == self.metric or have_other_examples(self.counted[group], self.counted[other]):
             return self._difference(group, other)
 
@@ -170,9 +166,8 @@ class _Builder:
         return paired_difference(here, there)
 
     def _common_steps(self, group: str, other: str) -> set[int] | None:
-        """The steps at which all runs of both groups were evaluated, if the reducer needs several and the groups'
-        steps differ.
-        """
+        """The steps at which all runs of both groups were evaluated, if the reducer needs several and the groups' steps
+        differ."""
         if self.question.reducer.kind == "final":
             return None
         steps = [set(run.series(self.metric)) for g in (group, other) for run in self.counted[g]]
@@ -199,8 +194,7 @@ class _Builder:
 
     def _repeat_warnings(self) -> list[str]:
         """List every value of a seed that was run more than once, to show how much repeating it alone changes the
-        result.
-        """
+        result."""
         lines = []
         for group, runs in self.members.items():
             for first in (run for run in runs if any(other.repeats == run.run_id for other in runs)):
@@ -276,8 +270,7 @@ class _Builder:
 
     def _correct(self, groups: Sequence[Group]) -> list[Group]:
         """Correct for several chances: several groups against one baseline, and quality, step time and memory of
-        each.
-        """
+        each."""
         claims = ([g.quality.difference for g in groups], [g.speed.step_ratio for g in groups])
         kinds = (*claims, [group.cost.peak_ratio for group in groups])
         quality, step, peak = correct_family(kinds, ratios=(False, True, True))
@@ -354,9 +347,8 @@ class _Builder:
         return tuple(replace(control, difference=corrected[i]) for i, control in enumerate(controls))
 
     def _compare_at_equal(self, group: Group, baseline: Group, controls: Sequence[Control]) -> Group:
-        """Compare pairs of groups, so that a third group changes nothing. Controls of equal cost have a table of
-        their own.
-        """
+        """Compare pairs of groups, so that a third group changes nothing. Controls of equal cost have a table of their
+        own."""
         held = [baseline.label] if not group.baseline else []
         held += [c.found for c in controls if c.group == group.group and c.found and c.kind not in EQUAL_COST]
         names = {label: g for g, label in self.labels.items()}

@@ -90,11 +90,8 @@ SPECIAL: dict[str, Callable[[RunCandidate], Sequence[Any]]] = {
 
 
 def local_candidates(folder: Path | None = None) -> list[RunCandidate]:
-    """Return every run in a folder, newest first; None is this machine's own folder.
-
-    The folder contains run folders, or is one, or is another machine's ``$SPARSEBP_HOME``. Runs with damaged plans come
-    last, with their ids alone.
-    """
+    """Return every run in a folder, newest first; None is this machine's own folder. The folder contains run folders,
+    or is one, or is another machine's ``$SPARSEBP_HOME``. Runs with damaged plans come last, with their ids alone."""
     root = home() if folder is None else folder
     root = root / "runs" if (root / "runs").is_dir() else root
     plans = [root / "plan.json"] if (root / "plan.json").is_file() else root.glob("*/plan.json")

@@ -189,10 +189,8 @@ class Comparison:
 
     @property
     def shared_seeds(self) -> tuple[int, ...]:
-        """The seeds that all groups share, so that means are comparable; empty where all groups have the same seeds.
-
-        A group that shares none with the baseline is in no pair, and does not count here.
-        """
+        """The seeds that all groups share, so that means are comparable; empty where all groups have the same seeds. A
+        group that shares none with the baseline is in no pair, and does not count here."""
         base = set(self.groups[0].seeds)
         with_seeds = [set(group.seeds) for group in self.groups if base & set(group.seeds)]
         shared = base.intersection(*with_seeds)
@@ -200,8 +198,7 @@ class Comparison:
 
     def comparable_runs(self, group: Group) -> list[RunLine]:
         """Return the counting runs of a group that have shared seeds; all of them if none has, or if all groups have
-        the same.
-        """
+        the same."""
         mine = [run for run in self.runs if run.group == group.group and run.counts]
         shared = set(self.shared_seeds)
         return [run for run in mine if run.seed in shared] or mine

@@ -62,10 +62,8 @@ HARDWARE = ("device", "GPU", "CPU", "cores", "threads")
 
 
 def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound, ...]:
-    """Return everything but the recipe in which counting runs differ, between groups or within one.
-
-    ``members`` maps a group's label to its counting runs. Runs without a value are left out of its entry.
-    """
+    """Return everything but the recipe in which counting runs differ, between groups or within one. ``members`` maps a
+    group's label to its counting runs. Runs without a value are left out of its entry."""
     found = []
     for name, source in SOURCES.items():
         values: dict[str, dict[str, None]] = {}
@@ -80,8 +78,7 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
 
 def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
     """Return the names of the differences between the machines of two groups that affect step time; unknown ones are
-    left out.
-    """
+    left out."""
     found = []
     for name in HARDWARE:
         here, there = (_values(name, some) for some in (runs, others))
@@ -95,9 +92,7 @@ SOFTWARE = ("torch", "transformers")
 
 def find_sources(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
     """Return a sentence on each difference in data, libraries or code that could explain a difference in quality.
-
-    ``others`` are the baseline's runs; what one side does not record is left out.
-    """
+    ``others`` are the baseline's runs; what one side does not record is left out."""
     found = []
     digests = [_values("dataset digest", some) for some in (runs, others)]
     if all(digests) and digests[0] != digests[1]:
@@ -234,10 +229,8 @@ NOT_A_CHANGE = ("name", "tracking.")
 
 
 def find_changes(baseline: LoadedRun, other: LoadedRun, grouping: Grouping) -> tuple[Change, ...]:
-    """Return the keys in which two recipes differ, in the order of a recipe, with both values.
-
-    Names, tracking, seeds and keys that the grouping ignores are no difference.
-    """
+    """Return the keys in which two recipes differ, in the order of a recipe, with both values. Names, tracking, seeds
+    and keys that the grouping ignores are no difference."""
     a, b = baseline.flat, other.flat
     paths = [path for path in dict.fromkeys([*a, *b]) if a.get(path) != b.get(path)]
     sections = list(dict.fromkeys([*baseline.recipe, *other.recipe]))

@@ -300,10 +300,8 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str
 
 
 def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> str:
-    """The command that makes a control from a run's stored recipe, whose file may have changed or be elsewhere.
-
-    The command writes no file: a name such as ``dense.yaml`` may be one that the reader has.
-    """
+    """The command that makes a control from a run's stored recipe, whose file may have changed or be elsewhere. The
+    command writes no file: a name such as ``dense.yaml`` may be one that the reader has."""
     seeds = ",".join(str(seed) for seed in sorted({run.seed for run in runs if run.seed is not None}))
     given = " ".join(f"--set {shlex.quote(change)}" for change in changes)
     like = shlex.quote(tidy(start.run_id))

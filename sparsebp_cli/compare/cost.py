@@ -57,11 +57,8 @@ class StepCost:
         return Quartiles(middle, low, high, self.ratio.n)
 
     def relative(self, steps: int, examples: int, num_steps: int, ratio: float = 1.0) -> float:
-        """Return the cost of another run as a multiple of this policy's over ``steps``; 1.0 is equal cost.
-
-        The other run has ``num_steps`` of ``examples`` each, and forward and backward of ``ratio`` to dense; 1.0 is
-        dense.
-        """
+        """Return the cost of another run as a multiple of this policy's over ``steps``; 1.0 is equal cost. The other
+        run has ``num_steps`` of ``examples`` each, and forward and backward of ``ratio`` to dense; 1.0 is dense."""
         return num_steps * (examples * ratio + self.update) / (steps * self.units)
 
 
@@ -87,12 +84,9 @@ def count_examples(run: LoadedRun) -> int | None:
 
 
 def is_near(cost: float, one_less: float) -> bool:
-    """Whether a control costs at least as much as the policy, and hardly more.
-
-    ``cost`` is the control's, as a multiple of the policy's; ``one_less`` the same with one step, or one example a
-    step, less. Steps and examples are whole numbers: where there are few, the next larger one is near, however far it
-    is.
-    """
+    """Whether a control costs at least as much as the policy, and hardly more. ``cost`` is the control's, as a multiple
+    of the policy's; ``one_less`` the same with one step, or one example a step, less. Steps and examples are whole
+    numbers: where there are few, the next larger one is near, however far it is."""
     return cost >= 1.0 - 1e-9 and (cost <= 1.0 + MOST_OVER or one_less < 1.0 - 1e-9)
 
 
@@ -123,8 +117,7 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
 
 def _counted(run: LoadedRun) -> list[float]:
     """FLOPs of forward and backward over those of dense; the forward's count as dense's, without those spent on
-    choosing.
-    """
+    choosing."""
     forward, scoring, executed, dense = (
         run.series(x.name)
         for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)

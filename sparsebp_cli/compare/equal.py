@@ -21,12 +21,10 @@ Values = tuple[list[float], dict[int, float]]  # of all runs, and by seed
 def compare_at_equal(
     runs: Sequence[LoadedRun], others: Sequence[LoadedRun], label: str, name: str, *, is_timed: bool
 ) -> AtEqual | None:
-    """Compare the counting runs of two groups after as much work or time as the shorter of the two had.
-
-    ``is_timed`` allows seconds where the cost is unknown, which a busy machine makes meaningless. Both groups have
-    their evaluation nearest to that point, or no value where one has none in its last tenth; None where neither cost
-    nor time is known.
-    """
+    """Compare the counting runs of two groups after as much work or time as the shorter of the two had. ``is_timed``
+    allows seconds where the cost is unknown, which a busy machine makes meaningless. Both groups have their evaluation
+    nearest to that point, or no value where one has none in its last tenth; None where neither cost nor time is
+    known."""
     if not runs or not others:
         return None
     if (units := _count_work(runs, others)) is not None:
@@ -46,10 +44,7 @@ def compare_at_equal(
 
 def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: str) -> Unequal | None:
     """Return how the training of a group differs from the baseline's in steps or examples a step; None where it does
-    not.
-
-    It holds the metric ``name``, which is evaluated during training, at the last step that both evaluated.
-    """
+    not. It holds the metric ``name``, which is evaluated during training, at the last step that both evaluated."""
     if not runs or not others:
         return None
     steps = [max(run.steps_planned or run.steps for run in some) for some in (runs, others)]
@@ -74,8 +69,7 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
 
 def _count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
     """The cost of a step of each group in one unit, and of a dense step of the first; None without a unit that fits
-    both.
-    """
+    both."""
     models = [
         {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
     ]

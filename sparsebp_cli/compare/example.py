@@ -16,10 +16,8 @@ NUM_BLOCKS = 10  # of consecutive examples, each longer than most documents
 
 
 def compare_examples(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> tuple[ExampleDifference, ...]:
-    """Pair the runs of a group and of the baseline by seed, and the examples within each pair.
-
-    Returns one entry for each shared seed whose runs kept the losses of the same examples after their last step.
-    """
+    """Pair the runs of a group and of the baseline by seed, and the examples within each pair. Returns one entry for
+    each shared seed whose runs kept the losses of the same examples after their last step."""
     here, there = ({run.seed: run for run in some if run.seed is not None} for some in (runs, baseline))
     found = []
     for seed in sorted(here.keys() & there.keys()):
@@ -41,9 +39,7 @@ def correct_examples(groups: Sequence[tuple[ExampleDifference, ...]]) -> list[tu
 
 def have_other_examples(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> bool:
     """Whether runs are known to have been evaluated on other examples, by the number of examples or of their targets.
-
-    The dataset's digest does not tell: it covers the training examples, too. False where nothing is known.
-    """
+    The dataset's digest does not tell: it covers the training examples, too. False where nothing is known."""
     for what in (_count_examples, _list_targets):
         here, there = ({what(run) for run in some} - {None} for some in (runs, others))
         if here and there and here != there:

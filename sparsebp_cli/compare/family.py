@@ -42,11 +42,9 @@ class Family:
 def correct_family(
     kinds: Sequence[Sequence[Difference | None]], *, ratios: Sequence[bool]
 ) -> list[list[Difference | None]]:
-    """Correct statements of several kinds, such as quality and step time, as one family.
-
-    Each kind has one difference a group, None where there is none; ``ratios`` tells which kinds are ratios. The result
-    has ``p_holm`` and simultaneous intervals; a single statement needs neither.
-    """
+    """Correct statements of several kinds, such as quality and step time, as one family. Each kind has one difference a
+    group, None where there is none; ``ratios`` tells which kinds are ratios. The result has ``p_holm`` and simultaneous
+    intervals; a single statement needs neither."""
     shared = [_share_spread(some, ratio=ratio) for some, ratio in zip(kinds, ratios, strict=True)]
     count = count_statements([d for some in shared for d in some])
     if count < 2:
@@ -78,10 +76,8 @@ def _share_spread(differences: Sequence[Difference | None], *, ratio: bool) -> l
 
 
 def _estimate_df(differences: Sequence[Difference], *, ratio: bool) -> float:
-    """Satterthwaite's degrees of freedom of the pooled variance, (tr S)^2 / tr S^2 of its covariance, both unbiased.
-
-    A noisy baseline correlates all differences, and then ten groups tell no more about the spread than one.
-    """
+    """Satterthwaite's degrees of freedom of the pooled variance, (tr S)^2 / tr S^2 of its covariance, both unbiased. A
+    noisy baseline correlates all differences, and then ten groups tell no more about the spread than one."""
     import numpy as np
 
     seeds = sorted(set.intersection(*({seed for seed, _ in d.pairs} for d in differences)))
@@ -116,8 +112,7 @@ def _test(difference: Difference | None, ratio: bool) -> float | None:
 
 def _widen(difference: Difference, p_holm: float | None, count: int, *, ratio: bool) -> Difference:
     """Widen to Bonferroni's interval; Holm rejects more than it, so the interval of a rejected difference ends at
-    zero.
-    """
+    zero."""
     found = standard_error(difference)
     if p_holm is None or found is None:
         return replace(difference, family_low=difference.low, family_high=difference.high)

@@ -100,12 +100,9 @@ def _choice(runs: Sequence[LoadedRun]) -> Choice | None:
 
 
 def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
-    """The FLOPs that the policy claims to leave of the whole backward.
-
-    A proof has the claimed and executed shares of the same part of the backward; the size of that part follows from the
-    work that was saved. Where none was saved, or without a proof, it follows from the ceiling, (F + B) / (F + claimed),
-    if the policy leaves the forward alone.
-    """
+    """The FLOPs that the policy claims to leave of the whole backward. A proof has the claimed and executed shares of
+    the same part of the backward; the size of that part follows from the work that was saved. Where none was saved, or
+    without a proof, it follows from the ceiling, (F + B) / (F + claimed), if the policy leaves the forward alone."""
     if proven := [claim for run in runs for claim in _proven_claims(run)]:
         return statistics.median(proven)
     forward, dense = _median(runs, metric.FORWARD_FLOPS), _median(runs, metric.BACKWARD_DENSE)

@@ -29,11 +29,8 @@ class Failure:
 
 
 def check(comparison: Comparison, expression: str) -> list[Failure]:
-    """Return a failure for each group that meets the condition, or of which a needed number is missing.
-
-    Raises ``UsageError`` if the condition cannot be read, names an unknown figure or group, or there is nothing to
-    check.
-    """
+    """Return a failure for each group that meets the condition, or of which a needed number is missing. Raises
+    ``UsageError`` if the condition cannot be read, names an unknown figure or group, or there is nothing to check."""
     condition = parse(expression, "--fail-if")
     labels = _check_names(comparison, condition)
     groups = [group for group in comparison.groups if not group.baseline]

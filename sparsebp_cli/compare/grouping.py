@@ -36,10 +36,8 @@ class Grouping:
         return cls(keys[0], keys[1], seed or "")
 
     def apply(self, runs: Sequence[LoadedRun]) -> list[LoadedRun]:
-        """Set every run's group, and the seed of other programs' runs; changed runs are copies.
-
-        Raises ``UsageError`` if no run has a named key.
-        """
+        """Set every run's group, and the seed of other programs' runs; changed runs are copies. Raises ``UsageError``
+        if no run has a named key."""
         for option, keys in (
             ("--group-by", self.by),
             ("--ignore", self.ignore),

@@ -33,10 +33,8 @@ def load_folder(run: RunFolder) -> LoadedRun:
 
 
 def mark_repeats(runs: Sequence[LoadedRun]) -> None:
-    """Set ``repeats`` of every run whose seed an earlier run has; the first that finished or diverged counts.
-
-    If the newest counted, a seed could be repeated until its result is good.
-    """
+    """Set ``repeats`` of every run whose seed an earlier run has; the first that finished or diverged counts. If the
+    newest counted, a seed could be repeated until its result is good."""
     first: dict[tuple[str, int], LoadedRun] = {}
     for run in runs:
         run.repeats = ""
@@ -48,10 +46,8 @@ def mark_repeats(runs: Sequence[LoadedRun]) -> None:
 
 
 def ran_together(runs: Sequence[LoadedRun]) -> list[tuple[LoadedRun, LoadedRun]]:
-    """Return pairs of counting runs whose steps interleave in time: on one machine they slowed each other down.
-
-    Each pair of neighbours in time is returned once.
-    """
+    """Return pairs of counting runs whose steps interleave in time: on one machine they slowed each other down. Each
+    pair of neighbours in time is returned once."""
     timed = sorted((run for run in runs if run.step_times), key=lambda run: run.step_times[0])
     pairs = []
     for index, first in enumerate(timed):

@@ -125,9 +125,8 @@ class LoadedRun:
         return self._series[name]
 
     def values(self, name: str, *, after_warmup: bool = False) -> list[float]:
-        """Return a metric's finite values in the order of steps; ``after_warmup`` omits the slower first steps of
-        each attempt.
-        """
+        """Return a metric's finite values in the order of steps; ``after_warmup`` omits the slower first steps of each
+        attempt."""
         if after_warmup:
             return list(self.steady(name).values())
         return [value for value in self.series(name).values() if math.isfinite(value)]
@@ -145,20 +144,16 @@ class LoadedRun:
         return {}
 
     def evaluations(self, name: str) -> list[float]:
-        """Return a metric's values, the last being that after the last step; empty when that one is missing.
-
-        The last step of a run without a recipe is unknown; its own last value stands in.
-        """
+        """Return a metric's values, the last being that after the last step; empty when that one is missing. The last
+        step of a run without a recipe is unknown; its own last value stands in."""
         series = self.series(name)
         if not series or (self.steps_planned is not None and self.steps not in series):
             return []
         return list(series.values())
 
     def curve(self, name: str) -> tuple[Point, ...]:
-        """Return a metric against steps, tokens and seconds of training, in which only steps count.
-
-        Steps of warm-up count as the median of the others: their extra time belongs to the machine, not to the policy.
-        """
+        """Return a metric against steps, tokens and seconds of training, in which only steps count. Steps of warm-up
+        count as the median of the others: their extra time belongs to the machine, not to the policy."""
         done, seconds = self._clock
         tokens = self.series(names.TRAIN_TOKENS.name)
         per_step = self.history.facts.get("tokens_per_step")

@@ -58,10 +58,8 @@ class NotWorse:
 
 
 def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float]:
-    """Parse ``eval/loss=0.01`` or ``0.01`` into the metric, None when not named, and the margin.
-
-    Raises ``UsageError``, which names the command line's ``option``, for another form or a margin not above 0.
-    """
+    """Parse ``eval/loss=0.01`` or ``0.01`` into the metric, None when not named, and the margin. Raises ``UsageError``,
+    which names the command line's ``option``, for another form or a margin not above 0."""
     name, _, number = text.rpartition("=")
     try:
         value = float(number)
@@ -75,11 +73,9 @@ def parse_margin(text: str, option: str = "--margin") -> tuple[str | None, float
 def decide_all(
     differences: Sequence[Difference | None], margin: float, *, worse_is_up: bool, level: float = LEVEL
 ) -> list[NotWorse | None]:
-    """Answer for every group at once, because the correction needs all of them.
-
-    ``differences`` are of each group to the baseline, None where there is none. ``margin`` is above 0; ``worse_is_up``
-    tells whether a larger value is worse; ``level`` in (0, 1) is the chance of any wrong answer.
-    """
+    """Answer for every group at once, because the correction needs all of them. ``differences`` are of each group to
+    the baseline, None where there is none. ``margin`` is above 0; ``worse_is_up`` tells whether a larger value is
+    worse; ``level`` in (0, 1) is the chance of any wrong answer."""
     worsenings = [None if d is None else _worsening(d, worse_is_up) for d in differences]
     raw = [
         None if w is None or d is None else _test(w, d, margin) for w, d in zip(worsenings, differences, strict=True)
@@ -115,10 +111,8 @@ def decide_all(
 
 def withhold(decision: NotWorse | None, margin: float, diverged: int, lost: int) -> NotWorse | None:
     """Replace an answer that only survivors support: ``no`` with a diverged run, never ``yes`` with a lost one.
-
     ``diverged`` counts runs on seeds on which the baseline did not diverge, which are worse than any margin; ``lost``
-    counts runs that did not finish and were not repeated, or diverged as the baseline did.
-    """
+    counts runs that did not finish and were not repeated, or diverged as the baseline did."""
     if diverged > 0:
         reason = f"{diverged} run{'s' * (diverged > 1)} diverged, which counts as worse than any margin"
         return NotWorse(margin, "no", equivalent="no", anytime="no", withheld=reason)
@@ -136,10 +130,8 @@ def withhold(decision: NotWorse | None, margin: float, diverged: int, lost: int)
 
 def seeds_needed(effect: float, already: int, level: float = LEVEL) -> int | None:
     """Return how many pairs in all decide with a chance of 80%, by the noncentral t distribution; None above 200.
-
     ``effect`` is the distance of the mean from the margin in standard deviations of the pairs, not negative. The result
-    exceeds ``already``; ``level`` in (0, 1) is that of the two-sided test.
-    """
+    exceeds ``already``; ``level`` in (0, 1) is that of the two-sided test."""
     from scipy import stats
 
     def decides(n: int) -> bool:

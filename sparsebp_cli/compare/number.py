@@ -17,10 +17,8 @@ Units = tuple[tuple[float, str], ...]
 
 def scaled(value: float | None, units: Units, like: float | None = None) -> str:
     """Return a value in the largest unit that leaves a digit before the point, as ``182 ms``; a dash for None.
-
     ``units`` are (size, name), the largest first. ``like`` chooses the unit for that value instead, so that
-    neighbouring numbers agree.
-    """
+    neighbouring numbers agree."""
     if value is None:
         return NONE
     size, name = next((unit for unit in units if abs(like or value) >= unit[0]), units[-1])

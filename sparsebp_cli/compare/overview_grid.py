@@ -22,10 +22,7 @@ MOST_CHANGED_GROUPS = 4  # columns in one table of recipe differences
 
 def grids(comparison: Comparison, *, everything: bool = False) -> list[Grid]:
     """Return every table that has rows: differences, quality, controls, speed, cost, the gain of choosing, excluded
-    runs.
-
-    ``everything`` adds the examples of groups that have enough seeds, for which a terminal has no room.
-    """
+    runs. ``everything`` adds the examples of groups that have enough seeds, for which a terminal has no room."""
     tables = [*_changes(comparison), _confounds(comparison), *quality_grids(comparison, everything=everything)]
     tables += [_speed(comparison), *memory_grids(comparison), _work(comparison), _choice(comparison)]
     tables.append(_left_out(comparison))
@@ -84,8 +81,7 @@ def _speed(comparison: Comparison) -> Grid:
 
 def memory_grids(comparison: Comparison) -> list[Grid]:
     """Return the memory table of whole runs, without rows when nothing was measured, and that of watched steps, if
-    any.
-    """
+    any."""
     steps = _step_memory([(group.label, group.cost) for group in comparison.groups])
     return [_memory(comparison), *([steps] if steps.rows else [])]
 
@@ -193,10 +189,8 @@ def _show_value(value: object) -> str:
 
 
 def quality_grids(comparison: Comparison, *, everything: bool) -> list[Grid]:
-    """Return the tables about quality: quality, margin, examples, equal cost, time to a target, controls.
-
-    Some may be without rows. ``everything`` adds the examples of groups that have enough seeds.
-    """
+    """Return the tables about quality: quality, margin, examples, equal cost, time to a target, controls. Some may be
+    without rows. ``everything`` adds the examples of groups that have enough seeds."""
     return [
         _quality(comparison),
         _margin(comparison),

@@ -50,10 +50,8 @@ FEW = 40  # points of a curve that get a marker each
 
 
 def picture(comparison: Comparison, path: Path, view: View | None = None) -> Path:
-    """Draw a comparison to ``.png``, ``.svg`` or ``.pdf`` and return the path; None is the overview.
-
-    Raises ``UsageError`` for another ending or a missing folder.
-    """
+    """Draw a comparison to ``.png``, ``.svg`` or ``.pdf`` and return the path; None is the overview. Raises
+    ``UsageError`` for another ending or a missing folder."""
     check_path(path)
     view = view or View()
     import matplotlib as mpl

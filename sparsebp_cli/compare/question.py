@@ -43,10 +43,8 @@ TURNED |= {"delta", "diff", "gap", "scale", "aux", "balance"}
 
 
 def better(metric: str) -> Way:
-    """Return ``lower``, ``higher``, or empty where the name does not tell.
-
-    For a metric of another program the last word decides: ``eval_loss``, ``test/f1``, ``valWER``.
-    """
+    """Return ``lower``, ``higher``, or empty where the name does not tell. For a metric of another program the last
+    word decides: ``eval_loss``, ``test/f1``, ``valWER``."""
     if metric in METRICS:
         return METRICS[metric].better
     *before, word = re.split(r"[/_.\- ]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", metric).lower())
@@ -79,10 +77,8 @@ class Reducer:
         return f"mean of last {self.last} evaluations" if self.kind == "mean" else self.kind
 
     def reduce(self, values: Sequence[float], *, higher_is_better: bool) -> float | None:
-        """Return the number; None when there are too few evaluations, not finite when the last one is not.
-
-        ``values`` are in the order of steps, the last one after the last step. ``higher_is_better`` is for ``best``.
-        """
+        """Return the number; None when there are too few evaluations, not finite when the last one is not. ``values``
+        are in the order of steps, the last one after the last step. ``higher_is_better`` is for ``best``."""
         if not values or len(values) < self.last:
             return None
         if not math.isfinite(values[-1]):
@@ -164,10 +160,8 @@ def choose_metric(runs: Sequence[LoadedRun], question: Question) -> str:
 
 
 def choose_way(question: Question, metric: str) -> Way:
-    """Return the better direction of the metric, by the user's option, else by its name; empty: unknown.
-
-    Raises ``UsageError`` if the option contradicts a metric of SparseBP, or a question needs a direction.
-    """
+    """Return the better direction of the metric, by the user's option, else by its name; empty: unknown. Raises
+    ``UsageError`` if the option contradicts a metric of SparseBP, or a question needs a direction."""
     ours = names.METRICS[metric].better if metric in names.METRICS else ""
     if ours and question.better and question.better != ours:
         raise UsageError(f"--better: {metric} is better when {ours}, got {question.better!r}")

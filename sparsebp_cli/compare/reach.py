@@ -48,9 +48,7 @@ def measure_reach(
     goal: Goal, runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun], lost: int = 0, baseline_lost: int = 0
 ) -> Reach:
     """Return how soon a group reached the goal: means and a ratio if every run did, a lower bound if some did not.
-
-    ``baseline`` is empty for the baseline itself. ``lost`` and ``baseline_lost`` count runs that failed or diverged.
-    """
+    ``baseline`` is empty for the baseline itself. ``lost`` and ``baseline_lost`` count runs that failed or diverged."""
     found = {run.run_id: point for run in (*runs, *baseline) if (point := goal.find(run))}
     mine = [found[run.run_id] for run in runs if run.run_id in found]
     is_whole = len(mine) == len(runs) > 0 and not lost

@@ -25,11 +25,8 @@ CSV_COLUMNS = ("level", "group", "label", "run", "seed", "state", "counts", "fig
 
 
 def render(comparison: Comparison, format: str, view: View | None = None) -> str:  # noqa: A002 - the option's own name
-    """Return a comparison as ``json`` (everything, with ``schema``), ``csv`` (one number a line) or ``md``.
-
-    ``view`` restricts ``md``; None is everything. The text ends with a line break. Raises ``UsageError`` for another
-    format.
-    """
+    """Return a comparison as ``json`` (everything, with ``schema``), ``csv`` (one number a line) or ``md``. ``view``
+    restricts ``md``; None is everything. The text ends with a line break. Raises ``UsageError`` for another format."""
     if format == "json":
         return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     if format == "csv":

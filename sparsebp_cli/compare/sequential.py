@@ -24,10 +24,8 @@ GROWTH = 1.5
 
 
 def plan_looks(num_seeds: int) -> tuple[int, ...]:
-    """Return after how many seeds to look: growing numbers that end with ``num_seeds``.
-
-    Raises ``UsageError`` for fewer than 3 seeds, which can never decide.
-    """
+    """Return after how many seeds to look: growing numbers that end with ``num_seeds``. Raises ``UsageError`` for fewer
+    than 3 seeds, which can never decide."""
     if num_seeds < FEWEST_PAIRS:
         raise UsageError(f"--until-ci needs at least {FEWEST_PAIRS} seeds to choose from, got {num_seeds}")
     looks = [FEWEST_PAIRS]
@@ -41,8 +39,7 @@ class Trial:
 
     def __init__(self, groups: Sequence[str], num_seeds: int, margin: float, *, worse_is_up: bool) -> None:
         """Fix the looks and the level of each. At least one group is compared with the baseline, with at most
-        ``num_seeds``.
-        """
+        ``num_seeds``."""
         self.looks = plan_looks(num_seeds)
         self.level = LEVEL / (len(self.looks) * len(groups))
         self.margin, self.worse_is_up = margin, worse_is_up
@@ -55,8 +52,7 @@ class Trial:
 
     def look(self, values: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float]) -> None:
         """Test every undecided group. ``values`` are seed to quality for each group, ``baseline`` the same for the
-        baseline.
-        """
+        baseline."""
         for group in self.open:
             difference = paired_difference(values.get(group, {}), baseline)
             found = decide_all([difference], self.margin, worse_is_up=self.worse_is_up, level=self.level)[0]

@@ -118,10 +118,8 @@ def quartiles(values: Sequence[float]) -> Quartiles | None:
 
 
 def paired_difference(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Return the difference of two groups, paired by seed, with an interval from three shared seeds up.
-
-    Both map seed to value; None when one of them is empty.
-    """
+    """Return the difference of two groups, paired by seed, with an interval from three shared seeds up. Both map seed
+    to value; None when one of them is empty."""
     if not group or not baseline:
         return None
     shared, dropped = sorted(group.keys() & baseline.keys()), tuple(sorted(group.keys() ^ baseline.keys()))
@@ -135,8 +133,7 @@ def paired_difference(group: Mapping[int, float], baseline: Mapping[int, float])
 
 def paired_ratio(group: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
     """Return the ratio of two groups, paired by seed, on the logarithm; None when one is empty or a value is not
-    positive.
-    """
+    positive."""
     if any(value <= 0.0 for values in (group, baseline) for value in values.values()):
         return None
     here, there = ({seed: math.log(value) for seed, value in values.items()} for values in (group, baseline))
@@ -166,9 +163,7 @@ def _signed_rank(differences: Sequence[float]) -> float | None:
 
 def summarise(differences: Sequence[float], dropped: tuple[int, ...] = ()) -> Difference:
     """Return the mean of at least one difference, with an interval where there are three and they are not all equal.
-
-    Equal differences have an interval without width and no p value. ``dropped`` is copied into the result.
-    """
+    Equal differences have an interval without width and no p value. ``dropped`` is copied into the result."""
     n, mean = len(differences), math.fsum(differences) / len(differences)
     sd = math.sqrt(math.fsum((x - mean) ** 2 for x in differences) / (n - 1)) if n > 1 else None
     if sd is None or n < FEWEST_PAIRS:
@@ -196,11 +191,9 @@ def two_sided_p(statistic: float, df: float) -> float:
 
 def summarise_clusters(differences: Sequence[float], clusters: Sequence[int]) -> Difference:
     """Return the mean of differences that are correlated within clusters, such as documents; no interval under three.
-
     The standard error sums over clusters (K.-Y. Liang and S. Zeger, 1986), with Student's t for one degree of freedom
     less than there are clusters. If each difference is its own cluster, the interval is that of :func:`summarise`.
-    ``clusters`` are any numbers that identify them.
-    """
+    ``clusters`` are any numbers that identify them."""
     import numpy as np
 
     values = np.asarray(differences)
@@ -218,11 +211,9 @@ def summarise_clusters(differences: Sequence[float], clusters: Sequence[int]) ->
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Return p values corrected for their number: the smallest times m, the next times m - 1, never decreasing.
-
-    None is a test that could not be made, which does not count. Compared with 5%, the results keep the chance of any
-    false find below it.
-    """
+    """Return p values corrected for their number: the smallest times m, the next times m - 1, never decreasing. None is
+    a test that could not be made, which does not count. Compared with 5%, the results keep the chance of any false find
+    below it."""
     made = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     found: list[float | None] = [None] * len(p_values)
     largest = 0.0

@@ -41,10 +41,8 @@ STATES = {
 
 
 def store_candidates(uri: str) -> list[RunCandidate]:
-    """Return every run of a store, newest first; no metric's history is read yet.
-
-    Raises ``TrackingError`` if the address cannot be used or the store does not answer.
-    """
+    """Return every run of a store, newest first; no metric's history is read yet. Raises ``TrackingError`` if the
+    address cannot be used or the store does not answer."""
     uri = resolve_uri(uri)
     if is_sqlite(uri) and not sqlite_file(uri).is_file():
         raise TrackingError(f"tracking store {mask(uri)}: there is no such file")
@@ -72,10 +70,7 @@ def _writable(uri: str) -> str:
 
 def load_all(candidates: Sequence[RunCandidate]) -> tuple[list[LoadedRun], list[str]]:
     """Read the chosen runs, those of a server concurrently; return those that can be read, and a line for each of the
-    others.
-
-    Raises ``RunNotFoundError`` if none can be read, ``TrackingError`` if the store stopped answering.
-    """
+    others. Raises ``RunNotFoundError`` if none can be read, ``TrackingError`` if the store stopped answering."""
     if any(is_server(candidate.place) for candidate in candidates):
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:  # reads artifacts only; metrics are read on first use
             read = list(pool.map(_load, candidates))
@@ -197,8 +192,7 @@ def _state(run: StoredRun) -> State:
 
 def unflatten(params: Mapping[str, str]) -> dict[str, Any]:
     """Return a recipe from the dotted parameters that ``tracking`` sent; a text that looks like a number becomes
-    one.
-    """
+    one."""
     root: dict[str, Any] = {}
     for path, text in params.items():
         *parents, last = path.split(".")

@@ -51,9 +51,8 @@ class Source(Protocol):
 
 
 def sort_by_time(point: Point) -> tuple[int, float]:
-    """Sort key for the values of one step, in MLflow's order: within one millisecond the largest is the latest, NaN
-    as 0.
-    """
+    """Sort key for the values of one step, in MLflow's order: within one millisecond the largest is the latest, NaN as
+    0."""
     return point[1], 0.0 if math.isnan(point[2]) else point[2]
 
 
@@ -79,11 +78,8 @@ class StoredMetrics(MutableMapping[str, dict[int, tuple[float, float]]]):
     """The metrics of one run, as :class:`~sparsebp_cli.run.History` holds them: name to step to (seconds, value)."""
 
     def __init__(self, batch: Batch, run: StoredRun, *, first_counts: bool) -> None:
-        """Add the run to the batch; nothing is read yet.
-
-        Of several values at a step, the first counts with ``first_counts``, as in SparseBP's journals; else the latest,
-        as in the store's list.
-        """
+        """Add the run to the batch; nothing is read yet. Of several values at a step, the first counts with
+        ``first_counts``, as in SparseBP's journals; else the latest, as in the store's list."""
         batch.runs[run.run_id] = None
         self._batch, self._run, self._first_counts = batch, run, first_counts
         self._known: dict[str, dict[int, tuple[float, float]]] = {}

@@ -32,11 +32,8 @@ class Trade:
 
 
 def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
-    """Return every group, in order, with its costs and the groups that beat it.
-
-    ``costs`` are ``step_seconds`` and ``peak_bytes``, or both if empty. Without a known direction of the metric,
-    nothing beats anything.
-    """
+    """Return every group, in order, with its costs and the groups that beat it. ``costs`` are ``step_seconds`` and
+    ``peak_bytes``, or both if empty. Without a known direction of the metric, nothing beats anything."""
     sign = {"lower": 1.0, "higher": -1.0, "": 0.0}[comparison.better]
     counted = costs or COSTS
     base = comparison.groups[0]

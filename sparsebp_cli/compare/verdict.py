@@ -43,10 +43,8 @@ def give_verdict(
     controls: Sequence[Control],
     doubts: Doubts,
 ) -> str:
-    """State in a few short sentences what a group's numbers show against the baseline.
-
-    All arguments are the group's, except for the baseline's speed; ``way`` is the better direction of the metric.
-    """
+    """State in a few short sentences what a group's numbers show against the baseline. All arguments are the group's,
+    except for the baseline's speed; ``way`` is the better direction of the metric."""
     is_plain = quality.unequal is None or quality.difference is None
     found = _quality(quality, metric, way, exact=doubts.rounding) if is_plain else _unequal(quality, metric)
     if doubts.diverged and quality.difference is not None:

@@ -40,10 +40,8 @@ def list_optimizers() -> list[str]:
 
 
 def find_optimizer(name: str) -> OptimizerEntry:
-    """Return an optimizer's entry; an entry point comes before a class of torch.optim with the same name.
-
-    An unknown name and a broken plugin are a :class:`UsageError`.
-    """
+    """Return an optimizer's entry; an entry point comes before a class of torch.optim with the same name. An unknown
+    name and a broken plugin are a :class:`UsageError`."""
     found = {entry.value: entry for entry in entry_points(group=GROUP).select(name=name)}
     if len(found) > 1:
         raise UsageError(f"{name!r} is offered more than once, by {' and '.join(sorted(found))}")

@@ -32,11 +32,9 @@ PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request"
 def pack(
     stream: IO[bytes], run: RunFolder, folder: str, owner: int = 0, group: int = 0, *, more: Sequence[str] = ()
 ) -> None:
-    """Write a tar stream with the files that a worker needs of a run, and ``more``.
-
-    Everything is owned by ``owner`` and ``group``, numeric ids. ``folder`` is the run's folder relative to where the
-    stream is unpacked; the stream contains every folder above it.
-    """
+    """Write a tar stream with the files that a worker needs of a run, and ``more``. Everything is owned by ``owner``
+    and ``group``, numeric ids. ``folder`` is the run's folder relative to where the stream is unpacked; the stream
+    contains every folder above it."""
 
     def adopt(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid, member.gid, member.uname, member.gname = owner, group, "", ""
@@ -55,10 +53,8 @@ def pack(
 
 def receive(stream: IO[bytes], run: RunFolder) -> Path:
     """Unpack a tar stream into a hidden part of the run's folder, and return that part for :func:`merge_into_run`.
-
     Raises ``UnreachableError`` when the stream broke off, and ``RunFailedError`` for content that no run's folder has:
-    a path that leads out of it, a sparse file.
-    """
+    a path that leads out of it, a sparse file."""
     part = run.path / ".part-fetch"
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()
@@ -88,9 +84,7 @@ def receive(stream: IO[bytes], run: RunFolder) -> Path:
 
 def merge_into_run(part: Path, top: str, run: RunFolder) -> None:
     """Make received files visible: new files appear whole, the journal grows. ``top`` is the run's folder in ``part``.
-
-    Raises ``RunFailedError``, and merges nothing, if it has a file where a run has a folder, or the other way round.
-    """
+    Raises ``RunFailedError``, and merges nothing, if it has a file where a run has a folder, or the other way round."""
     if not (part / top).is_dir():
         raise _refuse(f"there is no folder {top}")
     for path in (part / top).iterdir():
@@ -174,8 +168,7 @@ def _merge_checkpoints(folder: Path, place: Path) -> None:
 
 def _append_journal(mine: Path, theirs: Path) -> None:
     """Append the part of a complete journal that this one lacks; a journal that does not begin like this one is
-    ignored.
-    """
+    ignored."""
     known = size_of(mine)
     with theirs.open("rb") as stream:
         if known and (not mine.exists() or stream.read(known) != mine.read_bytes()):

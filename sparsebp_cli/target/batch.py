@@ -87,10 +87,8 @@ def sbatch_options(options: SlurmOptions, folder: str, num_runs: int, max_parall
 
 
 def render_script(options: SlurmOptions, runs: Sequence[str], max_parallel: int = 1, *, before: str = "") -> str:
-    """Return the bash batch script of one or several runs.
-
-    ``runs`` are the runs' folders as the nodes see them; ``before`` holds lines that create them where no client does.
-    """
+    """Return the bash batch script of one or several runs. ``runs`` are the runs' folders as the nodes see them;
+    ``before`` holds lines that create them where no client does."""
     top = str(PurePosixPath(runs[0]).parent)
     head = "\n".join(f"#SBATCH {_quote_option(word)}" for word in sbatch_options(options, top, len(runs), max_parallel))
     listed = "\n".join(f"  {shlex.quote(run)}" for run in runs)

@@ -45,10 +45,8 @@ class Mount(NamedTuple):
 
 
 def read_mount(text: str) -> Mount:
-    """Parse ``SOURCE:TARGET[:ro|rw]``, read-only unless ``rw``.
-
-    Raises ``ValueError`` if it is malformed, or if its source is not allowed as written or as it resolves here.
-    """
+    """Parse ``SOURCE:TARGET[:ro|rw]``, read-only unless ``rw``. Raises ``ValueError`` if it is malformed, or if its
+    source is not allowed as written or as it resolves here."""
     source, _, rest = text.partition(":")
     target, _, mode = rest.partition(":")
     if mode not in {"", "ro", "rw"} or (not mode and text.count(":") != 1):
@@ -71,12 +69,9 @@ def check_spelling(path: str) -> None:
 
 
 def check_source(written: str, real: str, sockets: Iterable[str] = ()) -> None:
-    """Refuse a folder of the host that would give the container more than data.
-
-    ``written`` is the path in the recipe, for the error line; ``real`` is the same or its resolution; ``sockets`` are
-    the known sockets of the host. Raises ``ValueError`` if the folder is outside the allow-list, or holds a socket, a
-    home, keys or a part of the system.
-    """
+    """Refuse a folder of the host that would give the container more than data. ``written`` is the path in the recipe,
+    for the error line; ``real`` is the same or its resolution; ``sockets`` are the known sockets of the host. Raises
+    ``ValueError`` if the folder is outside the allow-list, or holds a socket, a home, keys or a part of the system."""
     path = PurePosixPath(real)
     named = written if real == written else f"{written} ({real})"
     if any(path.is_relative_to(folder) for folder in CLOSED):
@@ -122,10 +117,8 @@ def mount_query(mounts: Sequence[str]) -> str:
 
 
 def check_remote_mounts(mounts: Sequence[str], output: str) -> None:
-    """Raise ``ValueError`` if a mount's source, by the output of :func:`mount_query` there, is not allowed.
-
-    Output of another form, as from a host without a shell, is not checked.
-    """
+    """Raise ``ValueError`` if a mount's source, by the output of :func:`mount_query` there, is not allowed. Output of
+    another form, as from a host without a shell, is not checked."""
     resolved, found, table = output.partition("\n==")
     if not found or len(resolved.splitlines()) != len(mounts):
         return

@@ -140,8 +140,7 @@ def create_command(options: DockerOptions, run_id: str, image: str, labels: dict
 
 def confinement_options(options: DockerOptions) -> list[str]:
     """Return the options of every container: no root, no capabilities, an init, and only the mounts and limits
-    requested.
-    """
+    requested."""
     words = ["--init", "--user", options.user, "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
     words += gpu_options(options)
     for name, value in (

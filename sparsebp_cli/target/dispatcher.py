@@ -39,11 +39,8 @@ class Dispatcher:
         adopt_only: bool = False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Lock the runs; raises ``RunBusyError`` if another dispatcher has one of them.
-
-        At most ``max_parallel`` runs work at once. With ``adopt_only``, workers that exist already are followed and
-        none is started.
-        """
+        """Lock the runs; raises ``RunBusyError`` if another dispatcher has one of them. At most ``max_parallel`` runs
+        work at once. With ``adopt_only``, workers that exist already are followed and none is started."""
         self._engine, self._max_parallel, self._adopt_only, self._sleep = engine, max_parallel, adopt_only, sleep
         self._waiting: list[RemoteRun] = []
         self._followed: list[RemoteRun] = []
@@ -53,10 +50,8 @@ class Dispatcher:
             self._waiting.append(RemoteRun(run, engine, os.getpid()))
 
     def begin(self) -> None:
-        """Follow the runs whose workers exist, then start the first of the others, or as many as may work at once.
-
-        If the first cannot be started, every run is released and the error is raised.
-        """
+        """Follow the runs whose workers exist, then start the first of the others, or as many as may work at once. If
+        the first cannot be started, every run is released and the error is raised."""
         for remote in self._waiting:
             remote.mark_waiting()
         try:

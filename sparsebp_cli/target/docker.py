@@ -273,10 +273,8 @@ class LogPosition:
             return cls()
 
     def append(self, run: RunFolder, lines: Iterable[str]) -> None:
-        """Append the new lines to ``worker.log``, ordered by the stamp before each; lines without one are dropped.
-
-        A log that was truncated at its beginning in the meantime loses lines but repeats none.
-        """
+        """Append the new lines to ``worker.log``, ordered by the stamp before each; lines without one are dropped. A
+        log that was truncated at its beginning in the meantime loses lines but repeats none."""
         found = [(match, _nanoseconds(match)) for line in lines if (match := STAMPED.match(line))]
         new = sorted((item for item in found if item[1] > self.key), key=lambda item: item[1])
         if not new:

@@ -63,12 +63,10 @@ class TargetEngine(ABC):
 
     @abstractmethod
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
-        """Copy the runs' folders there and start their workers; return their handles.
-
-        Two dispatchers that start one run at once must not both succeed. Without a queue of its own, an engine gets one
-        run a call. Raises ``RunBusyError`` when another dispatcher was quicker, ``RunFailedError`` when the run was
-        refused, and ``UnreachableError`` when it is not known whether it was started; then :meth:`find` will tell.
-        """
+        """Copy the runs' folders there and start their workers; return their handles. Two dispatchers that start one
+        run at once must not both succeed. Without a queue of its own, an engine gets one run a call. Raises
+        ``RunBusyError`` when another dispatcher was quicker, ``RunFailedError`` when the run was refused, and
+        ``UnreachableError`` when it is not known whether it was started; then :meth:`find` will tell."""
 
     @abstractmethod
     def status(self, run: RunFolder, handle: str) -> WorkerStatus:
@@ -96,9 +94,6 @@ class TargetEngine(ABC):
 
 
 def read_exit_code(code: int) -> int:
-    """Return a process's exit code from a shell's: N > 128 is the signal N - 128, given as a negative number.
-
-    130 and 143 (SIGINT, SIGTERM) stay: a worker itself exits with them after it caught the signal and wrote a
-    checkpoint.
-    """
+    """Return a process's exit code from a shell's: N > 128 is the signal N - 128, given as a negative number. 130 and
+    143 (SIGINT, SIGTERM) stay: a worker itself exits with them after it caught the signal and wrote a checkpoint."""
     return 128 - code if code > 128 and code not in {130, 143} else code

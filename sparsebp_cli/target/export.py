@@ -34,10 +34,8 @@ def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
 
 
 def export_kubernetes(plans: Sequence[Plan]) -> str:
-    """Return a ConfigMap and a Job for each plan, as YAML for ``kubectl apply``.
-
-    Without a claim, the files that the run writes are lost with its pod.
-    """
+    """Return a ConfigMap and a Job for each plan, as YAML for ``kubectl apply``. Without a claim, the files that the
+    run writes are lost with its pod."""
     documents = []
     for plan in plans:
         options = KubernetesOptions.model_validate(_options(plan, "kubernetes"))

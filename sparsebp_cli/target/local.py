@@ -136,10 +136,8 @@ def list_gpus() -> list[str]:
 
 
 def share_gpus(num_shares: int) -> list[dict[str, str]]:
-    """Return the environment of each of several workers at once, so that they divide this machine's GPUs.
-
-    Each mapping holds ``CUDA_VISIBLE_DEVICES``; it is empty for one worker alone or where there is no GPU.
-    """
+    """Return the environment of each of several workers at once, so that they divide this machine's GPUs. Each mapping
+    holds ``CUDA_VISIBLE_DEVICES``; it is empty for one worker alone or where there is no GPU."""
     if num_shares == 1:
         return [{}]
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

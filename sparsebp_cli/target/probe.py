@@ -82,10 +82,8 @@ BROKEN = 255  # ssh's own exit code
 
 
 def shell_command(host: str | None, lines: str) -> list[str]:
-    """Return the command that runs POSIX shell lines on ``ssh://[USER@]HOST[:PORT]``; None is this machine.
-
-    ``exec sh`` makes the lines independent of the user's login shell there.
-    """
+    """Return the command that runs POSIX shell lines on ``ssh://[USER@]HOST[:PORT]``; None is this machine. ``exec sh``
+    makes the lines independent of the user's login shell there."""
     if host is None:
         return ["sh", "-c", lines]
     return [*ssh_command(host), f"exec sh -c {shlex.quote(lines)}"]

@@ -80,8 +80,7 @@ class RemoteRun:
 
     def abandon(self, text: str = "", *, forget: bool = False) -> None:
         """Release a run that was never started. A text is the reason why it failed; with ``forget`` the run's folder
-        stays as it was before this process locked it.
-        """
+        stays as it was before this process locked it."""
         if text or self.run.cancel_file.exists():
             write_end_record(self.run, None, after_attempt=self._launch.after_attempt, text=text, failed=True)
         if forget and self._before is None:

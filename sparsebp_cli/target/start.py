@@ -15,10 +15,8 @@ from sparsebp_cli.run import RunFolder
 
 
 def start_process(module: str, options: Sequence[str], runs: Sequence[RunFolder]) -> None:
-    """Start ``python -m MODULE OPTIONS RUN_FOLDER...`` and wait until it reports the start of the first run.
-
-    The module calls :func:`report_start` once, then :func:`leave_client`. An error that it reports is raised here.
-    """
+    """Start ``python -m MODULE OPTIONS RUN_FOLDER...`` and wait until it reports the start of the first run. The module
+    calls :func:`report_start` once, then :func:`leave_client`. An error that it reports is raised here."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", module, *options, *(str(run.path) for run in runs)],
         stdin=subprocess.DEVNULL,

@@ -61,11 +61,9 @@ class Tool:
     timeout_seconds: float = TIMEOUT_SECONDS  # for commands that transfer nothing
 
     def run(self, command: Sequence[str], *, given: bytes = b"") -> CommandResult:
-        """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused.
-
-        Raises ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such
-        program here.
-        """
+        """Run a command to its end, with ``given`` as standard input; the code is not 0 when the target refused. Raises
+        ``UnreachableError`` when it did not get through or took too long, ``UsageError`` when there is no such program
+        here."""
         process = self._start(command)
         try:
             out, err = process.communicate(given, timeout=self.timeout_seconds)
@@ -77,10 +75,8 @@ class Tool:
 
     @contextmanager
     def read(self, command: Sequence[str]) -> Iterator[IO[bytes]]:
-        """Yield the standard output of a command, as long as it goes on printing.
-
-        Raises ``UnreachableError`` when it ends with an error, for whatever reason, or prints nothing for too long.
-        """
+        """Yield the standard output of a command, as long as it goes on printing. Raises ``UnreachableError`` when it
+        ends with an error, for whatever reason, or prints nothing for too long."""
         with TemporaryFile() as errors, self._start(command, errors) as process, _watched(process) as touch:
             assert process.stdout is not None
             assert process.stdin is not None
@@ -94,10 +90,8 @@ class Tool:
                 raise UnreachableError(f"{self.place}: a transfer broke off: {answer.problem}")
 
     def write(self, command: Sequence[str], feed: Callable[[IO[bytes]], None]) -> CommandResult:
-        """Run a command whose standard input ``feed`` writes, as long as it goes on reading.
-
-        Raises ``UnreachableError`` when it did not get through or stopped reading.
-        """
+        """Run a command whose standard input ``feed`` writes, as long as it goes on reading. Raises
+        ``UnreachableError`` when it did not get through or stopped reading."""
         with TemporaryFile() as errors, self._start(command, errors) as process, _watched(process) as touch:
             assert process.stdin is not None
             assert process.stdout is not None
@@ -148,8 +142,7 @@ class _ActivityStream:
 
 def _content(errors: IO[bytes]) -> str:
     """Return the standard error of a program that has ended; it is a file, so that a full pipe cannot block the
-    program.
-    """
+    program."""
     errors.seek(0)
     return errors.read().decode(errors="replace")
 

@@ -33,8 +33,7 @@ STATUS = {
 
 def find_state(run: RunFolder, history: History) -> State:
     """Return the run's state, as ``RunFolder.state`` does, but read the journal again only where ``history`` is not
-    enough.
-    """
+    enough."""
     if run.is_locked("worker"):
         return State.RUNNING
     attempt = history.warm[-1][0] if history.warm else 0

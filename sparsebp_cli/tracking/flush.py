@@ -38,10 +38,8 @@ class Flusher:
     """Sends the new part of one run's journal at each :meth:`flush`. Its position is kept in memory and on disk."""
 
     def __init__(self, run: RunFolder, uri: str | None = None) -> None:
-        """Read the plan; nothing is opened yet. Without ``uri`` the plan and the environment name the store.
-
-        Raises ``TrackingError`` if the store's address cannot be used, ``RunNotFoundError`` if the run has no plan.
-        """
+        """Read the plan; nothing is opened yet. Without ``uri`` the plan and the environment name the store. Raises
+        ``TrackingError`` if the store's address cannot be used, ``RunNotFoundError`` if the run has no plan."""
         self.run = run
         self.plan = Plan.load(run.plan_file)
         self.uri = resolve_uri(uri or self.plan.recipe.tracking.uri)
@@ -51,10 +49,8 @@ class Flusher:
         self._restart(self._sent)
 
     def flush(self) -> SyncResult:
-        """Send every whole record that was not sent, then the tags, artifacts and status that changed.
-
-        Raises ``TrackingError`` if the store cannot be used; the next call continues after the part that was sent.
-        """
+        """Send every whole record that was not sent, then the tags, artifacts and status that changed. Raises
+        ``TrackingError`` if the store cannot be used; the next call continues after the part that was sent."""
         before = self.points_sent
         try:
             with FileLock(self.run.path / "tracking.lock", timeout=LOCK_SECONDS):
@@ -180,9 +176,7 @@ class Flusher:
 
 def sync(run: RunFolder, uri: str | None = None) -> SyncResult:
     """Send the rest of a run's journal to its store; a repeated call changes nothing. The run may still be running.
-
-    Never raises: a store that cannot be used is the result's ``problem``.
-    """
+    Never raises: a store that cannot be used is the result's ``problem``."""
     flusher = None
     try:
         flusher = Flusher(run, uri)

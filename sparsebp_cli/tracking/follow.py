@@ -30,11 +30,9 @@ class Follower:
     def __init__(
         self, run: RunFolder, *, every: float = 10.0, within: float = 30.0, warn: Callable[[str], None] | None = None
     ) -> None:
-        """Prepare; nothing is opened or started yet, and a wrong store does not raise.
-
-        It sends ``every`` so many seconds, and the last time for at most ``within`` seconds. ``warn`` is called once,
-        from the follower's thread, with one line when the store cannot be used.
-        """
+        """Prepare; nothing is opened or started yet, and a wrong store does not raise. It sends ``every`` so many
+        seconds, and the last time for at most ``within`` seconds. ``warn`` is called once, from the follower's thread,
+        with one line when the store cannot be used."""
         self.run, self.every, self.within, self.warn = run, every, within, warn
         self.result = SyncResult()
         self.warnings: list[str] = []
@@ -49,9 +47,7 @@ class Follower:
 
     def stop(self) -> SyncResult:
         """Send the rest after the run is over, and return the result; ``problem`` says so when ``within`` was exceeded.
-
-        The part that was not sent stays in the journal for ``sparsebp sync``.
-        """
+        The part that was not sent stays in the journal for ``sparsebp sync``."""
         self._over.set()
         self._thread.join(self.within)
         if self._thread.is_alive():

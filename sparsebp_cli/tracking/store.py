@@ -35,9 +35,7 @@ ENVIRONMENT = {
 
 def open_client(uri: str) -> MlflowClient:
     """Connect to a store whose URI ``resolve_uri`` returned; create a missing sqlite database, one process at a time.
-
-    The errors of the client are of many kinds; the caller turns them into one line.
-    """
+    The errors of the client are of many kinds; the caller turns them into one line."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
@@ -80,10 +78,8 @@ def experiment_id(client: MlflowClient, uri: str, name: str) -> str:
 
 
 def _create_database(uri: str) -> None:
-    """Create a missing database. The file appears whole or not at all, so a kill leaves nothing broken behind.
-
-    Fails at once where MLflow would retry for a minute and a half: no server, no rights, not a database.
-    """
+    """Create a missing database. The file appears whole or not at all, so a kill leaves nothing broken behind. Fails at
+    once where MLflow would retry for a minute and a half: no server, no rights, not a database."""
     import sqlalchemy
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 

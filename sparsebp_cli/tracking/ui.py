@@ -18,11 +18,9 @@ from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite, sqlit
 
 
 def ui_command(uri: str, port: int = 5000) -> list[str]:
-    """Return the command that serves a store's pages on 127.0.0.1; a missing sqlite database is created.
-
-    Run it with :func:`ui_environment` added to the environment. Raises ``TrackingError`` for a server, which has its
-    own pages, and for a database with a password, which the list of processes would show.
-    """
+    """Return the command that serves a store's pages on 127.0.0.1; a missing sqlite database is created. Run it with
+    :func:`ui_environment` added to the environment. Raises ``TrackingError`` for a server, which has its own pages, and
+    for a database with a password, which the list of processes would show."""
     if is_server(uri):
         raise TrackingError(f"the tracking store is a server: open {mask(uri)} in a browser")
     if mask(uri) != uri:
@@ -39,10 +37,8 @@ def ui_command(uri: str, port: int = 5000) -> list[str]:
 
 
 def find_port(wanted: int | None, first: int = 5000) -> int:
-    """Return a free port of 127.0.0.1: the wanted one; with None ``first``, or else any.
-
-    Raises ``TrackingError`` if another process has the wanted one.
-    """
+    """Return a free port of 127.0.0.1: the wanted one; with None ``first``, or else any. Raises ``TrackingError`` if
+    another process has the wanted one."""
     for port in (wanted,) if wanted is not None else (first, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

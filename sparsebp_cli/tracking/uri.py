@@ -16,11 +16,8 @@ LONGEST_LINE = 300
 
 def resolve_uri(plan_uri: str | None) -> str:
     """Return the URI of the MLflow store: of the recipe, else of ``MLFLOW_TRACKING_URI``, else ``mlflow.db`` in
-    SparseBP's home.
-
-    It may hold a password: show it through :func:`mask` only. Raises ``TrackingError`` for a folder, an unknown scheme,
-    or a relative sqlite path.
-    """
+    SparseBP's home. It may hold a password: show it through :func:`mask` only. Raises ``TrackingError`` for a folder,
+    an unknown scheme, or a relative sqlite path."""
     uri = plan_uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home() / 'mlflow.db'}"
     scheme = uri.split("://", 1)[0].split("+", 1)[0].lower() if "://" in uri else ""
     if scheme not in DATABASES + SERVERS:
@@ -52,9 +49,7 @@ def sqlite_file(uri: str) -> Path:
 
 def artifact_root(uri: str) -> Path:
     """Return the artifact folder of a database: ``mlartifacts`` next to the sqlite file, else in SparseBP's home.
-
-    MLflow's own default is the working folder.
-    """
+    MLflow's own default is the working folder."""
     return (sqlite_file(uri).parent if is_sqlite(uri) else home()) / "mlartifacts"
 
 

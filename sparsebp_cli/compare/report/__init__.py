@@ -40,11 +40,8 @@ MARKS = (
 
 def write_report(comparison: Comparison, path: Path, command: str = "") -> Path:
     """Write the report of a comparison, with the curves of ``REPORT_CURVES``, to an ``.html`` file, and return its
-    path.
-
-    ``command`` is the one that made the report; empty leaves it out. Raises ``UsageError`` for another ending or a
-    missing folder.
-    """
+    path. ``command`` is the one that made the report; empty leaves it out. Raises ``UsageError`` for another ending or
+    a missing folder."""
     check_path(path)
     path.write_text(render_report(comparison, command), encoding="utf-8")
     return path
