@@ -11,7 +11,7 @@ import pytest
 from sparsebp_cli.cli.runs import describe_run
 from sparsebp_cli.run import History, JournalWriter, RunFolder, State, find_run, list_runs
 from sparsebp_cli.run import journal as journal_module
-from sparsebp_cli.run.journal import FILE, find_outline
+from sparsebp_cli.run.journal import OUTLINE, find_outline
 from tests.compare.conftest import MakeRun, make_run
 
 __all__ = ["make_run"]
@@ -42,7 +42,7 @@ def test_an_older_run_gets_its_outline_from_its_first_reader(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    (run.path / FILE).unlink()
+    (run.path / OUTLINE).unlink()
     before = describe_run(run)
     forbid_reading(monkeypatch)
     assert describe_run(run) == before
@@ -85,14 +85,14 @@ def test_an_odd_outline_is_not_believed(make_run: MakeRun, content: bytes | dict
     run = make_run()
     before = describe_run(run)
     if isinstance(content, dict):
-        content = json.dumps(json.loads((run.path / FILE).read_bytes()) | content).encode()
-    (run.path / FILE).write_bytes(content)
+        content = json.dumps(json.loads((run.path / OUTLINE).read_bytes()) | content).encode()
+    (run.path / OUTLINE).write_bytes(content)
     assert describe_run(run) == before
 
 
 def test_an_outline_of_another_journal_is_not_believed(make_run: MakeRun) -> None:
     run, other = make_run(loss=3.0), make_run(loss=4.0, seed=1)
-    (run.path / FILE).write_bytes((other.path / FILE).read_bytes())
+    (run.path / OUTLINE).write_bytes((other.path / OUTLINE).read_bytes())
     assert describe_run(run)["eval_loss"] == 3.0
     journal = run.path / "journal.jsonl"
     text, found = journal.read_bytes(), journal.stat()
@@ -105,10 +105,10 @@ def test_a_folder_that_cannot_be_written_is_listed_all_the_same(
     make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run()
-    (run.path / FILE).unlink()
+    (run.path / OUTLINE).unlink()
     monkeypatch.setattr("pathlib.Path.write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("read-only")))
     assert describe_run(run)["state"] == "finished"
-    assert not (run.path / FILE).exists()
+    assert not (run.path / OUTLINE).exists()
 
 
 def test_a_list_reads_every_plan_once_and_an_id_reads_none(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
