@@ -56,7 +56,7 @@ def test_no_row_is_in_both_splits(name):
     assert len(test) == len(splits["test"])
 
 
-def test_another_process_with_other_hashes_gets_the_same_rows_and_imports_nothing_heavy():
+def test_another_process_gets_the_same_rows_and_imports_nothing_heavy():
     environment = os.environ | {"PYTHONHASHSEED": "12345"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *NAMES], capture_output=True, text=True, check=True, env=environment
@@ -70,7 +70,7 @@ def paragraphs(rows):
     return [" ".join(part.split()) for row in rows for part in row["text"].split("\n\n")]
 
 
-def test_the_python_docs_hold_every_paragraph_of_this_python_once_and_a_part_is_held_out():
+def test_the_python_docs_hold_every_paragraph_of_this_python_once():
     splits = load("python-docs")
     train, test = paragraphs(splits["train"]), paragraphs(splits["test"])
     every = {" ".join(part.split()) for text in topics.values() for part in text.split("\n\n")} - {""}

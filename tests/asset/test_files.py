@@ -10,7 +10,7 @@ DATA = Path(sparsebp_cli.asset.__file__).parent / "data"
 PROJECT = Path(__file__).parents[2]
 
 
-def test_every_shipped_file_has_the_sha256_of_the_manifest_and_no_file_is_missing_or_extra():
+def test_every_shipped_file_is_in_the_manifest_with_its_sha256_and_no_other():
     listed = {}
     for line in (DATA / "SHA256SUMS").read_text(encoding="ascii").splitlines():
         digest, _, name = line.partition("  ")

@@ -102,7 +102,7 @@ def test_segments_get_the_weights_of_plain_pytorch(segments: int) -> None:
     assert engine.eager.report.waited == ()
 
 
-def test_parameters_that_are_frozen_in_turn_keep_their_state_and_are_updated_in_theirs() -> None:
+def test_parameters_that_are_frozen_in_turn_keep_their_state() -> None:
     options = {"policies": [sbp.make_policy("frozen", turn="layers")], "steps": 5}
     expected, _ = train(Llama, eager=False, **options)
     found, _ = train(Llama, eager=True, **options)

@@ -155,7 +155,7 @@ def test_a_pass_that_fails_before_anything_changed_may_be_tried_again() -> None:
         assert torch.equal(found, expected)
 
 
-def test_what_breaks_off_inside_of_the_optimizers_step_leaves_its_groups_as_they_are() -> None:
+def test_an_error_inside_the_optimizers_step_leaves_its_groups_as_they_are() -> None:
     class Failing(torch.optim.SGD):
         fails = False
 

@@ -73,7 +73,7 @@ def test_a_resumed_run_is_bit_identical(by: str, dtype: torch.dtype) -> None:
     assert_equal(dict(second.named_parameters()), dict(first.named_parameters()))
 
 
-def test_gradients_that_are_not_finite_update_nothing_where_that_can_be_known_and_are_told_by_name() -> None:
+def test_gradients_that_are_not_finite_update_nothing_and_are_told_by_name() -> None:
     def run(by: str | None) -> tuple[nn.Module, dict[str, Tensor]]:
         model = Llama()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -109,7 +109,7 @@ def test_two_passes_in_one_step_are_refused_by_name_and_micro_batches_are_not() 
     engine.backward(model(2))
 
 
-def test_what_is_hidden_from_graph_and_forward_is_refused_and_not_updated_twice_in_silence() -> None:
+def test_what_is_hidden_from_graph_and_forward_is_refused_not_updated_twice() -> None:
     class Hidden(torch.autograd.Function):
         """Differentiates a parameter that is not among its inputs, in a pass of its own."""
 
@@ -174,7 +174,7 @@ class StopsOnce(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_checkpointing_would_compute_again_with_changed_weights_is_refused_by_name(reentrant: bool) -> None:
+def test_what_would_be_computed_again_with_changed_weights_is_refused_by_name(reentrant: bool) -> None:
     model = StopsOnce(reentrant)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = attach(model, [], optimizer=optimizer, update="eager")
@@ -233,7 +233,7 @@ class ByTheSumOfAll(torch.optim.SGD):
                     p.add_(p.grad, alpha=-group["lr"])
 
 
-def test_options_of_groups_and_what_a_step_writes_into_them_stay_those_of_the_users_optimizer() -> None:
+def test_options_of_groups_stay_those_of_the_users_optimizer() -> None:
     def make(_: Any) -> CountsInItsGroup:
         return CountsInItsGroup([{"params": model.cell.parameters(), "lr": 0.2}, {"params": model.head.parameters()}])
 

@@ -134,7 +134,7 @@ def test_a_small_variance_beside_a_large_gradient_is_not_lost() -> None:
     ],
     ids=["columns", "columns-unweighted", "rows"],
 )
-def test_bias_is_what_chance_makes_it_for_an_unbiased_policy_and_more_for_a_biased_one(
+def test_bias_is_within_chance_for_an_unbiased_policy_and_beyond_for_a_biased_one(
     options: dict[str, object], unbiased: bool
 ) -> None:
     """One linear: what is unbiased at a site is unbiased in its weight's gradient."""

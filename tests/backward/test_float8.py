@@ -115,7 +115,7 @@ def test_inputs_that_do_not_lie_in_a_row_and_autocast_change_no_bit() -> None:
 @pytest.mark.parametrize("widths", [EQUAL, UNEQUAL])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_stack_with_every_second_weight_frozen_multiplies_and_keeps_what_theory_needs(widths, recipe, dtype) -> None:
+def test_a_stack_with_every_second_weight_frozen_does_what_theory_needs(widths, recipe, dtype) -> None:
     """torchao multiplies eight times where six products have a reader, and keeps every input in high precision."""
     model = float8_stack(widths, recipe, bias=False, dtype=dtype)
     forward = feed(ROWS, 32, dtype=dtype)
@@ -135,7 +135,7 @@ def test_a_stack_with_every_second_weight_frozen_multiplies_and_keeps_what_theor
     assert same(ours.numbers, stock.numbers)
 
 
-def test_a_stack_whose_input_wants_no_gradient_runs_four_products_where_torchao_runs_six() -> None:
+def test_a_stack_whose_input_wants_no_gradient_runs_four_products_and_not_six() -> None:
     """Only what lies above the first trained weight has a gradient to hand on."""
     model = float8_stack(EQUAL, "tensorwise", bias=False, frozen=(0, 2))
     forward = feed(ROWS, 32, input_wants=False)

@@ -163,7 +163,7 @@ def test_training_a_tied_head_trains_the_embedding_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_embeddings_that_were_made_to_require_a_gradient_do_not_prolong_the_backward(checkpointing) -> None:
+def test_embeddings_made_to_require_a_gradient_do_not_prolong_the_backward(checkpointing) -> None:
     model = tiny_decoder("llama", checkpointing=checkpointing)
     model.enable_input_require_grads()
     ids = tokens(0)
@@ -186,7 +186,7 @@ def test_reentrant_checkpointing_is_refused_by_name() -> None:
         sbp.attach(model, [sbp.make_policy("frozen", train=["lm_head"])])
 
 
-def test_what_is_not_trained_keeps_no_gradient_of_an_earlier_step_and_the_optimizer_leaves_it_alone() -> None:
+def test_what_is_not_trained_keeps_no_gradient_of_an_earlier_step() -> None:
     model = tiny_model("llama", num_hidden_layers=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
     turns = sbp.make_policy("frozen", turn="layers", order="ascending", freeze=["*embed*", "*norm*", "lm_head"])
@@ -315,7 +315,7 @@ def test_ddp_around_the_model_before_it_is_attached_is_refused_by_name(monkeypat
         sbp.attach(Wrapped(tiny_model("llama")), [sbp.make_policy("frozen", train=["lm_head"])])
 
 
-def test_what_the_user_freezes_meanwhile_stays_frozen_and_what_the_user_thaws_is_trained() -> None:
+def test_what_the_user_freezes_or_thaws_meanwhile_stays_so() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

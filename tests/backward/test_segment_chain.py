@@ -173,7 +173,7 @@ def test_leading_segments_that_are_frozen_run_once() -> None:
     assert list(counts.values()) == [1, 1, 2, 2, 2, 2, 1]
 
 
-def test_autocast_inside_which_forward_and_backward_run_keeps_no_cast_without_a_graph() -> None:
+def test_autocast_around_forward_and_backward_keeps_no_cast_without_a_graph() -> None:
     cells = []
     for cut in (False, True):
         torch.manual_seed(0)

@@ -172,7 +172,7 @@ def test_layers_that_python_or_numpy_drops_are_dropped_alike_in_the_second_run(d
         assert torch.equal(stores[1][key], grad)
 
 
-def test_a_model_that_is_switched_to_evaluation_before_its_backward_is_run_again_as_it_was_trained() -> None:
+def test_a_model_in_evaluation_at_its_backward_is_run_again_as_it_was_trained() -> None:
     results = []
     for options in ({}, {"segments": 2}, {"segments": 4}):
         model = Stack(Noisy)
@@ -183,7 +183,7 @@ def test_a_model_that_is_switched_to_evaluation_before_its_backward_is_run_again
         assert left == results[0][1]
 
 
-def test_weights_that_change_between_forward_and_backward_are_refused_as_plain_autograd_does() -> None:
+def test_weights_that_change_before_the_backward_are_refused_as_by_autograd() -> None:
     model = Stack(lambda: nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.layers[0].parameters(), lr=0.1)
     with sbp.attach(model, [], optimizer=optimizer, segments=2) as engine:
@@ -304,7 +304,7 @@ def test_generators_of_modules_are_drawn_from_once(make: Callable[[], Any], draw
 
 
 @pytest.mark.parametrize("in_list", [False, True])
-def test_a_loss_that_a_layer_keeps_inside_of_a_segment_is_refused_and_in_the_last_one_counts(in_list: bool) -> None:
+def test_a_loss_that_a_layer_keeps_counts_in_the_last_segment_alone(in_list: bool) -> None:
     model = Stack(lambda: Judged(in_list=in_list))
     (model(given()) + model.layers[3].aside[-1]).backward()
     plain = gradients_of(model)

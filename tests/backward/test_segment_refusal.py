@@ -93,7 +93,7 @@ def test_a_gradient_that_would_be_lost_is_an_error(make: Callable[[], nn.Module]
             engine.backward(model(torch.ones(2, 4)))
 
 
-def test_a_loss_of_what_a_router_inside_a_layer_computes_is_refused_and_its_scores_are_told() -> None:
+def test_a_loss_of_a_router_inside_a_layer_is_refused_and_its_scores_are_told() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
         sizes = FAMILIES["llama"] | {"num_local_experts": 4, "num_hidden_layers": 3}

@@ -171,7 +171,7 @@ def test_nothing_is_run_again_below_the_lowest_trained_layer() -> None:
     assert {name.split(".")[2] for name in flops.recomputed} == {"3"}
 
 
-def test_all_but_the_last_segment_is_run_again_once_and_the_backward_is_the_plain_one() -> None:
+def test_all_but_the_last_segment_is_run_again_once_with_the_plain_backward() -> None:
     counts = []
     for segments in (None, 3):
         model = make_model()

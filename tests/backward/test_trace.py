@@ -130,7 +130,7 @@ class _Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_graph_that_is_built_inside_the_backward_belongs_to_the_modules_that_it_is_built_of(times: int) -> None:
+def test_a_graph_built_inside_the_backward_belongs_to_its_modules(times: int) -> None:
     inner = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Tanh(), nn.Linear(7, 3, bias=False))
     model = nn.Sequential(nn.Linear(4, 5), _Recomputed(inner), nn.Linear(3, 2))
     x = torch.randn(N, 4, requires_grad=True)

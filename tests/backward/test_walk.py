@@ -77,7 +77,7 @@ def test_functions_of_python_broadcasts_and_casts_are_plain_pytorch(both: bool) 
     assert plain[2].dtype == torch.bfloat16
 
 
-def test_outputs_of_one_node_that_are_used_more_than_once_add_up_in_the_engines_order() -> None:
+def test_outputs_of_one_node_used_more_than_once_add_up_in_the_engines_order() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()

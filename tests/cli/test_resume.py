@@ -70,7 +70,7 @@ def test_a_detached_resume_of_which_nothing_lives_says_so_and_does_not_end_with_
     assert f"error: run {run.run_id} interrupted: it says why" in done.stderr
 
 
-def test_numbers_that_were_not_sent_are_in_the_summary_with_the_command_that_sends_them(
+def test_the_summary_has_the_command_that_sends_what_was_not_sent(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = f"the tracking store took longer than 30 s; `sparsebp sync {run.run_id}` sends it later"

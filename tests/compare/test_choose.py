@@ -147,7 +147,7 @@ def test_another_machines_home_its_runs_and_one_run_are_all_places(runs: list[Ru
     assert local_candidates(home_folder / "nothing") == []
 
 
-def test_a_plan_that_this_version_cannot_read_says_nothing_of_its_state_and_hides_no_other(
+def test_a_plan_that_this_version_cannot_read_hides_no_other(
     runs: list[RunFolder],
 ) -> None:
     plan = runs[0].plan_file

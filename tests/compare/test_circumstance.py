@@ -39,7 +39,7 @@ def add(run: RunFolder, name: str, values: list[float]) -> None:
 # A busy machine
 
 
-def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_in_place_of_step_times(make_run: MakeRun) -> None:
+def test_on_a_busy_machine_the_verdict_gives_the_probes_ratio_not_step_times(make_run: MakeRun) -> None:
     runs = pair(make_run, seconds=0.1)
     assert "step time -50.0 %" in sparse(runs).verdict
     for run in runs[3:]:

@@ -226,7 +226,7 @@ def test_identical_seeds_are_called_identical_and_noise_is_not_called_a_differen
         (0.05, "not worse by more than the margin of 0.05: no;"),
     ],
 )
-def test_a_margin_is_answered_by_yes_no_or_inconclusive_with_about_how_many_seeds_more(
+def test_a_margin_is_answered_by_yes_no_or_about_how_many_seeds_more(
     two_groups: list[RunFolder], margin: float, says: str
 ) -> None:
     assert says in compare_runs(two_groups, margin=margin).groups[1].verdict
@@ -316,7 +316,7 @@ def test_a_run_inside_the_pause_of_another_did_not_disturb_it(make_run: MakeRun)
     assert not any("at the same time" in line for line in compare_runs([resumed, between]).warnings)
 
 
-def test_classification_is_judged_by_accuracy_and_any_logged_metric_may_be_asked_for(make_run: MakeRun) -> None:
+def test_classification_is_judged_by_accuracy_or_any_logged_metric(make_run: MakeRun) -> None:
     data = {"dataset": {"name": "d", "format": "classification"}}
     found = compare_runs([make_run(**data)])
     assert (found.metric, found.better) == ("eval/accuracy", "higher")
@@ -337,7 +337,7 @@ def test_two_recipes_of_one_name_get_different_labels(make_run: MakeRun) -> None
     assert [group.label for group in found.groups] == [f"x#{group.group[:4]}" for group in found.groups]
 
 
-def test_runs_without_any_evaluation_are_compared_in_speed_and_said_to_have_no_quality(make_run: MakeRun) -> None:
+def test_runs_without_any_evaluation_are_compared_in_speed_alone(make_run: MakeRun) -> None:
     found = compare_runs([make_run(steps=9), make_run("b", **TOPK, steps=9, seconds=0.1)])
     assert found.groups[1].quality.final is None
     assert found.groups[1].verdict == "no quality to compare; step time -50.0 % in these runs."

@@ -41,7 +41,7 @@ def test_losses_on_other_held_out_examples_are_no_difference_of_the_models(make_
     assert "cannot be decided" in check(found, "eval/loss.delta.high > 0.02")[0].text
 
 
-def test_other_training_data_alone_leaves_the_difference_and_stands_among_what_could_explain_it(
+def test_other_training_data_stands_among_what_could_explain_a_difference(
     make_run: MakeRun,
 ) -> None:
     runs = pair(make_run, facts={"eval_examples": 73, "dataset_digest": "xyz"})

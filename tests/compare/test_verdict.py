@@ -49,7 +49,7 @@ def verdict(difference: Difference | None, ratio: Difference | None = None) -> s
     )
 
 
-def test_where_nothing_differs_any_policy_is_called_different_in_5_of_100_studies_at_most() -> None:
+def test_where_nothing_differs_5_of_100_studies_at_most_find_a_difference() -> None:
     said = [[verdict(difference) for difference in study] for study in studies((0.0, 0.0, 0.0))]
     claims = sum(any("is worse" in text or "is better" in text for text in study) for study in said)
     assert claims / STUDIES < 0.05 + 0.01
@@ -70,7 +70,7 @@ def test_what_is_there_is_found_and_its_direction_is_right() -> None:
     assert not any("worse" in text for text in said)
 
 
-def test_step_times_that_do_not_differ_are_called_different_in_5_of_100_studies_at_most() -> None:
+def test_equal_step_times_are_called_different_in_5_of_100_studies_at_most() -> None:
     claims = 0
     for study in studies((0.0, 0.0)):
         ratios = [

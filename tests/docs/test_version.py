@@ -48,7 +48,7 @@ def test_a_version_has_each_kind_of_change_once_and_in_order(heading: str) -> No
     assert kinds == [kind for kind in KINDS if kind in kinds]
 
 
-def test_plugins_of_this_repository_need_the_minor_version_that_they_are_tested_with() -> None:
+def test_plugins_here_need_the_minor_version_that_they_are_tested_with() -> None:
     needed = f"sparsebp>={PROJECT['version'].rpartition('.')[0]}"
     for file in sorted((ROOT / "plugins").glob("*/pyproject.toml")):
         assert needed in tomllib.loads(file.read_text(encoding="utf-8"))["project"]["dependencies"], file

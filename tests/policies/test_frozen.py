@@ -95,7 +95,7 @@ def test_layers_take_turns_in_the_order_that_is_asked_for() -> None:
     assert len({str(turns) for turns in rounds}) > 3
 
 
-def test_what_lies_outside_of_the_layers_is_trained_all_the_time_unless_a_pattern_freezes_it() -> None:
+def test_what_is_outside_of_the_layers_is_trained_unless_a_pattern_freezes_it() -> None:
     outside = {"model.embed_tokens.weight", "model.norm.weight"}
     assert all(outside < chosen(step, turn="layers") for step in range(6))
     assert chosen(1, turn="layers", freeze=["*norm*", "lm_head"]) == {

@@ -156,7 +156,7 @@ def test_schema_and_loader_accept_a_base_and_short_forms(read: Read, text: str) 
     read(text)
 
 
-def test_the_schema_knows_the_options_of_installed_plugins_and_leaves_out_broken_ones(install: Install) -> None:
+def test_the_schema_has_options_of_installed_plugins_but_not_of_broken_ones(install: Install) -> None:
     install("half-plugin", {"half:2/4": "Half", "bad": "Unfinished"})
     schema = recipe_schema()
     content = {"version": 1, "model": {"name": "x"}, "dataset": {"name": "x"}}

@@ -102,7 +102,7 @@ def test_what_a_plan_carries_makes_the_same_policy(install: Install, read: Read)
     assert make_policy(name, **entry) == make_policy("half", span=(1, 2))
 
 
-def test_the_same_question_is_refused_across_plugins_and_other_questions_go_together(
+def test_the_same_question_is_refused_across_plugins_and_others_go_together(
     install: Install, read: Read, refuse: Refuse
 ) -> None:
     install("half-plugin", {"half": "Half", "never": "Never"})

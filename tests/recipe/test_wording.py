@@ -125,7 +125,7 @@ def test_a_missing_key_is_named_at_its_parent(refuse: Refuse) -> None:
     assert refuse("version: 1\nmodel: {name: x}\n").startswith("r.yaml:1:1: dataset: missing (The data")
 
 
-def test_the_first_error_in_the_file_is_named_and_a_misspelt_key_before_the_one_missing(refuse: Refuse) -> None:
+def test_the_first_error_is_named_and_a_misspelt_key_before_the_one_missing(refuse: Refuse) -> None:
     assert refuse(SMALL + "training: {seed: x}\nbackward: {sites: 3}").startswith("r.yaml:5:18: training.seed")
     assert refuse(SMALL + "backward: {sites: 3}\ntraining: {seed: x}").startswith("r.yaml:5:19: backward.sites")
     assert refuse(SMALL + "policy: [{name: topk, keep: 2}]\ntraining: {seed: x}").startswith(

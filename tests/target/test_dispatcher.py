@@ -139,7 +139,7 @@ def test_two_dispatchers_never_have_one_run(fake: FakeTarget) -> None:
     assert job.cancel() is State.CANCELLED
 
 
-def test_a_dispatcher_that_died_leaves_a_run_of_which_nothing_is_known_until_the_next_one(fake: FakeTarget) -> None:
+def test_of_a_run_whose_dispatcher_died_nothing_is_known_until_the_next_one(fake: FakeTarget) -> None:
     run = make_run("slow")
     dispatcher = Dispatcher([run], fake.engine)
     dispatcher.begin()

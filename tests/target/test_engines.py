@@ -182,7 +182,7 @@ def other_daemon(docker_engine: str) -> Iterator[Daemon]:
 
 
 @pytest.mark.promise("R10")
-def test_a_daemon_that_is_restarted_is_unreachable_meanwhile_and_the_end_is_told_after(
+def test_a_daemon_that_is_restarted_is_unreachable_until_it_tells_the_end(
     other_daemon: Daemon, docker_options: Options
 ) -> None:
     address, stop, start = other_daemon

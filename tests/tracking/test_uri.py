@@ -120,7 +120,7 @@ def test_artifacts_lie_beside_a_sqlite_file_and_never_in_the_working_folder(home
     assert artifact_root("postgresql://host/db") == home_folder / "mlartifacts"
 
 
-def test_the_pages_of_a_server_are_its_own_and_a_password_is_not_put_on_a_command_line() -> None:
+def test_a_server_has_its_own_pages_and_no_password_is_on_a_command_line() -> None:
     with pytest.raises(TrackingError, match=r"open http://\*\*\*@host in a browser"):
         ui_command("http://me:secret@host")
     with pytest.raises(TrackingError) as caught:

@@ -117,7 +117,7 @@ def test_what_reads_all_logits_does_not_go_with_a_choice_of_tokens_or_examples(
 
 
 @pytest.mark.parametrize("policy", [MASKED, LOSSES, EXAMPLES], ids=lambda policy: policy["name"] + str(len(policy)))
-def test_a_loss_out_of_the_models_log_probabilities_does_not_go_with_a_choice_either(
+def test_a_loss_out_of_the_models_log_probabilities_does_not_go_with_a_choice(
     policy: Any, door: Make, tmp_path: Path
 ) -> None:
     """As trl 1.16 does it: the forward is replaced, and the trainer divides by the number of all labels."""

@@ -228,7 +228,7 @@ def test_a_test_fraction_takes_from_what_is_held_out_and_never_from_training(tmp
             assert sorted(ids(cut.held_out) + ids(cut.test)) == sorted(ids(plain.held_out))
 
 
-def test_documents_of_one_text_are_on_one_side_and_the_order_of_the_data_does_not_decide() -> None:
+def test_documents_of_one_text_are_on_one_side_in_any_order_of_the_data() -> None:
     section = DatasetSection(name="x", test_fraction=0.5)
     texts = [f"question {number // 3}" for number in range(30)]
     items = list(enumerate(texts))
@@ -239,7 +239,7 @@ def test_documents_of_one_text_are_on_one_side_and_the_order_of_the_data_does_no
     assert (sorted(turned), sorted(turned_test)) == (kept, test)
 
 
-def test_a_long_document_leaves_something_for_both_sides_and_a_single_one_is_refused() -> None:
+def test_a_long_document_leaves_both_sides_something_a_single_one_is_refused() -> None:
     section = DatasetSection(name="x", test_fraction=0.01)
     for texts in (["a", "b"], ["b", "a"]):
         kept, test = draw_test(texts, texts, [1, 1000], section)

@@ -34,9 +34,7 @@ def _history(run: Any) -> History:
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
-def test_a_killed_run_whose_layers_take_turns_resumes_to_identical_weights_and_state(
-    tiny_recipe, prepared, optim
-) -> None:
+def test_a_killed_run_whose_layers_take_turns_resumes_identically(tiny_recipe, prepared, optim) -> None:
     recipe = tiny_recipe(
         model={"config": DROPPING},
         policy=[TURNS],

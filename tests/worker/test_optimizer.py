@@ -125,7 +125,7 @@ def test_apollo_is_the_papers_algorithm(kind: str, rank: int, scale: float, is_t
     torch.testing.assert_close(weight.t() if is_turned else weight, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_apollo_draws_projections_of_variance_1_over_rank_anew_after_the_gap_and_for_each_parameter() -> None:
+def test_apollo_draws_projections_anew_after_the_gap_and_for_each_parameter() -> None:
     first, second = (nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
     optimizer = Apollo([first, second], rank=32, update_proj_gap=2)
     (group,) = optimizer.param_groups

@@ -150,7 +150,7 @@ def test_what_no_number_depends_on_may_change_and_is_told(killed: RunFolder) -> 
     assert "changes" not in History.load(killed.path).facts
 
 
-def test_a_checkpoint_of_an_older_version_goes_on_and_says_that_nothing_was_compared(killed: RunFolder) -> None:
+def test_a_checkpoint_of_an_older_version_says_that_nothing_was_compared(killed: RunFolder) -> None:
     for seal in (killed.path / "checkpoints").glob("*/seal.json"):
         seal.unlink()
         manifest = json.loads((seal.parent / "manifest.json").read_bytes())

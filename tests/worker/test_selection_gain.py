@@ -17,9 +17,7 @@ from tests.worker.conftest import FORKS, work
 
 
 @pytest.mark.parametrize(("wrong", "number"), [(1, 8), (4, 8), (8, 8)])
-def test_the_effective_size_of_targets_of_which_some_are_certain_is_the_share_of_the_others(
-    wrong: int, number: int
-) -> None:
+def test_the_effective_size_leaves_out_targets_that_are_certain(wrong: int, number: int) -> None:
     """A certain and right prediction has no gradient, a certain and wrong one sqrt(2)."""
     labels_BT = torch.zeros(1, number + 1, dtype=torch.int64)
     logits_BTV = torch.zeros(1, number + 1, 5)

@@ -64,7 +64,7 @@ def test_a_disabled_engine_an_evaluation_and_no_grad_are_the_model_as_it_was(mod
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_each_trained_token_weighs_as_in_a_mean_over_the_targets_of_all_micro_batches(mode: Any) -> None:
+def test_each_trained_token_weighs_as_in_a_mean_over_all_micro_batches(mode: Any) -> None:
     model, batch = decoder("llama"), make_batch("scattered", "right")
     num_targets = int((batch.inputs["labels"][:, 1:] != -100).sum())
     num_trained = int((batch.trained[:, :-1] & (batch.inputs["labels"][:, 1:] != -100)).sum())

@@ -27,7 +27,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("accumulates", [False, True])
-def test_a_sharded_model_is_counted_by_its_modules_and_only_what_nobody_holds_is_waste(accumulates: bool) -> None:
+def test_a_sharded_model_is_counted_by_modules_and_wastes_what_nobody_holds(accumulates: bool) -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2))
     mesh = init_device_mesh("cpu", (RANKS,))
     fully_shard(model[2], mesh=mesh)  # gathered again for the backward

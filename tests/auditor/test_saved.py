@@ -130,7 +130,7 @@ def test_a_compiled_model_is_watched_uncompiled_and_a_note_says_so(way: str) -> 
 
 
 @pytest.mark.compiles
-def test_a_compiled_function_is_watched_uncompiled_as_well_and_compiles_again_afterwards() -> None:
+def test_a_compiled_function_is_watched_uncompiled_and_compiles_again_later() -> None:
     model = nn.Linear(D, D)
 
     @torch.compile(backend="eager")

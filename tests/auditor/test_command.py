@@ -56,9 +56,7 @@ def test_json_is_what_the_committed_schema_says_and_alone_on_standard_output(scr
     assert report.to_dict() == AuditReport.from_dict(json.loads(json.dumps(report.to_dict()))).to_dict()
 
 
-def test_a_script_that_crashes_is_told_as_far_as_it_came_and_its_exit_code_is_passed_on(
-    script: Path, run_audit: Audit
-) -> None:
+def test_a_script_that_crashes_is_told_as_far_as_it_came_with_its_exit_code(script: Path, run_audit: Audit) -> None:
     done = run_audit("--", sys.executable, script, "crash")
     assert done.returncode == 1
     assert "ValueError: no luck" in done.stderr
@@ -99,9 +97,7 @@ def test_an_environment_without_this_package_is_named(script: Path, run_audit: A
     assert f"{sys.executable} has no sparsebp: install it into that environment as well" in done.stderr
 
 
-def test_a_script_whose_libraries_looked_for_torch_before_it_was_imported_is_watched(
-    script: Path, run_audit: Audit
-) -> None:
+def test_a_script_whose_libraries_looked_for_torch_early_is_watched(script: Path, run_audit: Audit) -> None:
     look = "from importlib.util import find_spec\nassert find_spec('torch') and find_spec('torch')\n"
     script.write_text(look + script.read_text(encoding="utf-8"), encoding="utf-8")
     done = run_audit("--", sys.executable, script)

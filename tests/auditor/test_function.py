@@ -94,7 +94,7 @@ def test_a_function_that_asks_first_has_no_waste() -> None:
     assert _audit(Asking).findings == ()
 
 
-def test_the_gradient_of_an_input_that_nobody_reads_is_found_with_all_that_only_leads_there() -> None:
+def test_the_gradient_of_an_input_that_nobody_reads_is_found() -> None:
     finding = _audit(Asking, reads_input=False).finding("unread-leaf")
     assert finding is not None
     assert finding.flops == 2 * N * (

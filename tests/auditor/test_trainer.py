@@ -64,7 +64,7 @@ def _examples(length: int, prompt: int, end: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_masked_prompts_and_padding_and_frozen_layers_are_found_with_the_numbers_of_theory(tmp_path: Path) -> None:
+def test_masks_padding_and_frozen_layers_are_found_with_the_numbers_of_theory(tmp_path: Path) -> None:
     length, prompt, end = 32, 16, 24
     model = _model(length)
     for part in (model.model.embed_tokens, model.model.layers[0]):
@@ -151,7 +151,7 @@ def test_the_flops_of_a_step_are_those_of_theory(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_adapters_under_checkpointing_waste_nothing_but_the_gradient_of_the_embeddings(reentrant: bool) -> None:
+def test_adapters_under_checkpointing_waste_only_the_gradient_of_embeddings(reentrant: bool) -> None:
     length = 256
     model = _model(length)
     model.enable_input_require_grads()

@@ -17,9 +17,9 @@ import sparsebp_cli as sbp
 from sparsebp_cli.backward import tensor_bytes
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.run.memory import PARTS, MemoryCurve, MemoryPoint, MemorySplit
+from tests.backward.conftest import tiny_model, tokens
 
-from .conftest import tiny_model, tokens
-from .memory_case import FLOAT, ROWS, WIDTHS, last, one_pass, one_step, stack, trace_step
+from .case import FLOAT, ROWS, WIDTHS, last, one_pass, one_step, stack, trace_step
 
 
 @pytest.fixture(autouse=True)

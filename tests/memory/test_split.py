@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import saved_bytes, tensor_bytes
 from sparsebp_cli.run.memory import MemorySplit
+from tests.backward.conftest import tiny_model, tokens
 
-from .conftest import tiny_model, tokens
-from .memory_case import FLOAT, ROWS, WIDTHS, in_order, last, one_pass, one_step, stack, trace_step
+from .case import FLOAT, ROWS, WIDTHS, in_order, last, one_pass, one_step, stack, trace_step
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_an_eager_update_holds_one_gradient_at_a_time() -> None:
     assert in_order(curve, "gradients") == [0, *(size for n in sizes[::-1] for size in (n, 0))]
 
 
-def test_segments_save_less_at_once_and_an_eager_update_keeps_the_largest_gradient_alone() -> None:
+def test_segments_save_less_and_an_eager_update_keeps_one_gradient() -> None:
     model, ids = tiny_model("llama", num_hidden_layers=4), tokens(0)
     optimizer = torch.optim.AdamW(model.parameters())
     highest = {}

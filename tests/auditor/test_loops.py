@@ -225,7 +225,7 @@ def test_layers_that_learn_their_width_from_the_first_batch_have_their_names() -
 
 
 @pytest.mark.parametrize("has_labels", [False, True])
-def test_a_masked_loss_is_found_however_it_masks_and_attention_is_not_blamed_where_there_is_none(
+def test_a_masked_loss_is_found_however_it_masks(
     has_labels: bool,
 ) -> None:
     length, kept = 12, 3
@@ -256,7 +256,7 @@ def test_a_masked_loss_is_found_however_it_masks_and_attention_is_not_blamed_whe
     assert report.notes == ()
 
 
-def test_half_weights_whose_gradients_update_full_ones_are_needed_though_they_move_too_little_to_be_seen() -> None:
+def test_half_weights_whose_gradients_update_full_ones_are_needed() -> None:
     model = _model().bfloat16()
     full = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(full, lr=1e-9)

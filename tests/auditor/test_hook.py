@@ -26,7 +26,7 @@ def _run(register: Callable[[nn.Module], None]) -> AuditReport:
     return sbp.audit(train, threshold=0.0)
 
 
-def test_a_hook_that_looks_at_the_gradient_of_every_parameter_is_found_with_its_visits() -> None:
+def test_a_hook_that_looks_at_every_gradient_is_found_with_its_visits() -> None:
     def register(model: nn.Module) -> None:
         parameters = list(model.parameters())
 
