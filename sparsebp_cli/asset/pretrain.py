@@ -20,10 +20,9 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any
 
 import numpy as np
 import tokenizers
@@ -109,7 +108,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **SPECIAL)  # type: ignore[no-untyped-call]
 
 
-def pack(tokenizer: PreTrainedTokenizerFast, books: Any) -> Tensor:
+def pack(tokenizer: PreTrainedTokenizerFast, books: Iterable[str]) -> Tensor:
     """Turn novels into blocks of LENGTH tokens: chapter, end token, chapter, end token; the last part is dropped."""
     stream: list[int] = []
     for book in books:
@@ -134,12 +133,12 @@ def make_config() -> LlamaConfig:
 
 def train(
     model: LlamaForCausalLM, train_BT: Tensor, held_out_BT: Tensor, steps: int, seed: int
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Pretrain with AdamW and a cosine schedule in fp32. Return the loss curve: every 100 steps the mean training loss
     since the last point, and the held-out loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(step, steps))
-    curve: list[dict[str, Any]] = []
+    curve: list[dict[str, object]] = []
     losses: list[float] = []
     start = time.perf_counter()
     for step, batch_BT in zip(range(1, steps + 1), batches(train_BT, seed), strict=False):

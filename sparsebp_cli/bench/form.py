@@ -32,7 +32,7 @@ class Form(BaseModel):
 
     site: Literal["linears", "branches", "nodes"]  # ``linears``, ``branches`` or ``nodes``
     label: str  # tells it from the other forms there: values of options, and the execution where there is a choice
-    options: dict[str, Any]  # the policy's options, without ``keep``
+    options: dict[str, object]  # the policy's options, without ``keep``
     # how the engine executes it. ``fast``: in its only way; ``csr`` or ``masked``: single entries multiplied as a
     # sparse matrix or as a dense one with zeros; ``stored`` or ``recomputed``: branches keep what the backward of their
     # kept rows reads, or compute it again
@@ -50,7 +50,7 @@ def find_forms(
     *,
     sites: Sequence[str] | None = None,
     keeps: Sequence[float] | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> tuple[Form, ...]:
     """Find the forms of a policy that could be faster than dense somewhere.
 
@@ -95,7 +95,7 @@ def find_forms(
 
 
 def _router_forms(
-    found: FoundPolicy, sites: Sequence[str] | None, keeps: Sequence[float] | None, options: dict[str, Any]
+    found: FoundPolicy, sites: Sequence[str] | None, keeps: Sequence[float] | None, options: dict[str, object]
 ) -> tuple[Form, ...]:
     """A router with its defaults, and with each other value of each of its own options."""
     for site in sites or ():
@@ -103,7 +103,7 @@ def _router_forms(
     if keeps:
         raise UsageError(f"{found.name!r} has no option keep: leave --keep out")
     assert found.policy_class is not None
-    variants: list[dict[str, Any]] = [{}]
+    variants: list[dict[str, object]] = [{}]
     for field, values in _choices(found, options).items():
         if field not in EdgeRouter.model_fields:
             default = found.policy_class.model_fields[field].default
@@ -125,8 +125,8 @@ def _router_forms(
 
 
 def _variants(
-    found: FoundPolicy, options: dict[str, Any], keeps: Sequence[float | None]
-) -> Iterator[tuple[dict[str, Any], type[Selection] | None]]:
+    found: FoundPolicy, options: dict[str, object], keeps: Sequence[float | None]
+) -> Iterator[tuple[dict[str, object], type[Selection] | None]]:
     """Yield the values of the options that change the selection, each with the selection."""
     choices = {
         field: values
@@ -146,13 +146,13 @@ def _variants(
 
 
 def _selections(
-    found: FoundPolicy, options: dict[str, Any], field: str, values: Sequence[Any], keeps: Sequence[float | None]
+    found: FoundPolicy, options: dict[str, object], field: str, values: Sequence[object], keeps: Sequence[float | None]
 ) -> set[type[Selection] | None]:
     made = (_make(found, options | {field: value}, keep) for value in values for keep in keeps)
     return {policy.selection for policy in made if policy is not None}
 
 
-def _choices(found: FoundPolicy, options: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+def _choices(found: FoundPolicy, options: Mapping[str, object]) -> dict[str, tuple[object, ...]]:
     """Return the options that take one of a few words and are not given."""
     assert found.policy_class is not None
     fields = found.policy_class.model_fields
@@ -168,7 +168,7 @@ def _is_required(found: FoundPolicy, field: str) -> bool:
     return found.policy_class.model_fields[field].is_required()
 
 
-def _make(found: FoundPolicy, options: Mapping[str, Any], keep: float | None) -> Any:
+def _make(found: FoundPolicy, options: Mapping[str, object], keep: float | None) -> Any:
     """Return the policy; None where it refuses these options together."""
     try:
         return found.make({**options, **({} if keep is None else {"keep": keep})})

@@ -7,11 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.audit_report import AuditReport
 from sparsebp_cli.cli.interrupt import Interrupts
@@ -30,7 +29,7 @@ class AuditedCommand:
 
 
 def run_audited(
-    command: list[str], settings: dict[str, Any], place: Path, give: Callable[[AuditReport], None], *, quiet: bool
+    command: list[str], settings: Mapping[str, float], place: Path, give: Callable[[AuditReport], None], *, quiet: bool
 ) -> AuditedCommand:
     """Run a command to its end. ``settings`` are ``steps``, ``threshold`` and ``stop``; its processes write to the
     empty folder ``place``. ``give`` is called with the first rank's report as soon as it exists; at the end with
@@ -66,7 +65,7 @@ def run_audited(
     if report is None and (report := _read(found, "report-*.json")) is not None:
         give(report)
     return AuditedCommand(
-        code, report, "" if report is not None else _why_no_report(found, command, code, settings["steps"])
+        code, report, "" if report is not None else _why_no_report(found, command, code, int(settings["steps"]))
     )
 
 

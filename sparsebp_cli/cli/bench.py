@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +13,7 @@ from sparsebp_cli.cli.screen import Output, print_json, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
-    from sparsebp_cli.bench import Benchmark, Request
+    from sparsebp_cli.bench import Benchmark, Form, Request
 
 WHAT, HOW, FILE = "What is measured", "How", "Result"
 
@@ -111,7 +111,7 @@ def _write_results(found: Benchmark, output: Output, out: Path | None, png: Path
         print_line(f"picture: {draw(found, png)}", stderr=True)
 
 
-def _make_request(policy: str, forms: Any, recipe: Path | None, model: str | None) -> Request:
+def _make_request(policy: str, forms: tuple[Form, ...], recipe: Path | None, model: str | None) -> Request:
     from sparsebp_cli.bench import Request
     from sparsebp_cli.bench.request import MODEL
     from sparsebp_cli.recipe.schema import ModelSection
@@ -152,10 +152,10 @@ def _read_keeps(text: str | None) -> list[float] | None:
     return sorted(set(found), reverse=True)
 
 
-def _read_options(texts: list[str]) -> dict[str, Any]:
+def _read_options(texts: list[str]) -> dict[str, object]:
     from sparsebp_cli.recipe.document import read_document
 
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip().isidentifier():

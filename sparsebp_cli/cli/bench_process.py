@@ -20,6 +20,8 @@ from sparsebp_cli.cli.screen import console, print_line
 from sparsebp_cli.errors import RunFailedError, UsageError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from sparsebp_cli.bench import Benchmark, Request
 
 COMMAND = [sys.executable, "-P", "-m", "sparsebp_cli.worker.bench"]
@@ -110,7 +112,7 @@ class _Display:
         self._console = console(stderr=True)
         self._start, self._shown = time.monotonic(), float("-inf")
         self._first_done: int | None = None
-        self._progress: Any = None
+        self._progress: Progress | None = None
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Self, final
+from typing import Self, final
 
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console, print_line
 from sparsebp_cli.run.metric import EVAL_LOSS
+from sparsebp_cli.run.record_type import Record
 
 SECONDS_BETWEEN_LINES = 5.0
 
@@ -21,7 +21,7 @@ class Display(ABC):
         """Keep the progress, which this display feeds."""
         self.progress = progress
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Add one record of the journal, and print its notes."""
         self.progress.add(record)
         if record["kind"] == "note":
@@ -82,7 +82,7 @@ class PlainDisplay(Display):
     def __exit__(self, *_: object) -> None:
         self._show()
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         super().add(record)
         if record["kind"] == "metrics" and EVAL_LOSS.name in record["values"]:
             self._show()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 
 class Interrupts:
@@ -14,7 +15,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.received: list[int] = []
         self._arrived = threading.Event()
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
     @property
     def exit_code(self) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.quantity import show_clock, show_seconds, show_share
 from sparsebp_cli.run.metric import (
@@ -17,6 +16,7 @@ from sparsebp_cli.run.metric import (
     TOKENS_PER_SECOND,
     TRAIN_LOSS,
 )
+from sparsebp_cli.run.record_type import Record
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +38,7 @@ class Progress:
         self.first_eval: float | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Add one record of the journal."""
         match record["kind"]:
             case "attempt":

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.quantity import show_count, show_share
 from sparsebp_cli.cli.screen import make_table
+from sparsebp_cli.run.record_type import ProofValues
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,12 +39,12 @@ class Modules:
         return self.sum(column) / whole if whole else None
 
 
-def read_rows(proof: Mapping[str, Any]) -> dict[str, Row]:
+def read_rows(proof: ProofValues) -> dict[str, Row]:
     """Return a journal's proof as column to value, by module."""
     return {name: dict(zip(proof["columns"], row, strict=False)) for name, row in proof["modules"].items()}
 
 
-def gather(proof: Mapping[str, Any]) -> Iterator[Modules]:
+def gather(proof: ProofValues) -> Iterator[Modules]:
     """Group the modules of all layers, and yield those that computed or stored anything, largest dense backward
     first."""
     found: dict[str, Modules] = {}
@@ -55,7 +56,7 @@ def gather(proof: Mapping[str, Any]) -> Iterator[Modules]:
     yield from sorted(busy, key=lambda modules: [-modules.sum(column) for column in work])
 
 
-def proof_table(proof: Mapping[str, Any], step: int) -> Table:
+def proof_table(proof: ProofValues, step: int) -> Table:
     """Return the proof of this step as a table of rich; shares are of the dense pass on the same batch."""
     gathered = list(gather(proof))
     columns = {

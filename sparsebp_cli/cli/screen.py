@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsebp_cli.run.visible import make_visible
 
@@ -45,7 +45,7 @@ def print_line(text: str, *, stderr: bool = False) -> None:
     print(make_visible(text), file=sys.stderr if stderr else sys.stdout, flush=True)
 
 
-def print_json(content: Any) -> None:
+def print_json(content: object) -> None:
     """Print JSON for another program; unknown values become text, numbers that are not finite null."""
     print_line(json.dumps(_finite(content), indent=2, default=str, ensure_ascii=False, allow_nan=False))
 
@@ -74,7 +74,7 @@ def _console_class() -> type[Console]:
     return VisibleConsole
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     match value:
         case dict():
             return {str(key): _finite(child) for key, child in value.items()}

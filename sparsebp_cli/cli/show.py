@@ -18,6 +18,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
 from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
 from sparsebp_cli.run.picture import PART_WORDS, save_curves
+from sparsebp_cli.run.record_type import CurveValues
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -63,7 +64,7 @@ def show(
         _print(folder, plan, history)
 
 
-def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[str, Any]:
+def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[str, object]:
     """Return everything about a run as plain data, for ``-o json``."""
     metrics = {}
     for name in sorted(history.metrics):
@@ -118,7 +119,7 @@ def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
         step = max(history.memory)
         console().print()
         console().print(memory_table(history.memory[step], step))
-    sections: dict[str, Any] = {"facts": history.facts, "machine": (history.environments or [{}])[-1]}
+    sections: dict[str, object] = {"facts": history.facts, "machine": (history.environments or [{}])[-1]}
     provenance = {key: value for key, value in plan["provenance"].items() if value and key != "git_diff"}
     if plan["provenance"].get("git_diff"):
         provenance["git_diff"] = "the text of changes is in plan.json"
@@ -128,21 +129,21 @@ def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
             print_line("\n" + _to_yaml({title: content}))
 
 
-def _to_yaml(content: Any) -> str:
+def _to_yaml(content: object) -> str:
     import yaml
 
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100).rstrip("\n")
 
 
-def memory_table(values: dict[str, Any], step: int) -> Table:
+def memory_table(values: CurveValues, step: int) -> Table:
     """Return a table of a watched step's parts: at the peak, at their own highest, and at the peak of each phase."""
     curve = MemoryCurve.from_values(values)
     peak, highest = curve.peak, dict(zip(PARTS, values["highest"], strict=True))
     by_phase = {phase: point.split for phase in PHASES if (point := curve.within(phase)) is not None}
     columns = ("at the peak", "share", "highest", *by_phase)
     title = f"memory: live tensors of step {step}; its peak is in the {peak.phase}; last, the peaks of the phases"
-    if values.get("allocator_peak_bytes"):
-        title += f" (the device's allocator reports {show_count(values['allocator_peak_bytes'], 'B')})"
+    if allocated := values.get("allocator_peak_bytes"):
+        title += f" (the device's allocator reports {show_count(allocated, 'B')})"
     table = make_table("part", *columns, numbers=list(columns), title=title)
     for part in PARTS:
         here = getattr(peak.split, part)

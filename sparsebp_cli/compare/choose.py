@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sparsebp_cli.compare.expression import Condition, parse
 from sparsebp_cli.compare.grouping import OUR_SEED, find_seed
@@ -22,6 +22,7 @@ from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.folder import SHORTEST_PREFIX
 
+T = TypeVar("T")
 TAG = ("tag.", "tags.")
 OUTSIDE = ("training.seed", "seed", "target.", "tracking.", "checkpoint.")  # keys of a recipe that make no group
 
@@ -33,7 +34,7 @@ class RunCandidate:
     run_id: str  # its id
     name: str  # its name in tables
     created: float  # seconds since 1970
-    recipe: dict[str, Any]  # the recipe as it is stored; for a run of another program, its parameters
+    recipe: dict[str, object]  # the recipe as it is stored; for a run of another program, its parameters
     tags: Mapping[str, str]  # those of its recipe or of the store
     load: Callable[[], LoadedRun]  # reads it
     other_id: str = ""  # A second id: that of the store
@@ -51,7 +52,7 @@ class RunCandidate:
         """The recipe by dotted path."""
         return flatten(self.recipe)
 
-    def find(self, name: str) -> Sequence[Any]:
+    def find(self, name: str) -> Sequence[object]:
         """Return every value of a name in this run; empty if it has none."""
         if name in SPECIAL:
             return SPECIAL[name](self)
@@ -60,7 +61,7 @@ class RunCandidate:
             return [self.tags[tag]] if tag in self.tags else []
         return self.named(name) or ([] if "/" not in name else self._metric(name))
 
-    def named(self, name: str) -> list[Any]:
+    def named(self, name: str) -> list[object]:
         """Return the values of every key of the recipe whose path ends in a name."""
         return [value for key, value in self.flat.items() if key == name or key.endswith(f".{name}")]
 
@@ -69,7 +70,7 @@ class RunCandidate:
             return [self.metrics[name]] if name in self.metrics else []
         return self.read(lambda loaded: loaded.history.last(name))
 
-    def read(self, what: Callable[[LoadedRun], Any]) -> list[Any]:
+    def read(self, what: Callable[[LoadedRun], T | None]) -> list[T]:
         """Read the run and return ``what`` of it in a list; empty if its plan cannot be read."""
         try:
             found = what(self.loaded)
@@ -78,7 +79,7 @@ class RunCandidate:
         return [] if found is None else [found]
 
 
-SPECIAL: dict[str, Callable[[RunCandidate], Sequence[Any]]] = {
+SPECIAL: dict[str, Callable[[RunCandidate], Sequence[object]]] = {
     "id": lambda run: [run.run_id, *([run.other_id] if run.other_id else [])],
     "name": lambda run: [run.name] if run.name else [],
     "created": lambda run: [run.created] if run.created else [],

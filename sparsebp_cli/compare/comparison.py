@@ -7,7 +7,7 @@ new fields may be added without that. The committed JSON schema is ``docs/compar
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from sparsebp_cli.compare.family import Family
 from sparsebp_cli.compare.loaded import Point
@@ -20,8 +20,8 @@ class Change:
     """One key of the recipe in which a group differs from the baseline; None where it is absent."""
 
     key: str
-    baseline: Any
-    value: Any
+    baseline: object
+    value: object
 
 
 Kind = Literal["dense", "random", "fewer_steps", "smaller_batch", "fewer_examples", "own_learning_rate"]
@@ -84,7 +84,7 @@ class Group:
     seeds: tuple[int, ...]
     states: dict[str, int]
     changes: tuple[Change, ...]
-    recipe: dict[str, Any]
+    recipe: dict[str, object]
     quality: Quality
     speed: Speed
     cost: Cost
@@ -132,7 +132,7 @@ class RunLine:
     version: str
     git_sha: str
     dirty: bool
-    environment: dict[str, Any]
+    environment: dict[str, object]
     quality: float | None
     step_seconds: float | None
     curves: dict[str, tuple[Point, ...]]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from sparsebp_cli.compare.comparison import Change, Confound, Group
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
-from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.loaded import LoadedRun, flatten
 from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.run import metric
 
@@ -17,24 +16,29 @@ MOST_NOTES = 5
 TOLERANCE = 1.05  # executed over claimed FLOPs: counts are exact, claims omit small layers
 
 
-def _fact(name: str) -> Callable[[LoadedRun], Any]:
+def _fact(name: str) -> Callable[[LoadedRun], object]:
     return lambda run: run.history.facts.get(name)
 
 
-def _machine(name: str) -> Callable[[LoadedRun], Any]:
+def _machine(name: str) -> Callable[[LoadedRun], object]:
     return lambda run: _joined(environment.get(name) for environment in run.history.environments)
 
 
-def _package(name: str) -> Callable[[LoadedRun], Any]:
-    return lambda run: _joined(environment.get("packages", {}).get(name) for environment in run.history.environments)
+def _package(name: str) -> Callable[[LoadedRun], object]:
+    return lambda run: _joined(_packages(environment).get(name) for environment in run.history.environments)
 
 
-def _joined(values: Any) -> str | None:
+def _packages(environment: Mapping[str, object]) -> Mapping[str, object]:
+    packages = environment.get("packages")
+    return packages if isinstance(packages, Mapping) else {}
+
+
+def _joined(values: Iterable[object]) -> str | None:
     """Join the values of a run that was resumed elsewhere and has more than one."""
     return ", then ".join(dict.fromkeys(str(value) for value in values if value not in (None, ""))) or None
 
 
-SOURCES: dict[str, Callable[[LoadedRun], Any]] = {
+SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     "device": _fact("device"),
     "GPU": _machine("gpu"),
     "driver": _machine("driver"),
@@ -217,7 +221,7 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
         for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
     recipes = [rename_keys(run.recipe) for run in runs]
-    chosen = any(recipe.get("backward", {}).get("execution") == "reference" for recipe in recipes)
+    chosen = any(flatten(recipe).get("backward.execution") == "reference" for recipe in recipes)
     why = "; backward.execution is reference, which multiplies everything" if chosen else ""
     return (
         f"{group.label}: claims to leave {claimed:.1%} of the backward FLOPs at its sites, but {executed:.1%} were "

@@ -13,7 +13,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -53,7 +52,7 @@ WORDS: dict[Kind, str] = {
     "own_learning_rate": "dense with a learning rate of its own",
 }
 
-Entry = dict[str, Any]
+Entry = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -252,7 +251,7 @@ def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
 UNKNOWN: Entry = {"name": ""}  # stands for the control of a policy that is not installed here
 
 
-def _control_of(entry: Mapping[str, Any]) -> Entry | None:
+def _control_of(entry: Mapping[str, object]) -> Entry | None:
     """Return the policy that chooses as much at random; None where the policy has no such control."""
     made = _make(entry)
     if made is None:
@@ -260,7 +259,7 @@ def _control_of(entry: Mapping[str, Any]) -> Entry | None:
     return None if made.control is None else dict(made.control)
 
 
-def _make(entry: Mapping[str, Any]) -> Policy | None:
+def _make(entry: Mapping[str, object]) -> Policy | None:
     return _make_once(json.dumps(entry, sort_keys=True))
 
 
@@ -282,7 +281,7 @@ def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entr
     return all(_has(entry, control) for entry, control in zip(random.policies, wanted, strict=True))
 
 
-def _has(entry: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+def _has(entry: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
     """Whether a policy's entry has at least these options; options that its recipe omits are defaults."""
     made = _make(entry)
     options = {} if made is None else made.model_dump(mode="json")

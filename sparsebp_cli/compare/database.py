@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 
-ReadArtifact = Callable[[StoredRun, str], dict[str, Any] | None]
+ReadArtifact = Callable[[StoredRun, str], dict[str, object] | None]
 
 COLUMNS = {  # seen in MLflow 2.0 to 3.17
     "experiments": {"experiment_id", "name", "lifecycle_stage"},
@@ -105,7 +105,7 @@ class Database:
                     found[run_id].append((step, time_ms, NAN if is_nan else value))
         return found
 
-    def read_artifact(self, run: StoredRun, name: str) -> dict[str, Any] | None:
+    def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
         """Return an artifact that is a JSON object."""
         address = urlsplit(run.artifacts)
         if address.scheme not in {"", "file"} or address.netloc not in {"", "localhost"}:
@@ -123,11 +123,11 @@ class Database:
         return sqlite3.connect(self._address, uri=True, timeout=BUSY_SECONDS)
 
 
-def _row(step: Any, time_ms: Any, value: Any, is_nan: Any) -> MetricRow:
+def _row(step: int | None, time_ms: int | None, value: float, is_nan: int) -> MetricRow:
     return MetricRow(int(step or 0), int(time_ms or 0), float("nan") if is_nan else float(value))
 
 
-def _pairs(rows: Iterator[tuple[str, str, Any]]) -> dict[str, dict[str, str]]:
+def _pairs(rows: Iterator[tuple[str, str, object]]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = defaultdict(dict)
     for run_id, key, value in rows:
         found[run_id][key] = str(value or "")
@@ -174,7 +174,7 @@ class ClientSource:
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             return dict(zip(run_ids, pool.map(query, run_ids), strict=True))
 
-    def read_artifact(self, run: StoredRun, name: str) -> dict[str, Any] | None:
+    def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
         """Return an artifact that is a JSON object."""
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TypeGuard
 
 from sparsebp_cli.errors import UsageError
 
@@ -26,9 +26,9 @@ DEEPEST = 20
 TOKEN = re.compile(r"""\s*(?:(<=|>=|!=|==|[=<>~()])|'([^']*)'|"([^"]*)"|([^\s()<>=!~'"]+))""")
 ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 OPERATORS = {"=", "==", "!=", "~", *ORDER}
-CONSTANTS: dict[str, Any] = {"true": True, "false": False, "null": None}
+CONSTANTS: dict[str, object] = {"true": True, "false": False, "null": None}
 
-Find = Callable[[str], Sequence[Any]]  # a name to all of its values; empty: unknown
+Find = Callable[[str], Sequence[object]]  # a name to all of its values; empty: unknown
 Test = Callable[[Find], bool | None]
 
 
@@ -137,7 +137,11 @@ def _negate(test: Test) -> Test:
     return lambda find: None if (found := test(find)) is None else not found
 
 
-def _constant(word: str) -> Any:
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _constant(word: str) -> object:
     if word in CONSTANTS:
         return CONSTANTS[word]
     try:
@@ -146,12 +150,12 @@ def _constant(word: str) -> Any:
         return word
 
 
-def _fits(sign: str, value: Any, wanted: Any) -> bool:
-    both_numbers = all(isinstance(x, int | float) and not isinstance(x, bool) for x in (value, wanted))
+def _fits(sign: str, value: object, wanted: object) -> bool:
     if sign in ORDER:
-        return both_numbers and bool(ORDER[sign](value, wanted))
+        return _is_number(value) and _is_number(wanted) and bool(ORDER[sign](value, wanted))
     if sign == "~":
         return fnmatchcase(str(value), str(wanted))
+    both_numbers = _is_number(value) and _is_number(wanted)
     if both_numbers or value is None or wanted is None or isinstance(value, bool):
         return bool(value == wanted)
     # A name of digits was parsed as a number: compare it as it was written, 5 and not 5.0.

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from sparsebp_cli.compare.comparison import Comparison, Group
 from sparsebp_cli.compare.expression import Condition, parse
@@ -49,13 +48,13 @@ def check(comparison: Comparison, expression: str) -> list[Failure]:
     return failures
 
 
-def figures(comparison: Comparison, group: Group) -> dict[str, Any]:
+def figures(comparison: Comparison, group: Group) -> dict[str, object]:
     """Return every figure of a group by its name in conditions; None where it is missing."""
     quality, speed, cost = group.quality, group.speed, group.cost
     final = quality.final
     busy, base_busy = (some.speed.busy is not None for some in (group, comparison.groups[0]))
     executed = cost.executed_flops / cost.dense_flops if cost.executed_flops and cost.dense_flops else None
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         f"{comparison.metric}.mean": final.mean if final else None,
         f"{comparison.metric}.sd": final.sd if final else None,
         f"{comparison.metric}.n": final.n if final else 0,
@@ -81,7 +80,7 @@ def figures(comparison: Comparison, group: Group) -> dict[str, Any]:
     return found
 
 
-def _of_difference(name: str, difference: Difference | None) -> dict[str, Any]:
+def _of_difference(name: str, difference: Difference | None) -> dict[str, object]:
     parts = {
         "": difference.mean if difference else None,
         ".low": difference.low if difference else None,
@@ -110,13 +109,13 @@ def _check_names(comparison: Comparison, condition: Condition) -> list[str]:
     return named
 
 
-def _find(tables: dict[str, dict[str, Any]], label: str, name: str) -> Sequence[Any]:
+def _find(tables: dict[str, dict[str, object]], label: str, name: str) -> Sequence[object]:
     named, _, figure = name.rpartition(":")
     value = tables[named or label][figure]
     return [] if value is None else [value]
 
 
-def _show(name: str, label: str, tables: dict[str, dict[str, Any]]) -> str:
+def _show(name: str, label: str, tables: dict[str, dict[str, object]]) -> str:
     found = _find(tables, label, name)
     if not found:
         return f"{name} is not known"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import UsageError, did_you_mean
@@ -65,7 +64,7 @@ class Grouping:
     def _names(self, path: str) -> bool:
         return any(_is_named(path, key) for key in self.by)
 
-    def _hash(self, flat: Mapping[str, Any]) -> str:
+    def _hash(self, flat: Mapping[str, object]) -> str:
         kept = {k: v for k, v in flat.items() if not any(_is_named(k, key) for key in self.ignore)}
         return content_hash({k: v for k, v in kept.items() if not self.by or self._names(k)})
 
@@ -91,12 +90,12 @@ class Grouping:
         return lines
 
 
-def find_seed(flat: Mapping[str, Any], named: str = "") -> str:
+def find_seed(flat: Mapping[str, object], named: str = "") -> str:
     """Return the seed parameter of another program's run; empty when there is none."""
     return next((key for key in ((named,) if named else SEEDS) if key in flat), "")
 
 
-def as_seed(value: Any) -> int | None:
+def as_seed(value: object) -> int | None:
     """Return a seed that was logged as text; None unless it is a whole number."""
     text = str(value).strip()
     return int(text) if text.removeprefix("-").isdecimal() and len(text) <= 20 else None

@@ -37,7 +37,7 @@ class LoadedRun:
     name: str  # its name in tables
     seed: int | None  # its seed; None when unknown
     group: str  # hash of all but the seed
-    recipe: dict[str, Any]  # the resolved recipe; for a run of another program, its parameters
+    recipe: dict[str, object]  # the resolved recipe; for a run of another program, its parameters
     created: float  # seconds since 1970
     history: History  # its journal, or what a store has of it
     state: State  # its state
@@ -104,7 +104,7 @@ class LoadedRun:
         return max(0, self.steps_planned - self.steps)
 
     @cached_property
-    def policies(self) -> list[dict[str, Any]]:
+    def policies(self) -> list[dict[str, object]]:
         """The recipe's policies, each with its name and options; empty when there is no recipe."""
         found = self.recipe.get("policy")
         return [dict(entry) for entry in found] if isinstance(found, list) else []
@@ -221,10 +221,10 @@ class LoadedRun:
         return sorted(time for time, _ in self.history.metrics.get(names.STEP_SECONDS.name, {}).values())
 
 
-def flatten(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(recipe: Mapping[str, object]) -> dict[str, Any]:
     """Return a recipe by dotted path, in its order; empty lists and sections are kept."""
-    found: dict[str, Any] = {}
-    todo: list[tuple[str, Any]] = [("", recipe)]
+    found: dict[str, object] = {}
+    todo: list[tuple[str, object]] = [("", recipe)]
     while todo:
         path, value = todo.pop()
         if isinstance(value, dict | list) and value:

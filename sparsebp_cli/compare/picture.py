@@ -29,6 +29,7 @@ from sparsebp_cli.run.picture import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, FigureBase
+    from matplotlib.image import AxesImage
 
 
 # Okabe and Ito's colours, distinct to colour-blind readers; line style and marker differ as well.
@@ -133,7 +134,9 @@ def draw_layers(figure: Figure, comparison: Comparison) -> None:
             low = (
                 -1.0 if key == "cosine" and min((c for r in cells for c in r if c is not None), default=0) < 0 else 0.0
             )
-            drawn: Any = axes.imshow(numbers, aspect="auto", cmap="cividis", vmin=low, vmax=1.0, interpolation="none")
+            drawn: AxesImage = axes.imshow(
+                numbers, aspect="auto", cmap="cividis", vmin=low, vmax=1.0, interpolation="none"
+            )
             axes.set(
                 title=f"{group.label}: {title}", xlabel="optimizer step", facecolor="#e6e6e6"
             )  # where nothing is known
@@ -225,8 +228,15 @@ def _draw_bars(figure: FigureBase, groups: list[Group], *, has_legend: bool) -> 
     for part in PARTS:
         widths = [(_parts(group).get(part) or 0.0) / 1e6 for group in groups]
         if any(widths):
-            look: dict[str, Any] = {"color": PART_COLOURS[part], "hatch": HATCHES[part], "edgecolor": "white"}
-            axes.barh(range(len(groups)), widths, left=left, label=PART_WORDS[part], **look)
+            axes.barh(
+                range(len(groups)),
+                widths,
+                left=left,
+                label=PART_WORDS[part],
+                color=PART_COLOURS[part],
+                hatch=HATCHES[part],
+                edgecolor="white",
+            )
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for row, group in enumerate(groups):
         axes.text(left[row], row, f" {_bar_label(group, left[row])}", va="center", fontsize=8)

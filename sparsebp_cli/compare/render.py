@@ -7,7 +7,6 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -58,9 +57,9 @@ def _seed(seed: int | None) -> str:
     return "" if seed is None else str(seed)
 
 
-def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _flatten(value: object, name: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict | list | tuple):
-        pairs: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+        pairs: Iterable[tuple[object, object]] = value.items() if isinstance(value, dict) else enumerate(value)
         for key, child in pairs:
             yield from _flatten(child, f"{name}.{key}" if name else str(key))
     else:

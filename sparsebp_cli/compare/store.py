@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.compare.choose import RunCandidate
 from sparsebp_cli.compare.database import REQUESTS_AT_ONCE, ClientSource, Database
@@ -26,6 +25,7 @@ from sparsebp_cli.compare.stored import Batch, Point, Source, StoredMetrics, Sto
 from sparsebp_cli.errors import RunNotFoundError, TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, State
+from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri
 from sparsebp_cli.tracking.content import RUN_ID, TRIAL
@@ -119,7 +119,7 @@ class _Store:
         return TrackingError(f"tracking store {mask(self._uri)}: {one_line(error)}")
 
     def describe(self, run: StoredRun) -> RunCandidate:
-        recipe = {"name": run.name, "tracking": {"experiment": run.experiment}, **run.params}
+        recipe: dict[str, object] = {"name": run.name, "tracking": {"experiment": run.experiment}, **run.params}
         recipe = unflatten(run.params) if RUN_ID in run.tags else recipe
         return RunCandidate(
             run_id=run.tags.get(RUN_ID, run.run_id),
@@ -134,7 +134,7 @@ class _Store:
             place=self._uri,
         )
 
-    def _load(self, run: StoredRun, recipe: dict[str, Any]) -> LoadedRun:
+    def _load(self, run: StoredRun, recipe: dict[str, object]) -> LoadedRun:
         ours, state, source = RUN_ID in run.tags, _state(run), mask(self._uri)
         history = History(metrics=StoredMetrics(self._batch, run, first_counts=ours))
         if ours:
@@ -161,11 +161,12 @@ class _Store:
     def _fill(self, history: History, run: StoredRun) -> None:
         kept = self._source.read_artifact(run, "history.json")
         if kept is None:
-            history.ends = [{"text": run.tags["sparsebp.text"]}] if run.tags.get("sparsebp.text") else []
+            if text := run.tags.get("sparsebp.text"):
+                history.ends = [EndRecord(kind="end", attempt=1, time=0.0, status=str(_state(run)), step=0, text=text)]
         else:
             history.take(kept)
 
-    def _plan(self, run: StoredRun, recipe: dict[str, Any]) -> Plan | None:
+    def _plan(self, run: StoredRun, recipe: dict[str, object]) -> Plan | None:
         provenance = {
             "sparsebp_version": run.tags.get("sparsebp.version", ""),
             "git_sha": run.tags.get("mlflow.source.git.commit", ""),
@@ -190,10 +191,10 @@ def _state(run: StoredRun) -> State:
     return State(state) if state in set(State) else STATES.get(run.status, State.RUNNING)
 
 
-def unflatten(params: Mapping[str, str]) -> dict[str, Any]:
+def unflatten(params: Mapping[str, str]) -> dict[str, object]:
     """Return a recipe from the dotted parameters that ``tracking`` sent; a text that looks like a number becomes
     one."""
-    root: dict[str, Any] = {}
+    root: dict[str, object] = {}
     for path, text in params.items():
         *parents, last = path.split(".")
         place = root
@@ -207,14 +208,14 @@ def unflatten(params: Mapping[str, str]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return json.loads(text, parse_constant=str)
     except ValueError:
         return text
 
 
-def _lists(value: Any) -> Any:
+def _lists(value: object) -> object:
     if not isinstance(value, dict):
         return value
     children = {key: _lists(child) for key, child in value.items()}

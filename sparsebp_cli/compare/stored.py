@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 Point = tuple[int, int, float]  # of one run and one metric: step, milliseconds since 1970, value
 
@@ -46,7 +46,7 @@ class Source(Protocol):
     def find_series(self, name: str, run_ids: Sequence[str]) -> Mapping[str, Sequence[Point]]:
         """Return the values of one metric by run, in any order; runs without it may be absent."""
 
-    def read_artifact(self, run: StoredRun, name: str) -> dict[str, Any] | None:
+    def read_artifact(self, run: StoredRun, name: str) -> dict[str, object] | None:
         """Return an artifact that is a JSON object; None when it was never sent, or cannot be reached."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypedDict, cast
+from typing import Annotated, Literal, TypedDict, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -69,7 +69,7 @@ class BackwardOptions(BaseModel):
             finding = describe_errors(error, cls, choices)[0]
             raise UsageError(": ".join(part for part in (finding.key, finding.text) if part)) from None
 
-    def choices(self, **changes: Any) -> BackwardChoices:
+    def choices(self, **changes: object) -> BackwardChoices:
         """Return the keyword arguments of ``attach``, some of them changed."""
         return cast("BackwardChoices", dict(self) | changes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 from sparsebp_cli.composition.table import KINDS, RULES, Condition, Match, Rule
 from sparsebp_cli.errors import UnsupportedError
@@ -129,7 +129,7 @@ class _Option:
         if form == "=":
             return self.setup.spell("", value)
         if form:
-            other: Any = {"null": None}.get(form, int(form) if form.isdigit() else form)
+            other: object = {"null": None}.get(form, int(form) if form.isdigit() else form)
             return self.setup.spell(self.name, other)
         return self.setup.spell(self.name, value)
 

@@ -8,9 +8,9 @@ allocations inside of operators are invisible. Notes are profiler ranges with sp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ class MemoryRecord:
         _mark("start")
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop."""
         assert self._profile is not None
         self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
@@ -186,6 +186,20 @@ def _mark(name: str) -> None:
         pass
 
 
+class _Tag(Protocol):
+    name: str
+
+
+class _Event(Protocol):
+    """A node of the profiler's tree, whose class is not public."""
+
+    start_time_ns: int
+    name: str
+    tag: _Tag
+    extra_fields: Any  # one class a tag
+    children: Sequence[_Event]
+
+
 @dataclass
 class _Reader:
     """Converts the profiler's event tree."""
@@ -209,9 +223,9 @@ class _Reader:
                 events.append(PhaseStart(event.start_time_ns, phase))
         return events
 
-    def _rows(self, results: Any) -> Iterator[tuple[Any, bool]]:
+    def _rows(self, results: Any) -> Iterator[tuple[_Event, bool]]:
         """Yield every relevant event, and whether it is inside a backward node or an optimizer step."""
-        todo = [(event, False) for event in reversed(results.experimental_event_tree())]
+        todo: list[tuple[_Event, bool]] = [(event, False) for event in reversed(results.experimental_event_tree())]
         while todo:
             event, in_node = todo.pop()
             if not self.has_phase_marks or event.tag.name == "Allocation" or event.name.startswith(_MARK):
@@ -219,13 +233,13 @@ class _Reader:
             inside = in_node or event.name.startswith((_NODE, _UPDATE))
             todo += [(child, inside) for child in reversed(event.children)]
 
-    def _allocation(self, event: Any) -> list[Event | int]:
+    def _allocation(self, event: _Event) -> list[Event | int]:
         fields = event.extra_fields
         same = fields.device.type == self.device.type and self.device.index in (None, fields.device.index)
         return [Allocation(event.start_time_ns, fields.ptr, fields.alloc_size)] if same and fields.ptr else []
 
 
-def _phase_of(event: Any, *, in_node: bool) -> Phase | None:
+def _phase_of(event: _Event, *, in_node: bool) -> Phase | None:
     """A backward lasts until an operator runs that autograd records, or the optimizer's step begins."""
     if event.name.startswith(_UPDATE):
         return "update"

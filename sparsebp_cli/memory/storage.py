@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+def tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
     """Yield every tensor in a value: a tensor, a container, or an object such as a low-rank optimizer's projector.
 
     A tensor that occurs twice is yielded twice.
@@ -40,7 +39,7 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    inner: Any = ()
+    inner: Iterable[object] = ()
     if isinstance(value, Mapping):
         inner = value.values()
     elif isinstance(value, list | tuple | set | frozenset):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from sparsebp_cli.run.memory import PHASES, MemoryCurve, MemoryPoint, Phase
 class MemoryTrace:
     """The trace of one step, created by :func:`memory_trace`; a context manager around the step, used once."""
 
-    def __init__(self, model: nn.Module, optimizer: Any, also: Any, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, optimizer: object, also: object, device: torch.device) -> None:
         self._record = MemoryRecord(device)
         self._watch = MemoryWatch(self._record, model, optimizer, also)
         self._device = device
@@ -126,7 +126,7 @@ class MemoryTrace:
 
 
 def memory_trace(
-    model: nn.Module, optimizer: Any = None, *, also: Any = None, device: torch.device | str | None = None
+    model: nn.Module, optimizer: object = None, *, also: object = None, device: torch.device | str | None = None
 ) -> MemoryTrace:
     """Trace the memory of one training step: forward, backward, update. The step's results do not change.
 

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +25,14 @@ class MemoryWatch:
     is no torch optimizer.
     """
 
-    def __init__(self, record: MemoryRecord, model: nn.Module, optimizer: Any, also: Any = None) -> None:
+    def __init__(self, record: MemoryRecord, model: nn.Module, optimizer: object, also: object = None) -> None:
         inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
         if inner is not None and not isinstance(inner, torch.optim.Optimizer):
             raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self._record, self._model, self._also = record, model, also
         self._optimizer: torch.optim.Optimizer | None = inner
         self._stack = ExitStack()
-        self._watched: dict[int, weakref.ref[Any]] = {}
+        self._watched: dict[int, weakref.ref[object]] = {}
 
     def __enter__(self) -> MemoryWatch:
         """Note existing tensors, and start."""
@@ -64,7 +63,7 @@ class MemoryWatch:
             self._note(self._optimizer.state, "optimizer")
 
     def _parameters(self) -> list[Tensor]:
-        groups: list[Any] = [] if self._optimizer is None else self._optimizer.param_groups
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
         found = [*self._model.parameters(), *(parameter for group in groups for parameter in group["params"])]
         return list({id(parameter): parameter for parameter in found}.values())
 
@@ -76,7 +75,7 @@ class MemoryWatch:
         if parameter.grad is not None:
             self._note(parameter.grad, "gradients")
 
-    def _note(self, value: Any, part: Part) -> None:
+    def _note(self, value: object, part: Part) -> None:
         for tensor in tensors_in(value):
             self._record.note(tensor, part)
             for plain in plain_tensors(tensor):
@@ -91,7 +90,7 @@ class MemoryWatch:
         gone = partial(self._gone, address, num_bytes)
         self._watched[address] = weakref.ref(storage, gone)
 
-    def _gone(self, address: int, num_bytes: int, reference: weakref.ref[Any]) -> None:
+    def _gone(self, address: int, num_bytes: int, reference: weakref.ref[object]) -> None:
         if self._watched.get(address) is reference:
             del self._watched[address]
             self._record.note_block(address, num_bytes, "gone")
@@ -102,7 +101,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _packs_noted(note: Callable[[Any], None]) -> Iterator[None]:
+def _packs_noted(note: Callable[[object], None]) -> Iterator[None]:
     """Note the tensors that hooks really store: of several nested saved-tensor hooks, PyTorch calls only the innermost.
 
     So the hooks of activation checkpointing would hide what they store, and what its second forward stores.
@@ -110,7 +109,7 @@ def _packs_noted(note: Callable[[Any], None]) -> Iterator[None]:
     original = saved_tensors_hooks.__enter__
 
     def enter(self: saved_tensors_hooks) -> None:
-        def pack(tensor: Tensor) -> Any:
+        def pack(tensor: Tensor) -> object:
             try:
                 packed = self.pack_hook(tensor)
             except BaseException:  # checkpointing ends its second forward so, with this tensor stored
@@ -132,7 +131,7 @@ def _packs_noted(note: Callable[[Any], None]) -> Iterator[None]:
 def _hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Callable[[], None]:
     """Register a hook before others: an eager update's own hook frees the gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    hooks: Any = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - hooks cannot be ordered otherwise
+    hooks: dict[int, object] = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - hooks cannot be ordered otherwise
     others = {key: value for key, value in hooks.items() if key != handle.id}
     mine = hooks[handle.id]
     hooks.clear()

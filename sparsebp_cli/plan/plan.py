@@ -8,7 +8,7 @@ import secrets
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -75,7 +75,7 @@ def _tell_version(file: Path) -> str:
     return f"; sparsebp {theirs} made it, this is {mine}" if theirs and theirs != mine else ""
 
 
-def content_hash(content: Any) -> str:
+def content_hash(content: object) -> str:
     """Return 12 hexadecimal digits that depend only on the JSON content, not on the order of keys."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

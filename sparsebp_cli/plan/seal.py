@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.recipe.loader import rename_keys
@@ -41,16 +41,16 @@ class FieldChange(NamedTuple):
 class Seal:
     """Recipe, code and data of a run at one moment."""
 
-    recipe: dict[str, Any]  # resolved, as JSON
+    recipe: dict[str, object]  # resolved, as JSON
     code: dict[str, str]  # versions of packages that affect results, and our commit if known
     data: str = ""  # digest of all examples; empty until they are read
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the seal as JSON content."""
         return {"plan": content_hash(self.recipe), "code": self.code, "data": self.data, "recipe": self.recipe}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Self | None:
+    def from_json(cls, content: Mapping[str, object]) -> Self | None:
         """Return a stored seal; None if the content is not one."""
         recipe, code, data = content.get("recipe"), content.get("code"), content.get("data")
         if not (isinstance(recipe, dict) and isinstance(code, dict) and isinstance(data, str)):
@@ -79,7 +79,7 @@ def is_free(change: FieldChange) -> bool:
     return change.is_under(FREE) and not change.is_under(["target.processes"])
 
 
-def _complete(recipe: dict[str, Any]) -> dict[str, Any]:
+def _complete(recipe: dict[str, object]) -> dict[str, object]:
     """Fill in defaults that a later version added, so that a new key is no change."""
     try:
         return Recipe.model_validate(rename_keys(recipe)).model_dump(mode="json")
@@ -87,13 +87,13 @@ def _complete(recipe: dict[str, Any]) -> dict[str, Any]:
         return recipe
 
 
-def _flatten(content: Mapping[str, Any]) -> dict[str, str]:
+def _flatten(content: Mapping[str, object]) -> dict[str, str]:
     return {field: json.dumps(value, sort_keys=True) for field, value in _leaves(content, "")}
 
 
-def _leaves(content: Any, field: str) -> Iterator[tuple[str, Any]]:
+def _leaves(content: object, field: str) -> Iterator[tuple[str, object]]:
     """Yield every value by its dotted name. A key without a value counts as absent."""
-    inner: dict[Any, Any] = {}
+    inner: dict[object, object] = {}
     if isinstance(content, Mapping):
         inner = dict(content)
     elif isinstance(content, list) and any(isinstance(item, Mapping) for item in content):

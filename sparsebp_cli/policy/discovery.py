@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
@@ -45,7 +44,7 @@ class FoundPolicy:
             return "broken"
         return _find_kinds(self.policy_class)[-1].__name__
 
-    def make(self, options: Mapping[str, Any]) -> Policy:
+    def make(self, options: Mapping[str, object]) -> Policy:
         """Make the policy from options as plan.json stores them, where a list may stand for a tuple.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -48,7 +48,7 @@ def describe_range(bound: str, limit: object, field: FieldInfo | None) -> str:
     """Return the whole range of a field, such as ``in (0, 1]``, not only the bound that a value broke. ``bound`` is the
     broken one (``gt``, ``ge``, ``lt`` or ``le``) and ``limit`` its value; a field with several ranges gets that bound
     alone."""
-    found: dict[str, set[Any]] = {name: set() for name in BOUNDS}
+    found: dict[str, set[object]] = {name: set() for name in BOUNDS}
     for part in _walk_metadata(field):
         for name in BOUNDS:
             if getattr(part, name, None) is not None:
@@ -71,7 +71,7 @@ def _walk_metadata(field: FieldInfo | None) -> Iterator[object]:
     if field is None:
         return
     yield from field.metadata
-    waiting: list[Any] = [field.annotation]
+    waiting: list[object] = [field.annotation]
     while waiting:
         annotation = waiting.pop()
         if get_origin(annotation) is Literal:

@@ -175,7 +175,7 @@ def _find_model(model: type[BaseModel], location: Location) -> type[BaseModel] |
     return model
 
 
-def _walk_models(annotation: Any) -> Iterator[type[BaseModel]]:
+def _walk_models(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

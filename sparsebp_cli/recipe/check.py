@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -57,7 +56,7 @@ def check_recipe(tree: Node) -> PlacedRecipe:
     raise place.error(first.text, first.key)
 
 
-def _check_policies(entries: Any, field_errors: list[FieldError]) -> list[PolicyEntry]:
+def _check_policies(entries: object, field_errors: list[FieldError]) -> list[PolicyEntry]:
     """Validate the options of each policy; errors are appended to ``field_errors``."""
     policies: list[PolicyEntry] = []
     for index, entry in enumerate(entries if isinstance(entries, list) else []):
@@ -77,7 +76,7 @@ def _check_policies(entries: Any, field_errors: list[FieldError]) -> list[Policy
     return policies
 
 
-def _check_target(section: Any, field_errors: list[FieldError]) -> TargetSection | None:
+def _check_target(section: object, field_errors: list[FieldError]) -> TargetSection | None:
     """Validate the options of the target; errors are appended to ``field_errors`` unless the schema has already
     reported one."""
     if not isinstance(section, dict) or any(field_error.location[:1] == ("target",) for field_error in field_errors):
@@ -89,7 +88,7 @@ def _check_target(section: Any, field_errors: list[FieldError]) -> TargetSection
     return target
 
 
-def _resolve_options(found: FoundPolicy, entry: dict[str, Any]) -> dict[str, Any]:
+def _resolve_options(found: FoundPolicy, entry: dict[str, object]) -> dict[str, object]:
     policy = found.make({key: value for key, value in entry.items() if key != "name"})
     try:
         return policy.model_dump(mode="json")

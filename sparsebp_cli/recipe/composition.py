@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
@@ -35,7 +34,7 @@ PLACES: dict[str, Location] = {
 }
 
 
-def find_unsupported(recipe: Recipe, data: Mapping[str, Any] | None = None) -> Iterator[FieldError]:
+def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -> Iterator[FieldError]:
     """Yield an error for each combination that is not supported, at the key to be changed. Each section must be valid
     by itself. ``data`` is the recipe as the user wrote it, to recognise defaults; None if unknown."""
     for refusal in find_refusals(_setup(recipe, data)):
@@ -57,18 +56,23 @@ def has_own_worker(recipe: Recipe) -> bool:
     return bool(recipe.target.options.get("worker", OWN_WORKER) == OWN_WORKER)
 
 
-def _setup(recipe: Recipe, data: Mapping[str, Any] | None) -> Setup:
+def _setup(recipe: Recipe, data: Mapping[str, object] | None) -> Setup:
     values = {name: _read(recipe, section, key) for name, (section, key) in PLACES.items()}
     policies = [
         PolicyFacts.of(make_policy(entry.name, **entry.options), repr(entry.name), f"policy.{number}")
         for number, entry in enumerate(recipe.policy)
     ]
     words = {}
-    if data is not None and "max_grad_norm" not in data.get("training", {}):
+    if data is not None and "max_grad_norm" not in _keys(data, "training"):
         words["max_grad_norm"] = f"{_format_key('max_grad_norm', values['max_grad_norm'])}, the default,"
     with suppress(UsageError):  # _find_arguments reports an unknown optimizer
         values["optim_is_sharded"] = find_optimizer(recipe.training.optim).is_sharded
     return Setup(policies, values | {"loop": "worker"}, _format_key, words)
+
+
+def _keys(data: Mapping[str, object], section: str) -> Collection[str]:
+    content = data.get(section)
+    return content if isinstance(content, Mapping) else ()
 
 
 def _read(recipe: Recipe, section: str | int, key: str | int) -> object:

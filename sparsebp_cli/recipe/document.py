@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import yaml
 
@@ -64,6 +64,13 @@ class _Open:
     first_lines: dict[str, int] = field(default_factory=dict)
 
 
+class _Mark(Protocol):
+    """A place in a text, by the reader in C or in Python."""
+
+    line: int
+    column: int
+
+
 class _Reader:
     """Converts events to nodes."""
 
@@ -73,8 +80,10 @@ class _Reader:
         self.open: list[_Open] = []
         self.num_documents = 0
 
-    def place(self, mark: Any) -> Place:
-        return Place(self.source, mark.line + 1, mark.column + 1) if self.has_lines else Place(self.source)
+    def place(self, mark: _Mark | None) -> Place:
+        if mark is None or not self.has_lines:
+            return Place(self.source)
+        return Place(self.source, mark.line + 1, mark.column + 1)
 
     @property
     def path(self) -> list[str | int]:
@@ -91,13 +100,13 @@ class _Reader:
             raise place.error(
                 f"an alias (*{shorten(str(event.anchor))}) cannot stand in a recipe; repeat the value", self.path
             )
-        if isinstance(event, yaml.NodeEvent):
+        if isinstance(event, yaml.CollectionStartEvent | yaml.ScalarEvent):
             self.start(event, place)
         elif isinstance(event, yaml.CollectionEndEvent):
             self.open.pop()
             self.finish()
 
-    def start(self, event: Any, place: Place) -> None:
+    def start(self, event: yaml.CollectionStartEvent | yaml.ScalarEvent, place: Place) -> None:
         if event.anchor is not None:
             text = f"an anchor (&{shorten(event.anchor)}) cannot stand in a recipe; repeat the value"
             raise place.error(text, self.path)
@@ -124,14 +133,14 @@ class _Reader:
             self.open[-1].index += 1
             self.open[-1].key = None
 
-    def make(self, event: Any, place: Place, key_place: Place | None) -> Node:
+    def make(self, event: yaml.CollectionStartEvent | yaml.ScalarEvent, place: Place, key_place: Place | None) -> Node:
         if isinstance(event, yaml.MappingStartEvent):
             return Node({}, place, key_place)
-        if isinstance(event, yaml.SequenceStartEvent):
+        if isinstance(event, yaml.CollectionStartEvent):
             return Node([], place, key_place)
         if _CONTROL.search(event.value):
             raise place.error(f"a control character cannot stand in a value, got {show(event.value)}", self.path)
-        if not event.implicit[0]:
+        if not _is_plain(event):
             return Node(event.value, place, key_place)
         try:
             return Node(read_scalar(event.value), place, key_place)
@@ -139,11 +148,11 @@ class _Reader:
             text = f"{error}, got {shorten(event.value)}; if it is meant as text, put it in quotes"
             raise place.error(text, self.path) from None
 
-    def take_key(self, event: Any, place: Place, holder: _Open) -> None:
+    def take_key(self, event: yaml.Event, place: Place, holder: _Open) -> None:
         if not isinstance(event, yaml.ScalarEvent):
             raise place.error("a key must be text, got a mapping or a list", self.path)
         key = self.make(event, place, None).content
-        if event.implicit[0] and event.value == "<<":
+        if _is_plain(event) and event.value == "<<":
             raise place.error("a merge key (<<) cannot stand in a recipe; use base:, or repeat the values", self.path)
         if not isinstance(key, str):
             raise place.error(f"a key must be text, got {show_with_type(key)}; put it in quotes", self.path)
@@ -164,6 +173,11 @@ class _Reader:
         elif isinstance(holder.node.content, dict):
             assert holder.key is not None
             holder.node.content[holder.key] = node
+
+
+def _is_plain(event: yaml.ScalarEvent) -> bool:
+    """Whether a scalar stands without quotes, so that it may be a number or another plain value."""
+    return event.implicit[0] if isinstance(event.implicit, tuple) else event.implicit
 
 
 def read_document(text: str, source: str, within: Sequence[str] | None = None) -> Node | None:

@@ -151,7 +151,7 @@ def _requires_options(policy: FoundPolicy) -> bool:
     return any(field.is_required() for field in policy.policy_class.model_fields.values())
 
 
-def _remove_titles(schema: Any) -> None:
+def _remove_titles(schema: object) -> None:
     """Remove pydantic's titles, which repeat the keys and hide the descriptions in editors."""
     if isinstance(schema, list):
         for part in schema:

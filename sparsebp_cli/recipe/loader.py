@@ -9,7 +9,6 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
@@ -41,7 +40,7 @@ def load_placed(file: Path, changes: Sequence[str] = ()) -> PlacedRecipe:
     return check_recipe(_name_by_file(tree, file))
 
 
-def load_stored(content: Mapping[str, Any], source: str, changes: Sequence[str] = ()) -> PlacedRecipe:
+def load_stored(content: Mapping[str, object], source: str, changes: Sequence[str] = ()) -> PlacedRecipe:
     """Validate the resolved recipe of a plan, with changes applied, as strictly as a file. ``source`` is named in
     errors."""
     tree = read_document(json.dumps(rename_keys(content)), source)
@@ -147,7 +146,7 @@ def _wrap_text(node: Node, key: str) -> Node:
     return replace(node, content={key: Node(node.content, node.place, node.place)})
 
 
-def rename_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def rename_keys(recipe: Mapping[str, object]) -> dict[str, object]:
     """Return a stored recipe with the keys of this version: up to 0.2, ``backward.execution`` was ``engine``."""
     backward = recipe.get("backward")
     if not isinstance(backward, dict) or "engine" not in backward:

@@ -37,7 +37,7 @@ class ModelSection(Section):
         None,
         description="Hub id, local folder, an installed model's name, or package:PACKAGE/FOLDER. Safetensors only.",
     )
-    config: dict[str, Any] | None = Field(
+    config: dict[str, object] | None = Field(
         None, description="Instead of name: a transformers config with its model_type, for random weights."
     )
     tokenizer: str | None = Field(None, description="Hub id, folder or name of the tokenizer; null: the model's.")
@@ -142,7 +142,7 @@ class TrainingSection(Section):
         description="The optimizer: an entry point of the group sparsebp.optimizers, such as apollo, or a class of "
         "torch.optim in lower case, such as adamw or muon.",
     )
-    optim_args: dict[str, Any] = Field(
+    optim_args: dict[str, object] = Field(
         default_factory=dict, description="The optimizer's other arguments: weight_decay, betas, momentum."
     )
     lr_scheduler_type: Literal[

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -34,7 +33,7 @@ class FoundTarget:
 
     name: str  # as recipes name it
     source: str  # distribution and version
-    target_class: Any  # None if the plugin is broken
+    target_class: type | None  # None if the plugin is broken
     problem: str = ""  # why it is broken, one line; empty if it works
 
     @property
@@ -120,7 +119,7 @@ def merge_named_target(tree: Node) -> Node:
     return replace(tree, content={**tree.content, "target": replace(target, content=merged)})
 
 
-def check_target(section: Mapping[str, Any]) -> tuple[TargetSection | None, list[FieldError]]:
+def check_target(section: Mapping[str, object]) -> tuple[TargetSection | None, list[FieldError]]:
     """Validate the keys of a recipe's target. Return the target with all defaults filled in, and the errors, located
     within the section."""
     kind = section.get("kind", "local")

@@ -37,6 +37,7 @@ from typing import Any, Self
 
 from sparsebp_cli.run.metric import EVAL_LOSS
 from sparsebp_cli.run.record import ENDS, State, from_json, is_count, is_figure, is_record, parse_record, to_json
+from sparsebp_cli.run.record_type import CurveValues, EndRecord, Facts, ProofValues, Record
 
 FILE = "journal.jsonl"
 OUTLINE = "outline.json"
@@ -60,9 +61,9 @@ class JournalWriter:
         if self._file.seek(0, os.SEEK_END) != good:
             self._file.truncate(good)
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: object) -> None:
         """Append one record; numbers that are not finite become text, because JSON cannot represent them."""
-        record: dict[str, Any] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
+        record: dict[str, object] = {"kind": kind, "attempt": self.attempt, "time": time.time()} | fields
         if "values" in record:
             record["values"] = to_json(record["values"])
         line = json.dumps(record, ensure_ascii=True, allow_nan=False).encode() + b"\n"
@@ -93,7 +94,7 @@ class JournalWriter:
         self.close()
 
 
-def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[Record, int]]:
     """Yield every complete record after an offset, with the byte offset of its end. A line that holds no record is
     skipped, and a last line without its end is left for later."""
     for record, end in scan(run_folder, offset):
@@ -101,7 +102,7 @@ def read(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], in
             yield record, end
 
 
-def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any] | None, int]]:
+def scan(run_folder: Path, offset: int = 0) -> Iterator[tuple[Record | None, int]]:
     """Yield every complete line as :func:`read` does, with None for one that holds no record."""
     try:
         file = (run_folder / FILE).open("rb")
@@ -136,19 +137,19 @@ class History:
 
     # metric name to step to (time in seconds since 1970, value)
     metrics: MutableMapping[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)  # later attempts overwrite earlier ones
-    environments: list[dict[str, Any]] = field(default_factory=list)  # one per attempt
+    facts: Facts = field(default_factory=Facts)  # later attempts overwrite earlier ones
+    environments: list[dict[str, object]] = field(default_factory=list)  # one per attempt
     notes: list[tuple[int, str, str]] = field(default_factory=list)  # (attempt, level, text), in order
-    ends: list[dict[str, Any]] = field(default_factory=list)  # the end records, in order
+    ends: list[EndRecord] = field(default_factory=list)  # the end records, in order
     # (attempt, from_step) pairs, to leave warm-up steps out of statistics
     warm: list[tuple[int, int]] = field(default_factory=list)
     layers: dict[int, dict[str, dict[str, float | None]]] = field(default_factory=dict)  # step to layer to its metrics
     # validation: step to loss, targets and documents of every example
     examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     test_examples: dict[int, dict[str, list[float]]] = field(default_factory=dict)  # the same of the test split
-    memory: dict[int, dict[str, Any]] = field(default_factory=dict)  # step to its memory curve, as in the journal
+    memory: dict[int, CurveValues] = field(default_factory=dict)  # step to its memory curve, as in the journal
     # step to the columns and the row of each of the modules
-    proofs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    proofs: dict[int, ProofValues] = field(default_factory=dict)
     unreadable: list[str] = field(default_factory=list)  # parts that hold no record, such as "line 7"
 
     @classmethod
@@ -166,7 +167,7 @@ class History:
         """Return which parts hold no record, as text; empty if all of them do."""
         return describe_unreadable(self.unreadable)
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, object]:
         """Return everything but metrics as plain data that :meth:`take` reads."""
         return {
             "facts": self.facts,
@@ -179,7 +180,7 @@ class History:
             "test_examples": self.test_examples,
         }
 
-    def take(self, dumped: Mapping[str, Any]) -> None:
+    def take(self, dumped: Mapping[str, object]) -> None:
         """Add what :meth:`dump` returned, after it went through JSON and a store, where anything may have changed it;
         invalid records are left out."""
         for part in ("facts", "environments", "notes", "ends", "layers", "examples", "test_examples"):
@@ -193,7 +194,7 @@ class History:
                 elif part not in self.unreadable:
                     self.unreadable.append(part)
 
-    def add(self, record: Mapping[str, Any]) -> dict[str, float]:
+    def add(self, record: Record) -> dict[str, float]:
         """Add one record of :func:`read`, and return the metric values that are new: those of a repeated step are
         not."""
         new: dict[str, float] = {}
@@ -221,7 +222,7 @@ class History:
             case "note":
                 self.notes.append((record["attempt"], record["level"], record["text"]))
             case "end":
-                self.ends.append(dict(record))
+                self.ends.append(record.copy())
         return new
 
     def series(self, name: str) -> dict[int, float]:
@@ -249,7 +250,7 @@ def describe_unreadable(places: Sequence[str]) -> str:
 HEAD = {"attempt": 1, "time": 0.0}  # common fields of records from a store, which does not keep these
 
 
-def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _undump(part: str, dumped: Mapping[str, Any]) -> list[dict[str, object]]:
     content = dumped[part] if part != "test_examples" else dumped.get(part, {})  # older runs have none
     match part:
         case "facts":
@@ -280,7 +281,7 @@ class Outline:
     eval_loss: float | None = None  # the loss at that step
     unreadable: list[str] = field(default_factory=list)  # the first places that hold no record, such as "line 7"
 
-    def add(self, record: dict[str, Any] | None, number: int) -> None:
+    def add(self, record: Record | None, number: int) -> None:
         """Add line ``number`` (from 1) of the journal; None for a line without a record."""
         if record is None:
             if len(self.unreadable) < MOST_UNREADABLE:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from sparsebp_cli.run.record_type import CurveValues
 
 Part = Literal["weights", "gradients", "optimizer", "activations", "workspace"]
 Phase = Literal["forward", "backward", "update"]
@@ -105,7 +106,7 @@ class MemoryCurve:
             kept |= {max(stretch, key=self._total), min(stretch, key=self._total)}
         return MemoryCurve(tuple(self.points[index] for index in sorted(kept)))
 
-    def to_values(self) -> dict[str, Any]:
+    def to_values(self) -> CurveValues:
         """Return the thinned curve as the journal stores it: phases by number, times in whole microseconds."""
         points = [
             [round(point.seconds * 1e6), PHASES.index(point.phase), *astuple(point.split)]
@@ -114,7 +115,7 @@ class MemoryCurve:
         return {"columns": ["microseconds", "phase", *PARTS], "points": points, "highest": list(astuple(self.highest))}
 
     @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> MemoryCurve:
+    def from_values(cls, values: CurveValues) -> MemoryCurve:
         """Return the curve that :meth:`to_values` has converted.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run.memory import PARTS, MemoryCurve, Part, Phase
@@ -30,7 +30,7 @@ def check_path(path: Path) -> None:
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure of matplotlib to a path, which is replaced, and return the path; equal content gives equal
     files."""
-    metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
+    metadata: dict[str, object] = {"Date": None} if path.suffix.lower() == ".svg" else {}
     figure.savefig(path, dpi=150, metadata=metadata)
     return path
 
@@ -88,13 +88,13 @@ def draw_memory_curves(figure: FigureBase, curves: Sequence[tuple[str, MemoryCur
 def _draw(axes: Axes, curve: MemoryCurve, scale: float, unit: str) -> None:
     times = [point.seconds * 1e3 for point in curve.points]
     layers = [[getattr(point.split, part) / scale for point in curve.points] for part in PARTS]
-    options: dict[str, Any] = {"step": "post", "linewidth": 0}
     axes.stackplot(
         times,
         layers,
         labels=[PART_WORDS[part] for part in PARTS],
         colors=[PART_COLOURS[part] for part in PARTS],
-        **options,
+        step="post",
+        linewidth=0,
     )
     axes.margins(x=0)
     _draw_phases(axes, curve, times)

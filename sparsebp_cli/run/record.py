@@ -11,9 +11,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import TypeGuard
 
 from sparsebp_cli.run.memory import PARTS, PHASES
+from sparsebp_cli.run.record_type import Record
 
 LARGEST_INTEGER = 2**63  # exclusive; arithmetic of much larger integers with floats raises OverflowError
 MOST_WARMUP_STEPS = 10**6
@@ -39,10 +40,10 @@ class State(StrEnum):
 
 ENDS = {str(state) for state in State if state.over}
 
-Check = Callable[[Any], bool]
+Check = Callable[[object], bool]
 
 
-def parse_record(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> Record | None:
     """Return the record in a line of the journal, with or without its end, and with numbers in place of the words for
     those that are not finite; None if the line holds none."""
     try:
@@ -58,7 +59,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
     return record if is_record(record) else None
 
 
-def is_record(record: Mapping[str, Any]) -> bool:
+def is_record(record: Mapping[str, object]) -> TypeGuard[Record]:
     """Return whether a record has the fields of its kind; an unknown kind needs only the common ones."""
     kind = record.get("kind")
     fields = FIELDS.get(kind, {}) if isinstance(kind, str) else {}
@@ -68,7 +69,7 @@ def is_record(record: Mapping[str, Any]) -> bool:
 NOT_FINITE = {"nan", "inf", "-inf"}
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> object:
     """Replace numbers that are not finite, which JSON lacks: by text, or inside a list by null."""
     match value:
         case float():
@@ -80,7 +81,7 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(value: Any) -> Any:
+def from_json(value: object) -> object:
     """Undo :func:`to_json`, except in lists: there a text stays text, because a class may be called nan."""
     match value:
         case str():
@@ -90,24 +91,24 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, float) or (isinstance(value, int) and -LARGEST_INTEGER < value < LARGEST_INTEGER)
 
 
-def is_count(value: Any) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Return whether a value is a whole number from 0 that every reader can use."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < LARGEST_INTEGER
 
 
-def _is_time(value: Any) -> bool:
+def _is_time(value: object) -> bool:
     return _is_number(value) and 0.0 <= value < LARGEST_INTEGER
 
 
-def is_figure(value: Any) -> bool:
+def is_figure(value: object) -> bool:
     """Return whether a value is a number, or None for a missing measurement."""
     return value is None or _is_number(value)
 
@@ -134,11 +135,11 @@ def _is_dict_without_other(**fields: Check) -> Check:
     )
 
 
-def is_counts(value: Any, length: int) -> bool:
+def is_counts(value: object, length: int) -> TypeGuard[list[int]]:
     return isinstance(value, list) and len(value) == length and all(map(is_count, value))
 
 
-def _is_points(value: Any) -> bool:
+def _is_points(value: object) -> bool:
     length = 2 + len(PARTS)
     return (
         isinstance(value, list)

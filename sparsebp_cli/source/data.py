@@ -8,10 +8,13 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sparsebp_cli.errors import DataError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten, show_with_type
+
+if TYPE_CHECKING:
+    from pyarrow import Field
 
 LOADERS = {".txt": "text", ".text": "text", ".md": "text", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 LOADERS |= {".tsv": "csv", ".parquet": "parquet"}
@@ -20,10 +23,10 @@ MOST_BYTES = 1024 * 1024  # read of a file
 DEEPEST = 500  # nesting of lists and mappings; at 200,000 the reader of datasets 5.2 crashes the process
 BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
 TEXT_FEATURES = {"Value", "ClassLabel", "Json"}  # of datasets; reading another feature may open files that a row names
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[Mapping[str, object]]
 
 
-def read_rows(file: Path) -> list[dict[str, Any]]:
+def read_rows(file: Path) -> list[dict[str, object]]:
     """Return at most :data:`NUM_ROWS` first rows of a data file; none if a file of its format is too large to be
     inspected. Raise DataError if it cannot be read, is empty, or does not match its suffix."""
     if file.suffix not in LOADERS:
@@ -110,12 +113,12 @@ def _decode(file: Path, content: bytes, *, is_whole: bool) -> str:
         raise DataError(f"{file}, line {line}: not UTF-8 text: got byte 0x{content[error.start]:02x}") from None
 
 
-def _read_json(file: Path, text: str, *, is_whole: bool) -> list[dict[str, Any]]:
+def _read_json(file: Path, text: str, *, is_whole: bool) -> list[dict[str, object]]:
     if text.lstrip().startswith("[") or (file.suffix == ".json" and is_whole):
         whole = _parse_whole(text) if is_whole else None
         if whole is not None:
             return whole
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     lines = text.splitlines() if is_whole else text.splitlines()[:-1]
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -138,7 +141,7 @@ def _read_json(file: Path, text: str, *, is_whole: bool) -> list[dict[str, Any]]
     return rows
 
 
-def _parse_whole(text: str) -> list[dict[str, Any]] | None:
+def _parse_whole(text: str) -> list[dict[str, object]] | None:
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
@@ -147,7 +150,7 @@ def _parse_whole(text: str) -> list[dict[str, Any]] | None:
     return [row for row in rows[:NUM_ROWS] if isinstance(row, dict)]
 
 
-def _read_csv(file: Path, text: str) -> list[dict[str, Any]]:
+def _read_csv(file: Path, text: str) -> list[dict[str, object]]:
     reader = csv.reader(io.StringIO(text), delimiter="\t" if file.suffix == ".tsv" else ",")
     try:
         header = next(reader, [])
@@ -159,7 +162,7 @@ def _read_csv(file: Path, text: str) -> list[dict[str, Any]]:
     return [dict.fromkeys(header) | row for row in rows]
 
 
-def _read_parquet(file: Path) -> list[dict[str, Any]]:
+def _read_parquet(file: Path) -> list[dict[str, object]]:
     import pyarrow.parquet
 
     try:
@@ -169,7 +172,7 @@ def _read_parquet(file: Path) -> list[dict[str, Any]]:
     return [{field.name: _sample_value(field, schema.metadata or {}) for field in schema}]
 
 
-def _sample_value(field: Any, metadata: Mapping[bytes, bytes]) -> Any:
+def _sample_value(field: Field, metadata: Mapping[bytes, bytes]) -> object:
     """Return a value of the type that a column has: None for texts and numbers."""
     import pyarrow
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten
@@ -69,7 +68,7 @@ def _check_settings(file: Path) -> None:
                     raise DataError(f"{file}: {key} must stay in its folder, got {shorten(path)!r}")
 
 
-def _find_paths(value: Any, seen: set[int]) -> Iterator[str]:
+def _find_paths(value: object, seen: set[int]) -> Iterator[str]:
     """Yield every text within a value. A part that several YAML aliases refer to is visited once."""
     if isinstance(value, str):
         yield value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import DataError
@@ -50,7 +50,7 @@ def inspect_sources(recipe: Recipe, folders: Sequence[Path], *, is_here: bool) -
                 yield found
 
 
-def _problems_of(location: Location, check: Callable[..., object], *args: Any, **options: Any) -> list[Problem]:
+def _problems_of(location: Location, check: Callable[..., object], *args: object, **options: object) -> list[Problem]:
     """Return the error of a check as a list of at most one problem."""
     try:
         check(*args, **options)
@@ -63,7 +63,7 @@ def _problems_of(location: Location, check: Callable[..., object], *args: Any, *
 
 def _inspect_model(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
     section, tokenizer = recipe.model, None
-    config: Mapping[str, Any] | None = section.config
+    config: Mapping[str, object] | None = section.config
     if section.name is not None:
         at: Location = ("model", "name")
         tokenizer, problems = _find_model(section.name, at, folders)
@@ -163,7 +163,9 @@ def _inspect_file(section: DatasetSection, file: Path, spans: Collection[str]) -
     yield from _inspect_splits(section, {section.split: rows}, spans)
 
 
-def _inspect_installed(section: DatasetSection, load: Callable[[], Any], spans: Collection[str]) -> Iterator[Problem]:
+def _inspect_installed(
+    section: DatasetSection, load: Callable[[], Mapping[str, Rows]], spans: Collection[str]
+) -> Iterator[Problem]:
     entry = next(entry for entry in entry_points(group=DATASETS) if entry.name == section.name)
     if entry.dist is None or entry.dist.name != OWN:
         text = f"{section.name} is a dataset of a plugin: it is loaded when the run starts"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.errors import DataError
 
@@ -15,7 +14,7 @@ LARGEST_TOKENIZER = 32 * 1024 * 1024
 TOKENIZER_WORDS = ("token", "vocab", "spiece", "bpe", ".model")
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, object]:
     """Return the content of a model's config.json. Raise DataError if there is none, it is no JSON object, or it can
     execute code."""
     file = folder / "config.json"
@@ -28,7 +27,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _refuse_code(file: Path, config: Mapping[str, Any]) -> None:
+def _refuse_code(file: Path, config: Mapping[str, object]) -> None:
     for key, value in config.items():
         if key == "auto_map" or (key.startswith("_") and key != "_name_or_path"):
             raise DataError(f"{file}: refused, because {key!r} can make other code run")
@@ -36,7 +35,7 @@ def _refuse_code(file: Path, config: Mapping[str, Any]) -> None:
             _refuse_code(file, value)
 
 
-def read_object(file: Path, largest: int) -> dict[str, Any] | None:
+def read_object(file: Path, largest: int) -> dict[str, object] | None:
     """Return the JSON object in a file; None if there is none, or the file is larger than ``largest`` bytes."""
     try:
         if not file.is_file() or file.stat().st_size > largest:
@@ -65,11 +64,11 @@ def check_tokenizer(folder: Path) -> None:
         raise DataError(f"{folder}: no tokenizer; it has {', '.join(names[:10]) or 'nothing'}")
 
 
-def refuse_too_long(config: Mapping[str, Any], max_seq_length: int) -> None:
+def refuse_too_long(config: Mapping[str, object], max_seq_length: int) -> None:
     """Raise DataError if sequences are longer than the positions in a model's config."""
     text = config.get("text_config")
     known = {**config, **text} if isinstance(text, Mapping) else config
-    longest = next((known[name] for name in LONGEST if isinstance(known.get(name), int)), None)
+    longest = next((value for name in LONGEST if isinstance(value := known.get(name), int)), None)
     if longest is not None and max_seq_length > longest:
         raise DataError(f"must be at most {longest} for this model, got {max_seq_length}")
 
@@ -89,5 +88,6 @@ def count_tokens(folder: Path) -> int | None:
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     if content is None or not isinstance(vocabulary, dict):
         return None
-    added = [token for token in content.get("added_tokens") or [] if isinstance(token, dict)]
+    tokens = content.get("added_tokens")
+    added = [token for token in (tokens if isinstance(tokens, list) else []) if isinstance(token, dict)]
     return len(set(vocabulary) | {str(token.get("content")) for token in added})

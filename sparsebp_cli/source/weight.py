@@ -10,7 +10,6 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.policy.error_text import shorten
@@ -33,7 +32,7 @@ COUNTS += ("num_decoder_layers", "num_experts", "num_local_experts", "n_routed_e
 ALWAYS_ALLOWED = 256  # layers may share their tensors
 
 
-def check_weights(folder: Path, config: Mapping[str, Any]) -> None:
+def check_weights(folder: Path, config: Mapping[str, object]) -> None:
     """Raise DataError for a model folder that points to other files, or whose config asks for a larger model than its
     weights hold."""
     if (folder / "adapter_config.json").exists():
@@ -70,7 +69,7 @@ def _name_files(folder: Path) -> list[str]:
     return sorted({name for name in names.values() if (folder / name).is_file()})
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def _read_object(file: Path) -> dict[str, object]:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -94,7 +93,7 @@ def _read_shapes(file: Path) -> Iterator[list[int]]:
             yield shape
 
 
-def _refuse_larger(folder: Path, config: Mapping[str, Any], keys: tuple[str, ...], most: int, what: str) -> None:
+def _refuse_larger(folder: Path, config: Mapping[str, object], keys: tuple[str, ...], most: int, what: str) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             _refuse_larger(folder, value, keys, most, what)

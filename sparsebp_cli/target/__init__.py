@@ -1,5 +1,7 @@
 """Targets: the places where a plan can run. The command line uses only the contract."""
 
+from collections.abc import Callable
+
 from pydantic import ValidationError
 
 from sparsebp_cli.errors import UsageError
@@ -25,12 +27,12 @@ def make_target(section: TargetSection) -> Target:
             made on another machine may be.
     """
     found = find_target(section.kind)
-    if not issubclass(found.target_class, Target):
+    if found.target_class is None or not issubclass(found.target_class, Target):
         raise UsageError(f"target {section.kind!r} of {found.source} is broken: it is not a Target")
     try:
         options = found.options_class.model_validate(section.options)
     except ValidationError as error:
         finding = describe_errors(error, found.options_class, section.options)[0]
         raise UsageError(f"target.{finding.key}: {finding.text}") from None
-    target: Target = found.target_class(options)
-    return target
+    make: Callable[[TargetOptions], Target] = found.target_class
+    return make(options)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.run import JournalWriter, RunFolder, State, read
+from sparsebp_cli.run.record_type import EndRecord
 
 MAX_LINE_CHARACTERS = 300
 STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM}
@@ -55,8 +55,9 @@ def write_end_record(
     return status
 
 
-def _find_last(run: RunFolder, attempt: int) -> tuple[int, dict[str, Any] | None]:
-    step, end = 0, None
+def _find_last(run: RunFolder, attempt: int) -> tuple[int, EndRecord | None]:
+    step = 0
+    end: EndRecord | None = None
     for record, _ in read(run.path):
         if record["kind"] == "metrics":
             step = max(step, record["step"])

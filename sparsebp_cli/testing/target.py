@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.plan import Plan
@@ -19,7 +18,7 @@ PATIENCE_SECONDS = 120.0
 NUM_STEPS = 12
 
 
-def check_target(target: str | Target, **options: Any) -> None:
+def check_target(target: str | Target, **options: object) -> None:
     """Try everything that a target promises. Runs are created under ``$SPARSEBP_HOME``: set it to a temporary folder.
 
     Args:
@@ -38,11 +37,11 @@ def check_target(target: str | Target, **options: Any) -> None:
 class _Suite:
     """Makes runs for one target."""
 
-    def __init__(self, section: dict[str, Any], target: Target | None) -> None:
+    def __init__(self, section: dict[str, object], target: Target | None) -> None:
         self.section = section
         self.target = target or make_target(Recipe.model_validate(self._recipe("ok")).target)
 
-    def _recipe(self, fake: str) -> dict[str, Any]:
+    def _recipe(self, fake: str) -> dict[str, object]:
         return {
             "version": 1,
             "name": f"check-{fake}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import yaml
 
@@ -114,7 +113,7 @@ def _describe_history(history: History) -> str:
     return json.dumps(history.dump(), allow_nan=True) + "\n"
 
 
-def _flatten(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def _flatten(value: object, key: str) -> Iterator[tuple[str, str]]:
     """Yield dotted keys and texts. A list of plain values stays one parameter: betas are read as a pair."""
     if isinstance(value, dict) and value:
         children = list(value.items())

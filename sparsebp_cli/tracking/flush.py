@@ -113,7 +113,7 @@ class Flusher:
             self._pending.popleft()  # another process sent it
         for record, end in read(self.run.path, self._read_to):
             for name, value in self._history.add(record).items():
-                if end > self._sent.offset and isinstance(value, int | float):
+                if record["kind"] == "metrics" and end > self._sent.offset and isinstance(value, int | float):
                     time_ms = int(record["time"] * 1000)
                     point = SentPoint(clean_name(name), float(value), time_ms, record["step"], self._read_to, end)
                     self._pending.append(point)

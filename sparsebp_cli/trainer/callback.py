@@ -9,13 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, ParamSpec, Self, TypedDict, TypeVar
 
+import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
+from typing_extensions import override
 
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
@@ -23,10 +26,19 @@ from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import Policy, make_policy
 from sparsebp_cli.trainer.log_value import count_step, interval_values, total_values
 from sparsebp_cli.trainer.precision import attach_inside
-from sparsebp_cli.trainer.refusal import mask_noncandidates, pass_columns, refuse_unsupported
+from sparsebp_cli.trainer.refusal import mask_noncandidates, model_of, pass_columns, refuse_unsupported
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
 
-PolicyLike = Policy | str | Mapping[str, Any]
+PolicyLike = Policy | str | Mapping[str, object]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Given(TypedDict, total=False):
+    """Arguments of ``attach`` that the user may leave to the trainer."""
+
+    seed: int
+    reference: nn.Module | Literal["batch"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,8 @@ class AttachOptions:
     steps."""
 
     policies: tuple[Policy, ...]
-    options: dict[str, Any] = field(default_factory=dict)
+    choices: BackwardChoices
+    given: Given
 
     @classmethod
     def of(
@@ -43,28 +56,29 @@ class AttachOptions:
         policies: Sequence[PolicyLike],
         backward: BackwardOptions | BackwardChoices | None,
         seed: int | None,
-        reference: object,
+        reference: nn.Module | Literal["batch"] | None,
     ) -> AttachOptions:
         """Make the policies, and refuse options that no trainer supports."""
         if isinstance(policies, str | Mapping | Policy) or not isinstance(policies, Iterable):
             raise UsageError(f"policies must be a list, got {policies!r}")
         backward = BackwardOptions.of(backward)
         refuse(Setup((), {"update": backward.update, "checkpointing": backward.checkpointing, "loop": "trainer"}))
-        options: dict[str, Any] = dict(backward.choices())
-        options |= {} if seed is None else {"seed": seed}
-        options |= {} if reference is None else {"reference": reference}
-        return cls(tuple(_make(policy) for policy in policies), options)
+        given = Given()
+        if seed is not None:
+            given["seed"] = seed
+        if reference is not None:
+            given["reference"] = reference
+        return cls(tuple(_make(policy) for policy in policies), backward.choices(), given)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Return what a resumed training must have in common with the earlier one: plain values by dotted name."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for number, policy in enumerate(self.policies):
             found[f"policies.{number}"] = f"{type(policy).__module__}:{type(policy).__qualname__}"
             dumped = policy.model_dump(mode="json")
             found |= {f"policies.{number}.{name}": value for name, value in dumped.items()}
-        return found | {
-            name: value for name, value in self.options.items() if isinstance(value, str | int | float | list)
-        }
+        options = {**self.choices, **self.given}
+        return found | {name: value for name, value in options.items() if isinstance(value, str | int | float | list)}
 
 
 def _make(policy: PolicyLike) -> Policy:
@@ -115,11 +129,13 @@ class PolicyCallback(TrainerCallback):
         self.engine: Engine | None = None
         self._attach_options = AttachOptions.of(policies, backward, seed, reference)
         self.log_flops_every = log_flops_every
-        self._trainer: Any = None
+        self._trainer: Trainer | None = None
         self._undo: list[Callable[[], object]] = []  # called in reverse order to detach; empty while not attached
-        self._resumed: dict[str, Any] | None = None
+        self._resumed: Mapping[str, Any] | None = None
         self._counts_next, self._counted = False, dict[str, float]()
-        self._num_candidates: Any = None  # in the current optimizer step, if a data column marks candidates
+        self._num_candidates: Tensor | int | None = (
+            None  # in the current optimizer step, if a data column marks candidates
+        )
         self._began = self._logged = 0  # optimizer steps done when this training began, and at the last line of the log
 
     def join(self, trainer: Trainer) -> Self:
@@ -156,38 +172,41 @@ class PolicyCallback(TrainerCallback):
             _wrap_method(trainer, name, wrapper)
         return self
 
+    @override
     def on_train_begin(
         self,
-        args: TrainingArguments,  # noqa: ARG002 - transformers' signature
+        args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002 - the same
-        **kwargs: Any,  # noqa: ARG002 - the same
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Attach the engine: optimizer and wrapped model exist, and a checkpoint has been loaded."""
         if self._trainer is None:
             raise UsageError("PolicyCallback does not know its trainer: call callback.join(trainer) before train()")
+        trainer = self._trainer
         self._detach()  # auto_find_batch_size trains again after an attempt that ran out of memory
         self._began = self._logged = state.global_step
-        engine, detach = self._attach(self._trainer, num_steps=state.max_steps, optimizer=self._trainer.optimizer)
+        engine, detach = self._attach(trainer, num_steps=state.max_steps, optimizer=trainer.optimizer)
         self.engine = engine
         self._undo.append(detach)
         if self._resumed is not None:
             engine.load_state_dict(self._resumed)
-        accelerator, original = self._trainer.accelerator, self._trainer.accelerator.backward
+        accelerator, original = trainer.accelerator, trainer.accelerator.backward
 
-        def backward(loss: Tensor, **kwargs: Any) -> None:
+        def backward(loss: Tensor, **kwargs: object) -> None:
             engine.backward(loss, lambda scaled: original(scaled, **kwargs))
 
         own = accelerator.__dict__.get("backward")
         accelerator.backward = backward
         self._undo.append(lambda: _restore_backward(accelerator, own))
 
+    @override
     def on_step_begin(
         self,
-        args: TrainingArguments,  # noqa: ARG002 - transformers' signature
+        args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002 - the same
-        **kwargs: Any,  # noqa: ARG002 - the same
+        control: TrainerControl,
+        **kwargs: object,
     ) -> None:
         """Decide whether to count the FLOPs of this step."""
         every = self.log_flops_every
@@ -197,11 +216,16 @@ class PolicyCallback(TrainerCallback):
     def _is_attached(self) -> bool:
         return bool(self._undo)
 
-    def _attach(self, trainer: Any, *, num_steps: int, optimizer: Any) -> tuple[Engine, Callable[[], None]]:
-        options: dict[str, Any] = {"seed": trainer.args.seed, "optimizer": optimizer, "num_steps": num_steps}
-        options |= self._attach_options.options
-        model, policies = trainer.model_wrapped, self._attach_options.policies
-        return attach_inside(trainer.model, trainer.accelerator, lambda: attach(model, policies, **options))
+    def _attach(
+        self, trainer: Trainer, *, num_steps: int, optimizer: torch.optim.Optimizer | None
+    ) -> tuple[Engine, Callable[[], None]]:
+        own, model = self._attach_options, trainer.model_wrapped
+        given = Given(seed=trainer.args.seed) | own.given
+        return attach_inside(
+            model_of(trainer),
+            trainer.accelerator,
+            lambda: attach(model, own.policies, optimizer=optimizer, num_steps=num_steps, **own.choices, **given),
+        )
 
     def _detach(self) -> None:
         """Restore model and accelerator."""
@@ -209,13 +233,19 @@ class PolicyCallback(TrainerCallback):
             self._undo.pop()()
         self._counts_next, self._counted = False, {}
 
-    def _train(self, train: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def _train(
+        self,
+        train: Callable[..., T],
+        resume_from_checkpoint: str | bool | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> T:
         folder = resume_from_checkpoint
         if folder is True:
-            folder = get_last_checkpoint(self._trainer.args.output_dir)  # type: ignore[no-untyped-call]
+            folder = get_last_checkpoint(self._arguments.output_dir)  # type: ignore[no-untyped-call]
         self._resumed = None
         if folder:
-            stored = load_state(Path(folder) / self._file_name, self._trainer.args.device)
+            stored = load_state(Path(folder) / self._file_name, self._arguments.device)
             check_same(stored["choice"], self._attach_options.describe(), str(folder))
             self._resumed = stored["engine"]
         try:
@@ -223,35 +253,53 @@ class PolicyCallback(TrainerCallback):
         finally:
             self._detach()
 
-    def _step(self, step: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step(
+        self,
+        step: Callable[..., T],
+        model: nn.Module,
+        inputs: Mapping[str, object],
+        *args: object,
+        **kwargs: object,
+    ) -> T:
         if self._counts_next and self.engine is not None:
             self._counts_next = False
             self._counted = count_step(model, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs))
         return step(model, inputs, *args, **kwargs)
 
     def _compute_loss(
-        self, compute_loss: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+        self,
+        compute_loss: Callable[..., T],
+        model: nn.Module,
+        inputs: Mapping[str, object],
+        *args: object,
+        **kwargs: object,
+    ) -> T:
         if self._is_attached and self.engine is not None and self.engine.enabled:
-            removes = self._trainer.args.remove_unused_columns
+            removes = self._arguments.remove_unused_columns
             pass_columns(self.engine, self._attach_options.policies, inputs, self._num_candidates, removes=removes)
         return compute_loss(model, inputs, *args, **kwargs)
 
-    def _count_items(self, count: Callable[..., Any], batches: Any, *args: Any, **kwargs: Any) -> Any:
+    def _count_items(
+        self,
+        count: Callable[..., Tensor | int | None],
+        batches: Sequence[Mapping[str, object]],
+        *args: object,
+        **kwargs: object,
+    ) -> Tensor | int | None:
         if self._is_attached and self.engine is not None and self.engine.enabled:
             found = mask_noncandidates(self._attach_options.policies, batches)
             self._num_candidates = None if found is None else count(found, *args, **kwargs)
         return count(batches, *args, **kwargs)
 
-    def _dense(self, evaluate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _dense(self, evaluate: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         dense: AbstractContextManager[None] = nullcontext()
         if self._is_attached and self.engine is not None:
             dense = self.engine.disabled()
         with dense:
             return evaluate(*args, **kwargs)
 
-    def _log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if self._is_attached and self.engine is not None:
+    def _log(self, log: Callable[..., T], logs: dict[str, float], *args: object, **kwargs: object) -> T:
+        if self._is_attached and self.engine is not None and self._trainer is not None:
             step = self._trainer.state.global_step
             if "loss" in logs:
                 logs |= self._counted | interval_values(self.engine, max(1, step - self._logged))
@@ -260,7 +308,7 @@ class PolicyCallback(TrainerCallback):
                 logs |= total_values(self.engine, max(1, step - self._began))
         return log(logs, *args, **kwargs)
 
-    def _save(self, save: Callable[..., Any], output_dir: str) -> None:
+    def _save(self, save: Callable[..., object], output_dir: str) -> None:
         # _save_rng_state makes the folder, and runs before trainer_state.json marks the checkpoint as complete.
         save(output_dir)
         if self._is_attached and self.engine is not None:
@@ -268,21 +316,26 @@ class PolicyCallback(TrainerCallback):
             save_state(Path(output_dir) / self._file_name, state)
 
     @property
+    def _arguments(self) -> TrainingArguments:
+        assert self._trainer is not None  # only its wrapped methods ask
+        return self._trainer.args
+
+    @property
     def _file_name(self) -> str:
-        return f"sparsebp-{self._trainer.args.process_index}.safetensors"
+        return f"sparsebp-{self._arguments.process_index}.safetensors"
 
 
-def _wrap_method(trainer: Trainer, name: str, wrapper: Callable[..., Any]) -> None:
+def _wrap_method(trainer: Trainer, name: str, wrapper: Callable[..., object]) -> None:
     inner = getattr(trainer, name)
 
     @functools.wraps(inner)
-    def outer(*args: Any, **kwargs: Any) -> Any:
+    def outer(*args: object, **kwargs: object) -> object:
         return wrapper(inner, *args, **kwargs)
 
     setattr(trainer, name, outer)
 
 
-def _restore_backward(accelerator: Any, own: Any) -> None:
+def _restore_backward(accelerator: Accelerator, own: Callable[..., None] | None) -> None:
     if own is None:
         del accelerator.backward
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import distributed
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def count_step(
-    model: nn.Module, engine: Engine, inputs: Mapping[str, Any], step: Callable[[Any], Any]
+    model: nn.Module, engine: Engine, inputs: Mapping[str, object], step: Callable[[Mapping[str, object]], object]
 ) -> dict[str, float]:
     """Count a forward and backward of a micro-batch, dense and with the policies, without a trace in the training.
     ``step`` computes the loss of a copy of the inputs and differentiates it through the engine. Return metric values,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
@@ -44,10 +43,10 @@ def attach_inside(
     return engine, detach
 
 
-def _in_precision(forward: Callable[..., Any], model: nn.Module, accelerator: Accelerator) -> Any:
+def _in_precision(forward: Callable[..., object], model: nn.Module, accelerator: Accelerator) -> object:
     """Return a forward wrapped as ``Accelerator.prepare_model`` wraps it."""
 
-    def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run(_: nn.Module, *args: object, **kwargs: object) -> object:
         with accelerator.autocast():
             return forward(*args, **kwargs)
 

@@ -14,6 +14,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, TokenSelector
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import Trainer
 
 
@@ -25,15 +26,21 @@ def refuse_unsupported(trainer: Trainer, policies: Sequence[Policy] = ()) -> Non
     refuse(Setup(facts, options, words={"lomo": f"optim={options['lomo']!r}"}))
 
 
+def model_of(trainer: Trainer) -> nn.Module:
+    """Return the model of a trainer, which has made it where it was given a function instead."""
+    assert trainer.model is not None
+    return trainer.model
+
+
 def _sees_labels(policy: Policy) -> bool:
     """Return whether a policy receives all that it reads, so that another loss than the model's can be computed."""
     return isinstance(policy, TokenSelector) and chooses_by_data(policy) and not policy.reads
 
 
-def _describe(trainer: Any) -> Mapping[str, object]:
+def _describe(trainer: Trainer) -> Mapping[str, object]:
     args = trainer.args
     optim = str(args.optim)
-    forwards = (module.__dict__.get("forward") for module in trainer.model.modules())
+    forwards = (module.__dict__.get("forward") for module in model_of(trainer).modules())
     return {
         "loop": "trainer",
         "deepspeed": bool(trainer.is_deepspeed_enabled),

@@ -23,7 +23,7 @@ _FORMAT = 1
 _TENSOR = "__tensor__"
 
 
-def save_state(file: Path, state: Mapping[str, Any]) -> None:
+def save_state(file: Path, state: Mapping[str, object]) -> None:
     """Write a state of mappings, sequences, plain values and tensors. Raise CheckpointError if it cannot be written."""
     tensors: dict[str, Tensor] = {}
     text = json.dumps(_split(state, tensors))
@@ -63,7 +63,7 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     return state
 
 
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: str) -> None:
+def check_same(before: Mapping[str, object], now: Mapping[str, object], checkpoint: str) -> None:
     """Raise UsageError if the policies or options differ from those that a checkpoint was trained with."""
     changes = [
         f"{name} was {before.get(name)!r}, got {now.get(name)!r}"
@@ -86,7 +86,7 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
+def _split(value: object, tensors: dict[str, Tensor]) -> object:
     """Replace every tensor by its number."""
     if isinstance(value, Tensor):
         name = str(len(tensors))
@@ -99,7 +99,7 @@ def _split(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _join(value: object, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(value, list):
         return {_join(key, tensors): _join(inner, tensors) for key, inner in value}
     if isinstance(value, dict):

@@ -20,6 +20,7 @@ from typing import Any
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import read
+from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import Reason
 from sparsebp_cli.worker.stop import StopRequest, signal_of_message, stop_message
@@ -122,9 +123,10 @@ def _describe_exit(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
 
 
-def _read_end(run: RunFolder, attempt: int) -> tuple[dict[str, Any] | None, int]:
+def _read_end(run: RunFolder, attempt: int) -> tuple[EndRecord | None, int]:
     """Return the final status that the first rank wrote, if it did, and the last step with metrics."""
-    end, step = None, 0
+    step = 0
+    end: EndRecord | None = None
     for record, _ in read(run.path):
         if record["attempt"] == attempt:
             end = record if record["kind"] == "end" else end

@@ -13,6 +13,7 @@ from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, FieldChange, Seal, is_free
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, metric, read
+from sparsebp_cli.run.record_type import AcceptedChange
 from sparsebp_cli.worker.checkpoint import Snapshot
 from sparsebp_cli.worker.process import Ranks
 
@@ -30,7 +31,7 @@ class ResumeCheck:
         for all ranks. Raise ChangedError for a difference that the user has not allowed."""
         self.seal = Seal(plan.recipe.model_dump(mode="json"), find_code(plan.recipe))
         self._run, self._journal, self._ranks = run, journal, ranks
-        self._accepted: list[dict[str, object]] = list(History.load(run.path).facts.get("changes", []))
+        self._accepted: list[AcceptedChange] = list(History.load(run.path).facts.get("changes", []))
         self._allowed = _read_allowed(run)
         self._reported: set[str] = set()
         self._step = snapshot.step if snapshot else 0
@@ -66,7 +67,7 @@ class ResumeCheck:
             # Who allowed another dataset has allowed its data as well.
             if not (change.is_under(self._allowed) or (change.field == "data" and self._has_other_source())):
                 return False
-            self._accepted.append(known | {"step": self._step})
+            self._accepted.append(AcceptedChange(field=change.field, then=change.then, now=change.now, step=self._step))
             self._journal.write("facts", values={"changes": self._accepted})
             self._note("warning", f"changed since {self._where}, and allowed: {change}")
         self._reported.add(change.field)

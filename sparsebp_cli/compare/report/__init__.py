@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.compare import number as show
 from sparsebp_cli.compare.comparison import Comparison, Group, Kind
@@ -139,7 +138,7 @@ def _busy_note(comparison: Comparison) -> str:
     return f" Left out are step times from a busy machine: {', '.join(busy)}." if busy else ""
 
 
-def _data(comparison: Comparison) -> dict[str, Any]:
+def _data(comparison: Comparison) -> dict[str, object]:
     number = {group.group: place for place, group in enumerate(comparison.groups)}
     busy = _busy(comparison)
     return {
@@ -175,7 +174,7 @@ def _data(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _make_visible(value: Any) -> Any:
+def _make_visible(value: object) -> object:
     """Escape marks of writing direction, which a browser would obey where the script writes these texts."""
     match value:
         case str():
@@ -285,7 +284,7 @@ def _recipe(group: Group) -> RecipeText:
     return RecipeText(_file_name(group), text, _file_name(group))
 
 
-def _without_store(recipe: dict[str, Any]) -> dict[str, Any]:
+def _without_store(recipe: dict[str, object]) -> dict[str, object]:
     """Leave the store's address out: it may name a private machine, and a reader has another store."""
     tracking = recipe.get("tracking")
     return recipe | (

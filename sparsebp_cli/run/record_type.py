@@ -1,0 +1,160 @@
+"""The types of the journal's records, one a kind; :mod:`sparsebp_cli.run.record` validates what they state.
+
+A record of an unknown kind, which a newer version wrote, has the common fields only: readers pass it by.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+
+class _Common(TypedDict):
+    attempt: int
+    time: float
+
+
+class AttemptRecord(_Common):
+    """A worker started."""
+
+    kind: Literal["attempt"]
+    from_step: int
+    environment: dict[str, object]
+
+
+class MetricsRecord(_Common):
+    """Values of metrics at a step."""
+
+    kind: Literal["metrics"]
+    step: int
+    values: dict[str, float]
+
+
+class RecordedPolicy(TypedDict):
+    """What a run records of a policy, among other things."""
+
+    exact: bool
+
+
+class AcceptedChange(TypedDict):
+    """A change of a sealed field that was allowed, and the step from which it holds."""
+
+    field: str
+    then: str
+    now: str
+    step: int
+
+
+class Facts(TypedDict, total=False):
+    """Facts that readers use; a journal has others, too."""
+
+    policies: list[RecordedPolicy]
+    warmup_steps: int
+    tokens_per_step: float | None
+    eval_examples: float | None
+    train_examples: object
+    dataset_digest: str | None
+    changes: list[AcceptedChange]
+    device: object
+
+
+class FactsRecord(_Common):
+    """Facts that are constant in a run."""
+
+    kind: Literal["facts"]
+    values: Facts
+
+
+class LayersRecord(_Common):
+    """Layer or site to its metrics."""
+
+    kind: Literal["layers"]
+    step: int
+    values: dict[str, dict[str, float | None]]
+
+
+class ProofValues(TypedDict):
+    """The columns, and the row of each module."""
+
+    columns: list[str]
+    modules: dict[str, list[float | None]]
+
+
+class ProofRecord(_Common):
+    """What a step's backward executed and stored."""
+
+    kind: Literal["proof"]
+    step: int
+    values: ProofValues
+
+
+class CurveValues(TypedDict):
+    """A memory curve: see :meth:`sparsebp_cli.run.memory.MemoryCurve.to_values`."""
+
+    columns: list[str]
+    points: list[list[int]]
+    highest: list[int]
+    allocator_peak_bytes: NotRequired[int | None]
+
+
+class CurveRecord(_Common):
+    """Live bytes over a traced step."""
+
+    kind: Literal["memory"]
+    step: int
+    values: CurveValues
+
+
+class ExamplesRecord(_Common):
+    """Loss, number of targets and document of every example of a split."""
+
+    kind: Literal["examples"]
+    step: int
+    split: NotRequired[str]
+    values: dict[str, list[float]]
+
+
+class SealRecord(_Common):
+    """What decides the numbers of an attempt."""
+
+    kind: Literal["seal"]
+    values: dict[str, object]
+
+
+class AllowRecord(_Common):
+    """Fields of the seal that may change."""
+
+    kind: Literal["allow"]
+    fields: list[str]
+
+
+class NoteRecord(_Common):
+    """A message."""
+
+    kind: Literal["note"]
+    level: str
+    text: str
+
+
+class EndRecord(_Common):
+    """How an attempt ended."""
+
+    kind: Literal["end"]
+    status: str
+    step: int
+    text: str
+    changes: NotRequired[list[list[str]]]
+
+
+Record = (
+    AttemptRecord
+    | MetricsRecord
+    | FactsRecord
+    | LayersRecord
+    | ProofRecord
+    | CurveRecord
+    | ExamplesRecord
+    | SealRecord
+    | AllowRecord
+    | NoteRecord
+    | EndRecord
+)
