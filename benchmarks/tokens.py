@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.core.extension import EstimatesFlops
-from sparsebp_cli.backward.observe.claim import DensePass
+from sparsebp_cli.backward.observe.flops import DensePass
 from sparsebp_cli.bench import RoundQuartiles
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.worker.bench.row import quartiles

@@ -16,7 +16,7 @@ from sparsebp_cli.backward.core.extension import EngineExtension, SiteAdapter
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
-from sparsebp_cli.backward.execution.eager.options import choose_update
+from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
 from sparsebp_cli.backward.linear.site import LinearAdapter

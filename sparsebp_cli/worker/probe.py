@@ -11,7 +11,7 @@ from statistics import median
 
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
 from sparsebp_cli.backward.core.extension import EstimatesFlops
-from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.stopwatch import Stopwatch

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.dropout import DropoutRecorder, DropoutTape
+from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
-from sparsebp_cli.backward.decoder.layout import AttentionLayout, attention_name
+from sparsebp_cli.backward.decoder.layout import AttentionLayout
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import call_module
 from sparsebp_cli.backward.patch.rng import capture_generators

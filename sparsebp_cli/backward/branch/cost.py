@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.stored_outputs import is_recomputed
 from sparsebp_cli.backward.core.report import FlopEstimate
+from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.policy import Rows, Selection
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class BranchCost:
             return 0.0, 0.0
         (num_examples, num_positions), width = self.batch_shape, _attention_width(self.branch)
         square = float(num_examples * num_positions * num_positions * width)
-        eager = self.branch.core.config._attn_implementation == "eager"  # type: ignore[union-attr]  # noqa: SLF001 - as cores do
+        eager = attention_name(self.branch.core) == "eager"
         return 4.0 * square, (8.0 if eager else 10.0) * square
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from sparsebp_cli.backward.branch.branch import Branch, Call
 from sparsebp_cli.backward.branch.stored_outputs import replay_outputs
+from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, skip_outputs
-from sparsebp_cli.backward.decoder.layout import attention_name
 from sparsebp_cli.backward.patch.forward import replace_forwards
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.branch.branch import Branch, Call
 from sparsebp_cli.backward.linear.function import WeightLayout
 from sparsebp_cli.backward.linear.site import run_linear
+from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.policy import Selection
 
@@ -31,15 +32,14 @@ def record_outputs(branch: Branch, call: Call) -> Iterator[None]:
         output = cast("Tensor", call_module(module, x))
         if name in call.kept:
             unusable.add(name)  # called twice
-        call.kept[name], versions[name] = output, output._version  # noqa: SLF001 - see below
+        call.kept[name], versions[name] = output, version_of(output)
         return output
 
     wanted = [(n, m) for n, m, _ in branch.linears if _is_kept(branch, n, stores=call.stores) and not call.whole_reason]
     with replace_forwards((module, partial(keep, name, module)) for name, module in wanted):
         yield
-    # An output that was changed in place later (olmo clamps it) is not the linear's output any more. Only the private
-    # version counter of a tensor tells.
-    unusable |= {n for n, output in call.kept.items() if output._version != versions[n]}  # noqa: SLF001
+    # An output that was changed in place later (olmo clamps it) is not the linear's output any more.
+    unusable |= {n for n, output in call.kept.items() if version_of(output) != versions[n]}
     for name in unusable:
         del call.kept[name]
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import distributed
 
-from sparsebp_cli.backward.core.process import current_rank
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 
@@ -38,7 +38,7 @@ class Clock:
             self.micro_batch,
             seed=self._seed,
             draw=self.draw,
-            rank=current_rank(),
+            rank=_current_rank(),
             num_steps=self._num_steps,
         )
 
@@ -70,6 +70,11 @@ class Clock:
 
     def _advance(self, *_: object) -> None:
         self.go_to(self.index + 1, 0)
+
+
+def _current_rank() -> int:
+    """Return this process's rank among those that train together; 0 for a single process."""
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:

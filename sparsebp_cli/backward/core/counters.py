@@ -7,27 +7,8 @@ from dataclasses import dataclass, field
 
 from sparsebp_cli.backward.core.decision import SiteCounters
 from sparsebp_cli.backward.core.extension import SiteAdapter
-from sparsebp_cli.backward.core.report import Chosen, Report, Route, Whole
+from sparsebp_cli.backward.core.report import ChosenCounter, Report, Route, Whole
 from sparsebp_cli.backward.observe.loss_graph import Products
-
-
-@dataclass
-class ChosenCounter:
-    """Total of :class:`Chosen`, and the part of it since it was last taken."""
-
-    total: Chosen | None = None
-    untaken: Chosen | None = field(default=None)
-
-    def add(self, chosen: Chosen) -> None:
-        """Count one forward."""
-        # The first one is added as well, so that the first step after a resume holds as many tensors as any other.
-        self.total = (self.total or Chosen()) + chosen
-        self.untaken = chosen if self.untaken is None else self.untaken + chosen
-
-    def take(self) -> Chosen | None:
-        """Return what was counted since the last call; None if nothing was."""
-        chosen, self.untaken = self.untaken, None
-        return chosen
 
 
 @dataclass

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
-from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,15 +26,7 @@ class ShortForward:
 
     num_rows: int | None = None  # positions of the whole batch, B*T; None: the forward runs all positions
     scale: float = 1.0  # examples of the batch over those that run
-    _called: set[str] = field(default_factory=set)
-
-    def dense_rows(self, name: str, num_rows: int) -> int:
-        """Return the rows of the dense forward that a call of a linear stands for."""
-        # If a linear is called for parts of the positions, its first call counts for all of them.
-        if self.num_rows is not None:
-            num_rows = 0 if name in self._called else self.num_rows
-            self._called.add(name)
-        return round(num_rows * self.scale)
+    called: set[str] = field(default_factory=set)  # linears that have run in it
 
 
 class EngineView(Protocol):

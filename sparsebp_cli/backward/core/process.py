@@ -13,11 +13,6 @@ from sparsebp_cli.policy import Policy
 SEVERAL = "several (DDP or FSDP)"
 
 
-def current_rank() -> int:
-    """Return this process's rank among those that train together; 0 for a single process."""
-    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
 def count_processes(model: nn.Module) -> int:
     """Return the number of processes that train together; at least 2 if the model is wrapped in DDP."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 from torch import Tensor
@@ -124,6 +124,25 @@ class Chosen:
     def __add__(self, other: Self) -> Self:
         """Return the sum of both."""
         return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass
+class ChosenCounter:
+    """Total of :class:`Chosen`, and the part of it since it was last taken."""
+
+    total: Chosen | None = None
+    untaken: Chosen | None = field(default=None)
+
+    def add(self, chosen: Chosen) -> None:
+        """Count one forward."""
+        # The first one is added as well, so that the first step after a resume holds as many tensors as any other.
+        self.total = (self.total or Chosen()) + chosen
+        self.untaken = chosen if self.untaken is None else self.untaken + chosen
+
+    def take(self) -> Chosen | None:
+        """Return what was counted since the last call; None if nothing was."""
+        chosen, self.untaken = self.untaken, None
+        return chosen
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, cast
 from torch import nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, attention_name, find_layouts
+from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, find_layouts
 from sparsebp_cli.errors import UnsupportedError
 
 SUPPORTED = ("eager", "sdpa")
@@ -27,6 +27,7 @@ class Layer:
     module: nn.Module
     core: nn.Module  # its attention
     attention: AttentionLayout
+    argument_names: tuple[str, ...]  # of its forward, in order; hidden states come first
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def find_decoder(model: nn.Module) -> Decoder:
                 f"token selection does not know {_name(module)}: a plugin can describe its attention, as a tuple of "
                 f"BranchLayout under the entry-point group {GROUP} with the name {_name(module)}"
             )
-        layers.append(Layer(numbers.names[number], module, core, found[1]))
+        layers.append(Layer(numbers.names[number], module, core, found[1], argument_names(module)))
     if not layers:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
     decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
@@ -104,6 +105,11 @@ def refuse_prompt(model: nn.Module, name: str) -> None:
             )
 
 
+def attention_name(core: nn.Module) -> str | None:
+    """Return transformers' name of the attention function, such as sdpa; None if there is none."""
+    return getattr(getattr(core, "config", None), "_attn_implementation", None)
+
+
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments that a module's class takes in its forward, in order."""
     return _names(cast("Any", type(module)))
@@ -115,16 +121,16 @@ def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 @contextmanager
-def without_checkpointing(module: nn.Module) -> Iterator[None]:
-    """Run a layer without its own activation checkpointing, which would drop its key/value cache."""
-    before = module.__dict__.get("gradient_checkpointing")
-    if before:
+def without_checkpointing(*modules: nn.Module) -> Iterator[None]:
+    """Run layers without their own activation checkpointing, which would drop their key/value cache."""
+    active = [module for module in modules if module.__dict__.get("gradient_checkpointing")]
+    for module in active:
         module.__dict__["gradient_checkpointing"] = False
     try:
         yield
     finally:
-        if before:
-            module.__dict__["gradient_checkpointing"] = before
+        for module in active:
+            module.__dict__["gradient_checkpointing"] = True
 
 
 @cache

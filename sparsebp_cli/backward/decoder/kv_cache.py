@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
-from typing import Any, NoReturn, cast
+from functools import partial
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 
 
@@ -35,50 +34,6 @@ class FixedKV:
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return the given keys and values."""
         return self.keys, self.values
-
-
-class ConcatKV:
-    """A cache that prepends keys and values of other positions to those added to it.
-
-    ``before`` returns them, each (B, H, T, D), given the added ones.
-    """
-
-    def __init__(self, before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
-        self._before: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = partial(_uncompiled(), before)
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return both together."""
-        before_keys, before_values = self._before(keys, values)
-        return torch.cat([before_keys, keys], 2), torch.cat([before_values, values], 2)
-
-
-class SharedKV:
-    """A cache that stores what is added to it as ``own``, and appends keys and values (B, H, T, D) of other
-    positions.
-    """
-
-    def __init__(self, behind: tuple[Tensor, Tensor] | None) -> None:
-        self._behind = behind
-        self.own: tuple[Tensor, Tensor] | None = None
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return both together."""
-        self.own = keys, values
-        if self._behind is None:
-            return keys, values
-        return torch.cat([keys, self._behind[0]], 2), torch.cat([values, self._behind[1]], 2)
-
-
-def _apply(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-@cache
-def _uncompiled() -> Any:
-    """Return a function that calls another outside of torch.compile: a compiled attention may call a cache that runs a
-    layer.
-    """
-    return cast("Any", torch.compiler).disable(_apply)
 
 
 def skip_outputs(

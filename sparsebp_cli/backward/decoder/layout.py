@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
-
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UnsupportedError
 
@@ -125,8 +123,3 @@ def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:
             raise UnsupportedError(f"the layout {entry.name!r} is not a tuple of BranchLayout, got {layout!r}")
         layouts[entry.name] = layout
     return layouts
-
-
-def attention_name(core: nn.Module) -> str | None:
-    """Return transformers' name of the attention function, such as sdpa; None if there is none."""
-    return getattr(getattr(core, "config", None), "_attn_implementation", None)

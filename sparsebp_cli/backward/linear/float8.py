@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.linear.function import Needs, SelectionSource, WeightLayout
+from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.policy import Rows, Selection
 
 
@@ -237,11 +238,11 @@ class SharedCast:
     def find(self, x: Tensor, how: Any) -> tuple[Tensor, Tensor, Any] | None:
         """Return the cached data, scale and metadata of an input under the cast ``how``, or None."""
         last = None if self._input is None else self._input()
-        return self._found if last is x and self._key == (x._version, how) else None  # noqa: SLF001 - its only name
+        return self._found if last is x and self._key == (version_of(x), how) else None
 
     def note(self, x: Tensor, how: Any, found: tuple[Tensor, Tensor, Any]) -> None:
         """Cache the cast of an input under ``how``."""
-        self._input, self._key, self._found = weakref.ref(x, self._drop), (x._version, how), found  # noqa: SLF001
+        self._input, self._key, self._found = weakref.ref(x, self._drop), (version_of(x), how), found
 
     def _drop(self, ref: object) -> None:
         if ref is self._input:

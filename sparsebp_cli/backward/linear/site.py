@@ -30,12 +30,13 @@ from sparsebp_cli.backward.linear.function import (
     WeightLayout,
 )
 from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
+from sparsebp_cli.backward.observe.internals import are_transforms_active
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Selection, Site
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.extension import SiteEngine
+    from sparsebp_cli.backward.core.extension import ShortForward, SiteEngine
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,17 @@ class LinearOverride(ForwardOverride):
             rows = find_rows(x, sizes, time_first=self.time_first)
         if forward is None and rows is None:
             return run_linear(self.module, x, self)
-        num_rows = None if forward is None else forward.dense_rows(self.name, x.numel() // max(1, x.shape[-1]))
+        num_rows = None if forward is None else self._count_dense_rows(x, forward)
         return run_linear(self.module, x, _Call(self, num_rows, rows, self.form, self.reference, self.engine))
+
+    def _count_dense_rows(self, x: Tensor, forward: ShortForward) -> int:
+        """Return the rows of the dense forward that a call stands for."""
+        num_rows = x.numel() // max(1, x.shape[-1])
+        # If a linear is called for parts of the positions, its first call counts for all of them.
+        if forward.num_rows is not None:
+            num_rows = 0 if self.name in forward.called else forward.num_rows
+            forward.called.add(self.name)
+        return round(num_rows * forward.scale)
 
     def decide(
         self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
@@ -193,8 +203,7 @@ class _Call:
 
 
 def _refuse_transforms(name: str) -> None:
-    active = torch._C._are_functorch_transforms_active  # noqa: SLF001 - torch.func has no public query
-    if not torch.compiler.is_compiling() and active() and torch.is_grad_enabled():
+    if not torch.compiler.is_compiling() and are_transforms_active() and torch.is_grad_enabled():
         raise UnsupportedError(
             f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not built: "
             "run it inside engine.disabled()"
@@ -207,7 +216,8 @@ def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor
     bias = cast("nn.Parameter | None", module.bias)
     needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not (needs_grad and torch.is_grad_enabled()):
-        return cast("Tensor", call_module(module, x))
+        output: Tensor = type(module).forward(module, x)
+        return output
     return decider.form.apply(module, x, decider)
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from sparsebp_cli.backward.observe.internals import outputs_of
+
 if TYPE_CHECKING:
     from sparsebp_cli.backward.observe.graph import Graph, GraphNode
 
@@ -92,7 +94,7 @@ def _idle_without_gradient(function: Any) -> Iterator[None]:
             return (None,) * len(function.needs_input_grad)
         return type(function).apply(function, *grads)
 
-    one_output = len(function._input_metadata) == 1  # noqa: SLF001 - shapes of its outputs
+    one_output = len(outputs_of(function)) == 1
     if one_output:
         function.set_materialize_grads(False)  # never read: either the gradient exists, or apply returns early
     function.apply = apply

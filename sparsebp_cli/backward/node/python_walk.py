@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction, Function, once_differenti
 
 from sparsebp_cli.backward.core.process import refuse_processes
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor
+from sparsebp_cli.backward.observe.internals import has_backward_hooks, outputs_of
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -93,10 +94,9 @@ def find_hook(model: nn.Module) -> str | None:
 
     Hooks on tensors inside the forward cannot be detected.
     """
-    parts: dict[str, Any] = {**dict(model.named_modules()), **dict(model.named_parameters())}
+    parts: dict[str, nn.Module | nn.Parameter] = {**dict(model.named_modules()), **dict(model.named_parameters())}
     for name, part in parts.items():
-        # No public query exists. Parameters have no backward pre-hooks.
-        if part._backward_hooks or getattr(part, "_backward_pre_hooks", None):  # noqa: SLF001
+        if has_backward_hooks(part):
             return name
     return None
 
@@ -128,7 +128,7 @@ def _order(graph: Graph, node: Node) -> tuple[bool, int]:
 
 
 def _num_outputs(node: Node) -> int:
-    return len(node._input_metadata)  # noqa: SLF001 - the engine's own record; has no public name
+    return len(outputs_of(node))
 
 
 def _run(node: Node, grads: Gradients, graph: Graph, visitor: Visitor) -> Gradients:
@@ -147,7 +147,7 @@ def _run(node: Node, grads: Gradients, graph: Graph, visitor: Visitor) -> Gradie
 
 def _run_function(function: Any, grads: Gradients) -> Gradients:
     """Run a Python Function as the engine does: with zeros for missing gradients, and results by forward argument."""
-    shapes = function._input_metadata  # noqa: SLF001
+    shapes = outputs_of(function)
     filled = (
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device) if grad is None else grad
         for grad, meta in zip(grads, shapes, strict=True)
@@ -163,7 +163,7 @@ def _fit(grad: Tensor | None, child: Node | None, output_nr: int) -> Tensor | No
     """Convert a gradient to the shape, dtype and device of the forward's tensor."""
     if grad is None or child is None:
         return None
-    meta = child._input_metadata[output_nr]  # noqa: SLF001
+    meta = outputs_of(child)[output_nr]
     if grad.shape != meta.shape:
         grad = grad.sum_to_size(meta.shape)
     return grad if (grad.dtype, grad.device) == (meta.dtype, meta.device) else grad.to(meta.device, meta.dtype)

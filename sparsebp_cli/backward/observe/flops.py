@@ -12,8 +12,9 @@ Counting slows a pass down, so count on passes that are not timed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,6 +62,30 @@ class FlopCount:
             self.recomputed[modules.current] += flops
         else:
             self.backward[modules.current] += flops
+
+
+@dataclass(frozen=True)
+class DensePass:
+    """A counted forward and backward of the model without policies."""
+
+    loss: torch.Tensor  # its graph exists, without the saved tensors
+    trace: ModuleTrace
+    flops: FlopCount
+
+
+@dataclass(frozen=True)
+class PassEstimate:
+    """Shares of a dense pass's FLOPs that a policy claims to execute, by module; a module not listed keeps all.
+
+    Shares of several policies are multiplied.
+    """
+
+    backward: Mapping[str, float] = field(default_factory=dict)  # in [0, 1]
+    recomputed: Mapping[str, float] = field(default_factory=dict)  # of forwards repeated in the backward, in [0, 1]
+    forward: Mapping[str, float] = field(default_factory=dict)  # from 0; may exceed 1
+    # The same with counts rounded up to what can be computed; empty: no rounding.
+    allowed_backward: Mapping[str, float] = field(default_factory=dict)
+    allowed_recomputed: Mapping[str, float] = field(default_factory=dict)
 
 
 @contextmanager

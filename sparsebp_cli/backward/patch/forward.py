@@ -9,11 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from sparsebp_cli.errors import UnsupportedError
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 class NotCopyable:
@@ -80,6 +84,13 @@ def replace_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., Any]]
         yield
     finally:
         patches.remove()
+
+
+def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Return a function that runs outside of ``torch.compile``, also where compiled code calls it."""
+    # torch.compiler, since importing torch._dynamo takes seconds; its functions have no types.
+    result: Callable[_Arguments, _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return result
 
 
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.observe.claim import PassEstimate
-from sparsebp_cli.backward.observe.flops import FlopCount
+from sparsebp_cli.backward.observe.flops import FlopCount, PassEstimate
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
 
 

@@ -20,11 +20,10 @@ from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
-from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
-from sparsebp_cli.backward.selection.score.batch import next_tokens
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import IGNORED, Scorer, evaluating
+from sparsebp_cli.backward.selection.score.scorer import IGNORED, Scorer, evaluating, next_tokens
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 

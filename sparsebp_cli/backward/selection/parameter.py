@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.backward.patch.forward import NotCopyable
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
@@ -104,7 +105,7 @@ class ParameterExtension:
     def _get(self, name: str) -> nn.Parameter:
         # Looked up by module and key, since sharding (FSDP2) replaces the parameter object.
         module, key = self._places[name]
-        return cast("nn.Parameter", module._parameters[key])  # noqa: SLF001 - getattr may call a parametrization
+        return parameter_of(module, key)
 
     def _describe_shared(self) -> str:
         shared = [p for p in self.parameters if p.aliases and p.name in self._trained]

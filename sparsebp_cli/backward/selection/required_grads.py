@@ -15,10 +15,10 @@ from torch.autograd.graph import Node
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.site import find_linears
-from sparsebp_cli.backward.observe.claim import PassEstimate
+from sparsebp_cli.backward.observe.flops import PassEstimate
 
 if TYPE_CHECKING:
-    from sparsebp_cli.backward.observe.claim import DensePass
+    from sparsebp_cli.backward.observe.flops import DensePass
 
 
 def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -> PassEstimate:

@@ -15,7 +15,7 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, count_flops, saved_bytes
 from sparsebp_cli.backward.core.extension import EstimatesFlops
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling
 
 from .case import Batch, Marked, make_batch

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.execution.eager.clipping import total_of
+from sparsebp_cli.backward.observe.internals import count_sparse_bytes
 
 
 @dataclass
@@ -41,9 +42,7 @@ class EagerPassState:
 
 def count_bytes(gradient: Tensor) -> int:
     """Return the bytes of a gradient; for a sparse one its values and indices."""
-    if gradient.is_sparse:  # autograd's gradients are not coalesced, and the public accessors refuse such tensors
-        return int(gradient._indices().nbytes + gradient._values().nbytes)  # noqa: SLF001
-    return gradient.nbytes
+    return count_sparse_bytes(gradient) if gradient.is_sparse else gradient.nbytes
 
 
 @contextmanager

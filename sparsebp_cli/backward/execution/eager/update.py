@@ -22,7 +22,9 @@ from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, to
 from sparsebp_cli.backward.execution.eager.completeness import GradientCompleteness
 from sparsebp_cli.backward.execution.eager.pass_state import EagerPassState, preserve_grads
 from sparsebp_cli.backward.execution.eager.per_parameter_step import PerParameterStep
+from sparsebp_cli.backward.execution.eager.separable import refuse_inseparable
 from sparsebp_cli.backward.execution.grad_store import GradStore
+from sparsebp_cli.backward.observe.internals import hooks_after_accumulation
 from sparsebp_cli.errors import DivergedError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class EagerUpdate:
         self._lock = RLock()  # autograd runs hooks in one thread per device
         self.report: EagerReport | None = None
         for parameter in self._stepper.parameters:
-            others = (parameter._post_accumulate_grad_hooks or {}).values()  # noqa: SLF001 - no public name
+            others = hooks_after_accumulation(parameter)
             if any(isinstance(getattr(other, "__self__", None), EagerUpdate) for other in others):
                 taken = self._name(parameter)
                 raise UnsupportedError(f"update='eager': another engine updates {taken}: call its detach() first")
@@ -303,3 +305,27 @@ def refuse_scaling(backward: Callable[..., object] | None) -> None:
             "update='eager' with a GradScaler is not built: gradients would be applied before they are scaled back; "
             "use bfloat16, or update='deferred'"
         )
+
+
+def choose_update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    update: str,
+    clipping: Clipping,
+) -> list[EagerUpdate]:
+    """Return the extension for ``update='eager'``, or none for ``deferred``.
+
+    ``model`` is as the user has it, so that wrappers are visible. Raises :class:`UsageError` if the optimizer has no
+    parameter of the model, and :class:`UnsupportedError` if it cannot update parameters one by one.
+    """
+    if update == "deferred":
+        return []
+    assert optimizer is not None, "the table refuses it"
+    part = EagerUpdate(model, optimizer, clipping)
+    if set(model.parameters()).isdisjoint(PerParameterStep(optimizer).parameters):
+        raise UsageError(
+            f"update='eager': the optimizer has no parameter of {type(model).__name__}: make it of model.parameters() "
+            "as they are now"
+        )
+    refuse_inseparable(optimizer)
+    return [part]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.execution.segment.module_state import ModuleState
+from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
 
 
@@ -34,7 +35,7 @@ class _Buffer:
     @property
     def is_changed(self) -> bool:
         """Whether the module has changed the buffer since, in place or by assigning another tensor."""
-        if getattr(self.module, self.name, None) is not self.tensor or _version(self.tensor) != self.version:
+        if getattr(self.module, self.name, None) is not self.tensor or version_of(self.tensor) != self.version:
             return True
         return not torch.equal(self.tensor, self.value)  # batch norm writes without increasing the version
 
@@ -52,7 +53,7 @@ class ForwardContext:
         self._generators = {device: capture_generators(device) for device in devices or {torch.device("cpu")}}
         self._autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds - {"meta"}]
         self._buffers = [
-            _Buffer(module, name, tensor, _version(tensor), tensor.detach().clone())
+            _Buffer(module, name, tensor, version_of(tensor), tensor.detach().clone())
             for module in inner
             for name, tensor in (*module.named_buffers(recurse=False), *_tensors(module))
         ]
@@ -114,11 +115,11 @@ class Versions:
 
     def note(self, tensor: Tensor) -> None:
         """Record a tensor's version."""
-        self._noted.setdefault(id(tensor), (tensor, _version(tensor)))
+        self._noted.setdefault(id(tensor), (tensor, version_of(tensor)))
 
     def find_changed(self) -> Tensor | None:
         """Return a tensor that changed since it was recorded, if any."""
-        return next((tensor for tensor, version in self._noted.values() if _version(tensor) != version), None)
+        return next((tensor for tensor, version in self._noted.values() if version_of(tensor) != version), None)
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -135,7 +136,3 @@ def _put_host(states: tuple[Any, bytes] | None) -> None:
     if states is not None:
         random.setstate(states[0])
         np.random.set_state(pickle.loads(states[1]))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - the counter has no public name

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from sparsebp_cli.backward.observe.internals import buffers_of
+
 _EVERY = frozenset(nn.Module().__dict__) | {"forward"}  # attributes of every module, and the engine's override
 _MISSING = object()
 
@@ -60,11 +62,11 @@ class ModuleState:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     found = {name: value for name, value in module.__dict__.items() if name not in _EVERY}
-    return found | {name: None for name, value in module._buffers.items() if value is None}  # noqa: SLF001 - see _get
+    return found | {name: None for name, value in buffers_of(module).items() if value is None}
 
 
 def _get(module: nn.Module, name: str) -> Any:
-    buffers = module._buffers  # noqa: SLF001 - named_buffers() leaves out those that are None
+    buffers = buffers_of(module)
     return buffers[name] if name in buffers else module.__dict__.get(name, _MISSING)
 
 
@@ -74,8 +76,9 @@ def _put(
     lists: Iterable[tuple[list[Any], list[Any]]],
 ) -> None:
     for module, name, value in attributes:
-        if name in module._buffers:  # noqa: SLF001 - as above
-            module._buffers[name] = value  # noqa: SLF001 - as above
+        buffers = buffers_of(module)
+        if name in buffers:
+            buffers[name] = value
         elif value is _MISSING:
             module.__dict__.pop(name, None)
         else:

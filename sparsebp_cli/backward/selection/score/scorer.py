@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from sparsebp_cli.backward.patch.forward import replace_forwards
 from sparsebp_cli.errors import UnsupportedError
@@ -96,6 +97,14 @@ class Scorer:
                 input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
             ).logits[0]
         return logits.float()
+
+
+def next_tokens(labels_BT: Tensor) -> Tensor:
+    """Return the token that each position predicts, (B, T), -100 where there is none.
+
+    ``labels_BT`` is as transformers' models take it: the entry at t is the token at t.
+    """
+    return pad(labels_BT[:, 1:], (0, 1), value=IGNORED)
 
 
 @cache

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.report import Chosen
-from sparsebp_cli.backward.selection.score.batch import next_tokens, real_positions
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import Scorer
+from sparsebp_cli.backward.selection.score.scorer import Scorer, next_tokens
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 
@@ -41,19 +41,17 @@ class TokenChooser:
         self._count: Callable[[Chosen], None] = _forget
         self._scorer = Scorer(model, what) if policy.needs & OWN_SCORES else None
         self._needs_reference = "reference_loss" in policy.needs
+        self._reads = policy.reads
         self._reference = None
         if self._needs_reference and reference is not None:
             self._reference = Scorer(reference, f"{what} by a reference")
             check_vocabulary(model, self._reference)
+        by_batch = self._needs_reference and self._reference is None
+        self.columns = self._reads | (frozenset({REFERENCE_COLUMN}) if by_batch else frozenset())
 
     def install(self, engine: EngineView) -> None:
         """Count choices with this engine; before, nothing is counted."""
         self._count = engine.add_chosen
-
-    @property
-    def columns(self) -> frozenset[str]:
-        by_batch = self._needs_reference and self._reference is None
-        return self._policy.reads | (frozenset({REFERENCE_COLUMN}) if by_batch else frozenset())
 
     def choose(self, arguments: Mapping[str, Any], plain_forward: Callable[..., Any], step: Step) -> TokenChoice:
         self._check(arguments)
@@ -62,19 +60,20 @@ class TokenChooser:
         target_BT = next_BT != -100
         real_BT = real_positions(arguments, target_BT)
         scores: dict[Score, Tensor] = {}
-        with ScoringCost(target_BT.device) as cost:
-            if self._scorer is not None:
-                scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
-            if self._reference is not None:
-                scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
+        cost = ScoringCost(target_BT.device)
+        if self._scorer is not None or self._reference is not None:
+            with cost:
+                if self._scorer is not None:
+                    scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
+                if self._reference is not None:
+                    scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
             scores["reference_loss"] = arguments[REFERENCE_COLUMN].float().masked_fill(~target_BT, 0.0)
-        columns = {name: arguments[name] for name in self._policy.reads}
+        columns = {name: arguments[name] for name in self._reads}
         tokens = Tokens(arguments.get("input_ids"), target_BT, real_BT, scores, columns)
         choice = self._policy.choose(tokens, step)
         counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
-        asked = self._scorer is not None or self._reference is not None
-        self._count(Chosen(*counts, scoring_seconds=cost.seconds * asked, scoring_flops=cost.flops))
+        self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))
         return choice
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
@@ -96,6 +95,14 @@ class TokenChooser:
         names = ("input_ids", "attention_mask", "position_ids")
         known = {name: arguments[name] for name in names if arguments.get(name) is not None}
         return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]
+
+
+def real_positions(arguments: Mapping[str, Any], like_BT: Tensor) -> Tensor:
+    """Return which positions are not padding, as a boolean (B, T); only a two-dimensional ``attention_mask`` tells."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask != 0
+    return torch.ones_like(like_BT, dtype=torch.bool)
 
 
 def _forget(_: Chosen) -> None:

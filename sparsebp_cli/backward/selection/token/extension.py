@@ -8,27 +8,29 @@ forward returns logits of all positions, with zeros where a position is not trai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast, final
+from typing import TYPE_CHECKING, Protocol, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.core.extension import EstimatesFlops, refuse_uncalled
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
-from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
     call_module,
     check_free,
-    replace_forwards,
+    uncompiled,
 )
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
-from sparsebp_cli.backward.selection.token.layer_run import has_dropout, narrows, no_graph
-from sparsebp_cli.backward.selection.token.layers import LayerStack
+from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
 from sparsebp_cli.backward.selection.token.loss import (
+    NumItems,
     check_loss,
     masked_labels,
     row_loss,
@@ -44,12 +46,15 @@ from sparsebp_cli.policy.token import TokenChoice
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.selection.token.loss import ModelOutput
 
 
 class TokenChoiceSource(Protocol):
     """Chooses the positions of one batch."""
 
-    def choose(self, arguments: Mapping[str, Any], plain_forward: Callable[..., Any], step: Step) -> TokenChoice:
+    def choose(
+        self, arguments: Mapping[str, object], plain_forward: Callable[..., ModelOutput], step: Step
+    ) -> TokenChoice:
         """Choose positions, as two boolean tensors of the labels' shape; called in a training forward before any
         computation.
 
@@ -75,7 +80,7 @@ _UNKNOWN = ("past_key_values", "output_hidden_states", "output_attentions", "log
 
 
 @final
-class TokenExtension:
+class TokenExtension(EstimatesFlops):
     """A token selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     ``prefix`` precedes the decoder's module names in the attached model. Raises :class:`UnsupportedError` if a forward
@@ -84,7 +89,8 @@ class TokenExtension:
 
     def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
-        self._prefix, self._last = prefix, cast("RowPlan | None", None)
+        self._prefix = prefix
+        self._last: RowPlan | None = None
         self._patches = ForwardPatches()
         self.given: dict[str, Tensor] = {}
         self.was_called = False
@@ -118,7 +124,8 @@ class TokenExtension:
         """Store the plan of the last forward for :meth:`claim`; None if it computed everything."""
         self._last, self._length = plan, length
 
-    def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
+    @override
+    def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass, by the choice of the last forward on the same batch."""
         if self._last is None:
             return PassEstimate()
@@ -138,10 +145,10 @@ class DecoderOverride(ForwardOverride):
         self.extension, self.engine = extension, engine
         self._model = extension.decoder.model
         # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
-        self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(self._select)
+        self._run = uncompiled(self._select)
         self._names = argument_names(self._model)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the model."""
         if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
@@ -152,92 +159,96 @@ class DecoderOverride(ForwardOverride):
             return call_module(self._model, **own)
         return self._run(arguments, own)
 
-    def _select(self, arguments: dict[str, Any], own: dict[str, Any]) -> Any:
+    def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         self.extension.was_called = True
-        known = self.extension.given | {name: value for name, value in arguments.items() if value is not None}
+        known = {**self.extension.given, **{name: value for name, value in arguments.items() if value is not None}}
         labels, given = known.get("labels"), own.get("labels") is not None
         if labels is None:
             raise UsageError(_NO_LABELS.format(type(self.extension.policy).__name__))
+        assert isinstance(labels, Tensor)
         self._check(own, labels)
+        policy, decoder, mask = self.extension.policy, self.extension.decoder, own.get("attention_mask")
         choice = self.extension.chooser.choose(known, self._plain, self.engine.now())
-        marks = read_choice(choice, labels, own.get("attention_mask"), self.extension.decoder.implementation)
+        implementation = decoder.implementation
+        marks = read_choice(choice, labels, mask if isinstance(mask, Tensor) else None, implementation)
         return_dict = own.pop("return_dict", None)
         own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)
         if num_items is not None:
             num_items = self.extension.given.get("num_items_in_batch", num_items)
-        plan = (
-            None
-            if marks.is_whole
-            else make_plan(marks, labels, self.extension.policy.mode, self.extension.decoder.pair_cost)
-        )
+        assert num_items is None or isinstance(num_items, Tensor | int | float)
+        plan = None if marks.is_whole else make_plan(marks, labels, policy.mode, decoder.pair_cost)
         self.extension.remember(plan, labels.shape[1])
         if plan is None or self.engine.reference:
-            output = self._run_all(own, labels if given else None, num_items, marks)
+            all_labels = None if not given else labels if plan is None else masked_labels(labels, marks)
+            output = self._run_all(own, all_labels, num_items, marks, is_whole=plan is None)
+            changes: dict[str, Tensor | None] = {}
         else:
-            output = self._run_rows(own, plan, num_items, marks, with_loss=given)
+            output = self._run_rows(own, plan, marks, implementation)
+            changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
         # The cache may lack positions, so it must not be used after this forward.
-        output = with_changes(output, past_key_values=None)
+        output = with_changes(output, past_key_values=None, **changes)
         return output.to_tuple() if return_dict is False else output
 
-    def _check(self, own: Mapping[str, Any], labels: Tensor) -> None:
+    def _check(self, own: Mapping[str, object], labels: Tensor) -> None:
         for name in _UNKNOWN:
             value = own.get(name)
             if isinstance(value, Tensor) or value:
                 raise UnsupportedError(f"token selection does not know what to do with {name} in training")
-        first = next(own[name] for name in ("input_ids", "inputs_embeds") if own.get(name) is not None)
+        given = (own.get(name) for name in ("input_ids", "inputs_embeds"))
+        first = next(value for value in given if isinstance(value, Tensor))
         if labels.shape != first.shape[:2]:
             shapes = f"{tuple(first.shape[:2])}, got {tuple(labels.shape)}"
             raise UsageError(f"labels must have the inputs' examples and positions {shapes}")
 
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return call_module(self._model, *args, **kwargs)
-        with no_graph(next(self._model.parameters()).device):
-            return call_module(self._model, *args, **kwargs)
+    def _plain(self, *args: object, **kwargs: object) -> ModelOutput:
+        model = self._model
+        with nullcontext() if torch.is_grad_enabled() else no_graph(next(model.parameters()).device):
+            output: ModelOutput = type(model).forward(model, *args, **kwargs)
+        return output
 
-    def _run_all(self, own: dict[str, Any], labels: Tensor | None, num_items: Any, marks: PositionMask) -> Any:
+    def _run_all(
+        self, own: dict[str, object], labels: Tensor | None, num_items: NumItems, marks: PositionMask, *, is_whole: bool
+    ) -> ModelOutput:
         """Compute all positions: the reference, and the fallback if nothing can be skipped."""
         if labels is not None:
-            own["labels"] = labels if marks.is_whole else masked_labels(labels, marks)
+            own["labels"] = labels
             if num_items is not None:
                 own["num_items_in_batch"] = scale(num_items, marks)
-        if marks.is_whole or self.extension.policy.mode == "exact":
-            return call_module(self._model, **own)
+        if is_whole or self.extension.policy.mode == "exact":
+            return self._call(own)
         with detached(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
-            return call_module(self._model, **own)
+            return self._call(own)
 
-    def _run_rows(
-        self, own: dict[str, Any], plan: RowPlan, num_items: Any, marks: PositionMask, *, with_loss: bool
-    ) -> Any:
-        num_rows = marks.real.shape[0] * marks.real.shape[1]
-        stack, head = (
-            LayerStack(self.extension.decoder, plan, (marks.real.shape[0], marks.real.shape[1])),
-            self.extension.decoder.head,
-        )
-        cut = partial(_run_head, head, head.__dict__.get("forward"), len(plan.label_N))
-        with stack.installed(), replace_forwards([(head, cut)]), self.engine.short_forward(num_rows=num_rows):
-            output = call_module(self._model, **own)
-        return self._finish(output, plan, num_items, marks, with_loss=with_loss)
+    def _run_rows(self, own: dict[str, object], plan: RowPlan, marks: PositionMask, implementation: str) -> ModelOutput:
+        num_examples, length = marks.real.shape
+        decoder = self.extension.decoder
+        cut = partial(_run_head, decoder.head, decoder.head.__dict__.get("forward"), len(plan.label_N))
+        stack = LayerStack(decoder, implementation, plan, (num_examples, length))
+        with stack.installed((decoder.head, cut)), self.engine.short_forward(num_rows=num_examples * length):
+            return self._call(own)
 
-    def _finish(self, output: Any, plan: RowPlan, num_items: Any, marks: PositionMask, *, with_loss: bool) -> Any:
-        logits = output.logits
+    def _call(self, arguments: dict[str, object]) -> ModelOutput:
+        output: ModelOutput = type(self._model).forward(self._model, **arguments)
+        return output
+
+    def _finish(
+        self, logits: Tensor, plan: RowPlan, num_items: NumItems, marks: PositionMask, *, with_loss: bool
+    ) -> dict[str, Tensor | None]:
+        """Return what changes in the output: a loss in place of the rows' logits, or logits of all positions."""
         if with_loss:
-            # Without trained positions in the whole step, num_items may be zero and the loss NaN.
-            items = scale(num_items, marks) if plan.num_trained else None
-            loss = row_loss(self._model, logits, plan.label_N, items)
-            return with_changes(output, loss=loss if plan.num_trained else loss * 0.0, logits=None)
+            return {"loss": row_loss(self._model, logits, plan, num_items, marks), "logits": None}
         if plan.num_trained:
-            return with_changes(output, logits=spread_logits(logits[0], marks))
-        return with_changes(
-            output, logits=logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()
-        )
+            return {"logits": spread_logits(logits[0], marks)}
+        # Zeros that depend on the one row that was computed, so that the user's loss has a graph.
+        return {"logits": logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()}
 
 
-def _run_head(head: nn.Module, covered: Any, num_rows: int, hidden: Tensor) -> Tensor:
+def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_rows: int, hidden: Tensor) -> Tensor:
     """Run the head for the trained rows; padding rows follow them."""
     rows_1ND = hidden.flatten(0, -2)[None, :num_rows]
-    return cast("Tensor", call_module(head, rows_1ND) if covered is None else covered(rows_1ND))
+    logits: Tensor = type(head).forward(head, rows_1ND) if covered is None else covered(rows_1ND)
+    return logits
 
 
 def make_extensions(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer
-from sparsebp_cli.backward.observe.claim import PassEstimate
+from sparsebp_cli.backward.observe.flops import PassEstimate
 from sparsebp_cli.backward.selection.token.row_plan import RowPlan
 
 

@@ -6,26 +6,48 @@ Shape letters: B examples, T positions, N trained positions of all examples, V v
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.selection.token.row_plan import IGNORED, PositionMask
+from sparsebp_cli.backward.selection.token.row_plan import IGNORED, PositionMask, RowPlan
 from sparsebp_cli.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    class ModelOutput(DataclassInstance, Protocol):
+        """What a causal language model of transformers returns."""
+
+        logits: Tensor
+
+        def to_tuple(self) -> tuple[object, ...]:
+            """Return the fields that are not None."""
+
+
+NumItems = Tensor | float | None  # targets in all micro-batches of a step; None: the mean of this batch
 
 
 def check_loss(model: nn.Module) -> None:
     """Raise :class:`UnsupportedError` unless a model's loss is transformers' for causal language models."""
-    function = cast("Any", model).loss_function
+    function = loss_function_of(model)
     known = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     if function is not known:
         name = getattr(function, "__name__", repr(function))
         raise UnsupportedError(f"token selection computes transformers' ForCausalLMLoss, the model has {name}")
 
 
-def scale(num_items: Any, marks: PositionMask) -> Any:
+def loss_function_of(model: nn.Module) -> Callable[..., Tensor]:
+    """Return the function that a model of transformers computes its loss with."""
+    function: object = model.loss_function
+    assert callable(function)
+    return function
+
+
+def scale(num_items: NumItems, marks: PositionMask) -> NumItems:
     """Return the divisor of the summed trained losses, so that each trained token has the weight it has in a mean
     over all.
 
@@ -38,12 +60,14 @@ def scale(num_items: Any, marks: PositionMask) -> Any:
     return num_items * (num_trained / num_targets)
 
 
-def row_loss(model: nn.Module, logits: Tensor, label_N: Tensor, num_items: Any) -> Tensor:
-    """Return the loss of some rows: logits (1, N, V), labels (N,), and a divisor from :func:`scale`."""
-    function = cast("Any", model).loss_function
-    labels = label_N[None]
-    loss = function(logits, labels, logits.shape[-1], num_items_in_batch=num_items, shift_labels=labels)
-    return cast("Tensor", loss)
+def row_loss(model: nn.Module, logits: Tensor, plan: RowPlan, num_items: NumItems, marks: PositionMask) -> Tensor:
+    """Return the loss of a plan's trained rows, whose logits are (1, N, V); ``num_items`` as in :func:`scale`."""
+    function = loss_function_of(model)
+    labels = plan.label_N[None]
+    # Without trained positions in the whole step, num_items may be zero and the loss NaN.
+    items = scale(num_items, marks) if plan.num_trained else None
+    loss = function(logits, labels, logits.shape[-1], num_items_in_batch=items, shift_labels=labels)
+    return loss if plan.num_trained else loss * 0.0
 
 
 def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
@@ -61,7 +85,7 @@ def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
     return all_rows.view(*marks.trained.shape, size)
 
 
-def with_changes(output: Any, **changes: Tensor | None) -> Any:
+def with_changes(output: ModelOutput, **changes: Tensor | None) -> ModelOutput:
     """Return a copy of a transformers output with some fields replaced; fields that it does not have are ignored.
 
     Assigning attributes instead would not change ``output[0]``.

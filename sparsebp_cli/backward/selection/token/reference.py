@@ -6,14 +6,13 @@ Shape letters: B examples, T positions, H heads, D width.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, bind_arguments, without_checkpointing
+from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, without_checkpointing
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 
@@ -26,13 +25,13 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
     """
     cache = _Detaching(carries_BT[:, None, :, None])
 
-    def run(layer: Layer, *args: Any, **kwargs: Any) -> Any:
-        arguments = bind_arguments(layer.module, args, kwargs)
+    def run(layer: Layer, *args: object, **kwargs: object) -> object:
+        arguments = dict(zip(layer.argument_names, args, strict=False)) | kwargs
         return call_module(layer.module, **(arguments | {layer.attention.cache: cache}))
 
-    with ExitStack() as stack, replace_forwards((layer.module, partial(run, layer)) for layer in decoder.layers):
-        for layer in decoder.layers:  # a repeated forward in the backward would not run the override
-            stack.enter_context(without_checkpointing(layer.module))
+    replacements = [(layer.module, partial(run, layer)) for layer in decoder.layers]
+    # Without checkpointing, because a repeated forward in the backward would not run the override.
+    with replace_forwards(replacements), without_checkpointing(*(layer.module for layer in decoder.layers)):
         yield
 
 
@@ -42,7 +41,7 @@ class _Detaching:
     def __init__(self, carries: Tensor) -> None:
         self._carries = carries
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         return self._detach(keys), self._detach(values)
 
     def _detach(self, x_BHTD: Tensor) -> Tensor:

@@ -1,0 +1,92 @@
+"""What PyTorch and transformers tell only under private names, each behind a function that says why it is needed.
+
+Names that read the autograd graph alone are in :mod:`sparsebp_cli.backward.observe.loss_graph` and
+:mod:`sparsebp_cli.backward.observe.example_rows`. `make test-oldest` runs all of them with the oldest versions allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+# torch.func (vmap, grad, jacrev) has no public query. An alias, not a function: every call of a linear asks.
+are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
+
+
+class OutputMetadata(Protocol):
+    """What autograd records of an output of a node, to check the gradient that arrives for it."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    @property
+    def device(self) -> torch.device:
+        """Its device."""
+
+
+def outputs_of(node: Node) -> Sequence[OutputMetadata]:
+    """Return the metadata of a node's outputs in the forward, which are the inputs of its backward.
+
+    The public ``node.metadata`` is a dictionary for users' own notes. Without this record, zeros for an output that
+    got no gradient could not be made.
+    """
+    metadata: Sequence[OutputMetadata] = node._input_metadata  # noqa: SLF001
+    return metadata
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; autograd checks saved tensors by the same counter.
+
+    Comparing contents instead would need a copy and synchronise with the device. 0 for a tensor made under
+    ``inference_mode``, which has no counter.
+    """
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return a module's own dictionary of buffers; ``named_buffers()`` leaves out those that are None."""
+    return module._buffers  # noqa: SLF001
+
+
+def parameter_of(module: nn.Module, name: str) -> nn.Parameter:
+    """Return a parameter that a module registered; ``getattr`` would run a parametrization instead."""
+    parameter = module._parameters[name]  # noqa: SLF001
+    assert parameter is not None
+    return parameter
+
+
+def has_backward_hooks(part: nn.Module | Tensor) -> bool:
+    """Whether a module or parameter has backward hooks; no public query exists."""
+    # Parameters have no backward pre-hooks.
+    return bool(part._backward_hooks or getattr(part, "_backward_pre_hooks", None))  # noqa: SLF001
+
+
+def hooks_after_accumulation(parameter: Tensor) -> list[object]:
+    """Return the hooks that run once a parameter's gradient is accumulated; they can be added but not listed."""
+    hooks: dict[int, object] | None = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+    return list((hooks or {}).values())
+
+
+def count_sparse_bytes(gradient: Tensor) -> int:
+    """Return the bytes of a sparse gradient.
+
+    Autograd does not coalesce its gradients, and the public accessors refuse tensors that are not coalesced.
+    """
+    return int(gradient._indices().nbytes + gradient._values().nbytes)  # noqa: SLF001
+
+
+def run_checkpointed(layer: nn.Module, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """Run a function under the activation checkpointing of a layer of transformers, with the layer's own options."""
+    checkpoint = layer._gradient_checkpointing_func  # noqa: SLF001 - gradient_checkpointing_enable() sets only this
+    assert callable(checkpoint)
+    output: Tensor = checkpoint(run, hidden)
+    return output
