@@ -8,7 +8,7 @@ unchanged, and the last one runs the whole piece.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ _STREAM = "hidden_states"  # transformers' name of the core's input
 class Call:
     """Everything besides its input that is needed to run one forward of a branch again."""
 
-    args: tuple[Any, ...]  # positional arguments of the core after the first
-    kwargs: dict[str, Any]  # without the core's input and without a key/value cache
+    args: tuple[object, ...]  # positional arguments of the core after the first
+    kwargs: dict[str, object]  # without the core's input and without a key/value cache
     autocast: tuple[bool, torch.dtype]  # enabled, and its dtype
     tape: DropoutTape = field(default_factory=DropoutTape)
     generators: tuple[Tensor, Tensor | None] | None = None  # state at the start; None: the tape is enough
@@ -83,7 +83,7 @@ class Branch:
         trained = (p for part in self.parts for p in part.parameters() if p.requires_grad)
         return list({id(p): p for p in trained}.values())
 
-    def enter(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def enter(self, x: Tensor, args: tuple[object, ...], kwargs: dict[str, object]) -> Call:
         """Return a record of the forward that starts with these arguments, with generator states where they are needed
         later.
 
@@ -107,7 +107,7 @@ class Branch:
             call.generators = capture_generators(x.device)
         return call
 
-    def run(self, x: Tensor, call: Call, **changes: Any) -> Tensor:
+    def run(self, x: Tensor, call: Call, **changes: object) -> Tensor:
         """Run all parts on the residual stream or on rows of it; ``changes`` override the call's keyword arguments.
 
         Returns what is added to the residual stream.
@@ -116,7 +116,7 @@ class Branch:
             x = call_module(self.before, x)
         return self.finish(self.run_core(x, call, **changes))
 
-    def run_core(self, x: Tensor, call: Call, **changes: Any) -> Tensor:
+    def run_core(self, x: Tensor, call: Call, **changes: object) -> Tensor:
         """Run the core alone on the output of the norm before it."""
         output = call_module(self.core, x, *call.args, **(call.kwargs | changes))
         return cast("Tensor", output[0] if isinstance(output, tuple) else output)
@@ -143,7 +143,7 @@ def _has_attention_dropout(core: nn.Module) -> bool:
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids"}
 
 
-def _find_unsupported(core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _find_unsupported(core: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
     """Name the argument that cannot be restricted to some rows; empty when all can."""
     if args:
         return "its arguments come without names"

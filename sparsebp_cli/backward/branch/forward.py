@@ -86,11 +86,12 @@ class CoreOverride(ForwardOverride):
     def __init__(self, site: BranchSite) -> None:
         self.site = site
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         site, branch, form = self.site, self.site.branch, self.site.form
         if self.is_removed or form == "plain":
             return call_module(branch.core, *args, **kwargs)
         x, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
+        assert isinstance(x, Tensor)
         site.input_needs_grad = x.requires_grad
         if form == "masked":
             return _run_masked(site, args, kwargs)
@@ -131,7 +132,7 @@ def _check_same(x: Tensor, shown: Callable[[], Tensor | None] | None, between: s
         raise UnsupportedError(f"the layer computes something between {between} that its layout does not name")
 
 
-def _run_masked(site: BranchSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_masked(site: BranchSite, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     output = call_module(site.branch.core, *args, **kwargs)
     if site.branch.after is not None:
         return output

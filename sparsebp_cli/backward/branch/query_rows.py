@@ -9,7 +9,6 @@ Shape letters: B examples, T positions, D width, K kept, P the queries of one ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,19 +61,20 @@ def is_causal(branch: Branch, call: Call) -> bool:
     return attention_name(branch.core) == "sdpa" and bool(getattr(branch.core, "is_causal", True))
 
 
-def _take(branch: Branch, call: Call, queries: Queries) -> dict[str, Any]:
+def _take(branch: Branch, call: Call, queries: Queries) -> dict[str, object]:
     """Return the core's position and mask arguments restricted to the queries."""
     position_BP, seen = queries.position_BP, slice(0, queries.num_keys)
-    num_examples, changes = len(position_BP), dict[str, Any]()
+    num_examples, changes = len(position_BP), dict[str, object]()
     embeddings, mask = call.kwargs.get("position_embeddings"), call.kwargs.get("attention_mask")
-    if embeddings is not None:
+    if isinstance(embeddings, tuple):
         example_B1 = torch.arange(num_examples, device=position_BP.device)[:, None]
         changes["position_embeddings"] = tuple(
             part.expand(num_examples, -1, -1)[example_B1, position_BP] for part in embeddings
         )
-    if call.kwargs.get("position_ids") is not None:
-        changes["position_ids"] = call.kwargs["position_ids"].expand(num_examples, -1).gather(1, position_BP)
-    if mask is not None:
+    position_ids = call.kwargs.get("position_ids")
+    if isinstance(position_ids, Tensor):
+        changes["position_ids"] = position_ids.expand(num_examples, -1).gather(1, position_BP)
+    if isinstance(mask, Tensor):
         mask = mask[..., seen]
         index = position_BP[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
         changes["attention_mask"] = mask.expand(num_examples, -1, -1, -1).gather(2, index)

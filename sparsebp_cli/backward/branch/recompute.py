@@ -83,7 +83,7 @@ class SparseRecompute(Function):
                 dx, gradients = _run_whole(branch, call, x, masked_ND.view(grad.shape), wanted)
         given = iter(gradients)
         of_parameters = (next(given) if needs else None for needs in ctx.needs_input_grad[3:])
-        result: tuple[Any, ...] = (dx if ctx.needs_input_grad[0] else None, None, None, *of_parameters)
+        result: tuple[object, ...] = (dx if ctx.needs_input_grad[0] else None, None, None, *of_parameters)
         return result
 
 

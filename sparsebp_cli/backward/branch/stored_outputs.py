@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast, final
+from typing import cast, final
 
 from torch import Tensor, nn
 
@@ -111,5 +111,5 @@ class _Dense:
     form: WeightLayout
     reference: bool = True
 
-    def decide(self, grad_NO: Tensor, *_: Any) -> tuple[Tensor, Selection | None]:
+    def decide(self, grad_NO: Tensor, *_: object) -> tuple[Tensor, Selection | None]:
         return grad_NO, None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import distributed
+from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
@@ -77,7 +77,7 @@ def _current_rank() -> int:
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Any:
+def _register_step_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper skips steps while accumulating
     if not isinstance(inner, torch.optim.Optimizer):
         raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")

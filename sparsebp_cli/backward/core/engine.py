@@ -127,7 +127,7 @@ class Engine:
             self._counter.num_backwards += 1
             self._clock.count_backward()
 
-    def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: Any) -> None:
+    def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: object) -> None:
         with self._adapter.backward_context(loss) as instead:
             (backward or torch.Tensor.backward)(loss if instead is None else instead, **options)
 

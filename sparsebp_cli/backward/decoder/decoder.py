@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -112,10 +112,10 @@ def attention_name(core: nn.Module) -> str | None:
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """Return the names of the arguments that a module's class takes in its forward, in order."""
-    return _names(cast("Any", type(module)))
+    return _names(type(module).forward)
 
 
-def bind_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, object]:
     """Return the given arguments of a module's forward by their names, as its class declares them."""
     return dict(zip(argument_names(module), args, strict=False)) | kwargs
 
@@ -134,8 +134,8 @@ def without_checkpointing(*modules: nn.Module) -> Iterator[None]:
 
 
 @cache
-def _names(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _names(forward: Callable[..., object]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _has_head(module: nn.Module) -> bool:

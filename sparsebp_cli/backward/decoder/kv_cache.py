@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn, Protocol, cast
 
 from torch import Tensor, nn
 
@@ -20,7 +20,7 @@ class RecordedKV(Exception):  # noqa: N818 - not an error: it ends a forward ear
 class RecordKV:
     """A cache that ends the forward at its first update by raising :class:`RecordedKV`."""
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> NoReturn:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> NoReturn:
         """Raise with the keys and values of the attention."""
         raise RecordedKV(keys, values)
 
@@ -31,7 +31,7 @@ class FixedKV:
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values
 
-    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the given keys and values."""
         return self.keys, self.values
 
@@ -64,6 +64,13 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def is_filled(cache: Any, core: nn.Module) -> bool:
+class SizedCache(Protocol):
+    """A key/value cache of transformers, as far as its size goes."""
+
+    def get_seq_length(self, layer_idx: int, /) -> int:
+        """Return the number of positions that it holds of a layer."""
+
+
+def is_filled(cache: object, core: nn.Module) -> bool:
     """Whether a key/value cache, or None, holds earlier positions of an attention."""
-    return cache is not None and cache.get_seq_length(getattr(core, "layer_idx", 0)) > 0
+    return cache is not None and cast("SizedCache", cache).get_seq_length(getattr(core, "layer_idx", 0)) > 0

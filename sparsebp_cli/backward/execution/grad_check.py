@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ def check_max_norm(max_norm: object) -> None:
         raise UsageError(f"max_norm must be a number above 0, got {max_norm!r}")
 
 
-def pair_up(outputs: Any, grads: Any) -> list[tuple[Tensor, Tensor | None]]:
+def pair_up(outputs: object, grads: object) -> list[tuple[Tensor, Tensor | None]]:
     """Pair outputs with their gradients, and return the pairs that can be differentiated.
 
     A single gradient serves all outputs; None is for scalar outputs. Raises :class:`UsageError` if they do not fit, or
@@ -45,6 +44,7 @@ def pair_up(outputs: Any, grads: Any) -> list[tuple[Tensor, Tensor | None]]:
     given = [grads] * len(roots) if grads is None or isinstance(grads, Tensor) else _as_list(grads, "gradients")
     if len(roots) != len(given):
         raise UsageError(f"{len(roots)} outputs and {len(given)} gradients: give one gradient for each output")
+    pairs = list[tuple[Tensor, Tensor | None]]()
     for root, grad in zip(roots, given, strict=True):
         if not isinstance(root, Tensor):
             raise UsageError(f"an output must be a tensor, got {type(root).__name__}")
@@ -54,15 +54,17 @@ def pair_up(outputs: Any, grads: Any) -> list[tuple[Tensor, Tensor | None]]:
             )
         if grad is not None:
             check_gradient(grad)
+            assert isinstance(grad, Tensor)
             if grad.shape != root.shape:
                 raise UsageError(f"an output of shape {tuple(root.shape)} has a gradient of shape {tuple(grad.shape)}")
-    pairs = [(root, grad) for root, grad in zip(roots, given, strict=True) if root.requires_grad]
+        if root.requires_grad:
+            pairs.append((root, grad))
     if not pairs:
         raise UsageError("nothing to differentiate: no output depends on a leaf that requires grad")
     return pairs
 
 
-def _as_list(value: Any, what: str) -> list[Any]:
+def _as_list(value: object, what: str) -> list[object]:
     if isinstance(value, Tensor):
         return [value]
     if not isinstance(value, Iterable) or isinstance(value, str | bytes):

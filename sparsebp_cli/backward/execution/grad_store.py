@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self, overload
+from typing import NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -259,7 +259,7 @@ class GradStore:
         size = sum(entry.grad.numel() * entry.grad.element_size() for entry in self._entries.values())
         return f"GradStore({len(self)} gradients, {size} bytes)"
 
-    def __reduce_ex__(self, _: Any) -> NoReturn:
+    def __reduce_ex__(self, _: object) -> NoReturn:
         """Refuse copies: their keys would be copied parameters, which are not trained.
 
         Raises:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any, NamedTuple, cast, final
+from typing import Any, NamedTuple, Protocol, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -41,11 +41,19 @@ def find_float8(model: nn.Module) -> str | None:
     return next((name for name, module in model.named_modules() if isinstance(module, kind)), None)
 
 
+class CastConfig(Protocol):
+    """torchao's options of one cast."""
+
+    scaling_type: object
+    scaling_granularity: object
+    target_dtype: torch.dtype
+
+
 class _Casts(NamedTuple):
     """The cast of one operand of a product."""
 
-    config: Any  # torchao's CastConfig
-    role: Any  # torchao's GemmInputRole
+    config: CastConfig
+    role: object  # torchao's GemmInputRole
     dim: int  # the dimension of scales that are not tensorwise
 
 
@@ -132,7 +140,7 @@ class Float8Layout(WeightLayout):
         output = output.reshape(*x8.shape[:-1], output.shape[-1])
         return output if bias is None else output + bias.to(output.dtype)
 
-    def cast_input(self, x: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def cast_input(self, x: Tensor) -> tuple[Tensor, Tensor, object]:
         """Return data, scale and metadata of the float8 input, from the cache if the linear before cast the same
         input.
         """
@@ -143,12 +151,12 @@ class Float8Layout(WeightLayout):
             self._shared.note(x, how, found)
         return found
 
-    def unwrap(self, x8: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def unwrap(self, x8: Tensor) -> tuple[Tensor, Tensor, object]:
         """Return data, scale and metadata of a float8 tensor."""
         (data, scale), rest = cast("Any", x8).__tensor_flatten__()
         return getattr(x8, data), getattr(x8, scale), rest
 
-    def wrap(self, data: Tensor, scale: Tensor, rest: Any) -> Tensor:
+    def wrap(self, data: Tensor, scale: Tensor, rest: object) -> Tensor:
         """Return the float8 tensor with the given data, scale and metadata."""
         inner: Tensor = self._wrapper.__tensor_unflatten__({"_data": data, "_scale": scale}, rest, None, None)
         return inner
@@ -203,7 +211,12 @@ class _Float8Product(Function):
 
 
 def _products(
-    form: Float8Layout, grad_NO: Tensor, kept_ND: Tensor | None, scale: Tensor | None, rest: Any, weight: Tensor | None
+    form: Float8Layout,
+    grad_NO: Tensor,
+    kept_ND: Tensor | None,
+    scale: Tensor | None,
+    rest: object,
+    weight: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     dgrad_ND = wgrad_OD = grad8_NO = None
     if weight is not None:
@@ -232,15 +245,15 @@ class SharedCast:
 
     def __init__(self) -> None:
         self._input: weakref.ref[Tensor] | None = None
-        self._key: tuple[Any, ...] = ()
-        self._found: tuple[Tensor, Tensor, Any] | None = None
+        self._key: tuple[object, ...] = ()
+        self._found: tuple[Tensor, Tensor, object] | None = None
 
-    def find(self, x: Tensor, how: Any) -> tuple[Tensor, Tensor, Any] | None:
+    def find(self, x: Tensor, how: object) -> tuple[Tensor, Tensor, object] | None:
         """Return the cached data, scale and metadata of an input under the cast ``how``, or None."""
         last = None if self._input is None else self._input()
         return self._found if last is x and self._key == (version_of(x), how) else None
 
-    def note(self, x: Tensor, how: Any, found: tuple[Tensor, Tensor, Any]) -> None:
+    def note(self, x: Tensor, how: object, found: tuple[Tensor, Tensor, object]) -> None:
         """Cache the cast of an input under ``how``."""
         self._input, self._key, self._found = weakref.ref(x, self._drop), (version_of(x), how), found
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast, final
 
@@ -374,7 +375,7 @@ def _has_sparse_cores(grad_NO: Tensor, weight: Tensor) -> bool:
     return fits and able
 
 
-_KERNELS: dict[type[Selection], Any] = {
+_KERNELS: dict[type[Selection], Callable[..., Gradients | None]] = {
     Rows: _rows,
     Columns: _columns,
     Blocks: _blocks,

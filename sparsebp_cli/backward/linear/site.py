@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import signature
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -133,13 +133,14 @@ class LinearOverride(ForwardOverride):
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
         self.time_first, self.reference = time_first, engine.reference
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
             return cast("Tensor", call_module(self.module, *args, **kwargs))
         if kwargs or len(args) != 1:  # the input may be passed by name: linear(input=x)
             args = signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
         _refuse_transforms(self.name)
         x = args[0]
+        assert isinstance(x, Tensor)
         if not torch.is_grad_enabled():
             return run_linear(self.module, x, self)
         forward, rows, sizes = self.engine.forward, None, self.engine.batch_sizes

@@ -89,7 +89,7 @@ def _idle_without_gradient(function: Any) -> Iterator[None]:
         nonlocal arrived
         arrived = any(grad is not None for grad in grads)
 
-    def apply(*grads: Tensor | None) -> Any:
+    def apply(*grads: Tensor | None) -> object:
         if not arrived:
             return (None,) * len(function.needs_input_grad)
         return type(function).apply(function, *grads)

@@ -9,10 +9,10 @@ hooks matter are refused: see :func:`refuse_hooks`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.utils.checkpoint
@@ -47,7 +47,7 @@ def walk(root: Node, output_nr: int, grad: Tensor, graph: Graph, visitor: Visito
     Parameters collect their gradients, and tensors saved for the pass are released. Raises :class:`UsageError` if the
     graph was walked before.
     """
-    notes = cast("dict[Any, Any]", root.metadata)
+    notes = cast("dict[object, object]", root.metadata)
     if notes.get(_WALKED):
         raise UsageError("this loss was walked before and what its backward needs is released: run the forward again")
     notes[_WALKED] = True
@@ -183,7 +183,14 @@ def _release(node: Node) -> None:
             saved.register_hooks(lambda _: None, lambda _: None)
 
 
-def _saved(node: Node) -> Iterator[Any]:
+class SavedTensor(Protocol):
+    """PyTorch's handle on a tensor that a node has saved."""
+
+    def register_hooks(self, pack: Callable[[Tensor], object], unpack: Callable[[object], object], /) -> None:
+        """Replace the tensor by what ``pack`` returns."""
+
+
+def _saved(node: Node) -> Iterator[SavedTensor]:
     """Yield a handle on each tensor saved by a node that is no Python Function."""
     for name in _names_of_saved(type(node)):
         saved = getattr(node, name)

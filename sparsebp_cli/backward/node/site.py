@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ class SelectorVisitor(Visitor):
         return self._layers.number_of(module)
 
 
-def _watch(output: Any, check: Callable[[], None]) -> None:
+def _watch(output: object, check: Callable[[], None]) -> None:
     """Call ``check`` when a gradient enters the model's output, to refuse a backward pass from outside."""
     if isinstance(output, Tensor):
         if output.requires_grad:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ class Attribution:
     each outermost module.
     """
 
-    def __init__(self, model: nn.Module, at_exit: Callable[[Any], None] | None = None) -> None:
+    def __init__(self, model: nn.Module, at_exit: Callable[[object], None] | None = None) -> None:
         self.name = {module: name for name, module in model.named_modules()}
         self._at_exit = at_exit
         self._starts: list[int] = []  # ascending; between one number and the next the innermost module is the same
@@ -73,7 +72,7 @@ class Attribution:
         self._open.append(name)
         self._note(name)
 
-    def leave(self, name: str, output: Any) -> None:
+    def leave(self, name: str, output: object) -> None:
         """Record that a module's forward has ended; ``output`` is None after an error."""
         while self._open and self._open.pop() != name:  # also close inner modules whose exit was not recorded
             pass
@@ -110,7 +109,7 @@ class _Hook(NotCopyable):
 class _Entry(_Hook):
     """Hook before a module's forward."""
 
-    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002 - torch's signature
         if not is_left_out():
             self._call(self._name)
 
@@ -122,7 +121,7 @@ class _Exit(_Hook):
         super().__init__(call, name)
         self.is_watched = is_watched
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - torch's signature
         if not is_left_out():
             self._call(self._name, output)
 

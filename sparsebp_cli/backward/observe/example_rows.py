@@ -8,8 +8,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,20 +62,20 @@ class BatchNote(NotCopyable):
     def __init__(self, note: Callable[[frozenset[int]], None]) -> None:
         self._note = note
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:  # noqa: ARG002
+    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ARG002
         """Report the sizes, except under torch.compile."""
         if not torch.compiler.is_compiling():
             self._note(frozenset(_sizes(args, kwargs)))
 
 
-def _sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[int]:
-    main = [value for value in (*args, *(kwargs.get(name) for name in _MAIN)) if _has_examples(value)]
-    for value in main or [value for value in kwargs.values() if _has_examples(value)]:
+def _sizes(args: tuple[object, ...], kwargs: Mapping[str, object]) -> Iterator[int]:
+    main = _with_examples((*args, *(kwargs.get(name) for name in _MAIN)))
+    for value in main or _with_examples(kwargs.values()):
         yield value.shape[0]
 
 
-def _has_examples(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+def _with_examples(values: Iterable[object]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
 
 
 def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRows | None:

@@ -15,13 +15,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace, is_in_backward
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 class FlopCount:
@@ -115,8 +118,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count, self.modules = count, modules
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         formula = find_formula(func)
         if formula is None:
@@ -131,7 +134,7 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def find_formula(operator: Any) -> Callable[..., int] | None:
+def find_formula(operator: OpOverload) -> Callable[..., int] | None:
     """Return the FLOP formula of an operator, called with its arguments and its result as ``out_val``.
 
     None for an operator that multiplies nothing.
@@ -142,12 +145,12 @@ def find_formula(operator: Any) -> Callable[..., int] | None:
     return formula
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object) -> int:
     return 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _attention_backward(
-    grad: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+    grad: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
 ) -> int:
     if grad is None:  # autograd calls the kernel without a gradient too, and it returns at once
         return 0
@@ -155,12 +158,12 @@ def _attention_backward(
     return 2 * query[..., 0].numel() * key.shape[-2] * (3 * query.shape[-1] + 2 * value.shape[-1])
 
 
-def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+def _grouped(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> int:
     flops = 2 * a.numel() * b.shape[-1]
     return flops // a.shape[0] if a.dim() == 3 and b.dim() == 2 else flops  # each group has its own part of b
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+def _product(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> int:
     if _is_sparse(a):
         return 2 * a._nnz() * (b.shape[1] if b.dim() == 2 else 1)  # noqa: SLF001 - the only name for it
     if _is_sparse(b):
@@ -168,31 +171,35 @@ def _product(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
     return 2 * a.numel() * (b.shape[1] if b.dim() == 2 else 1)
 
 
-def _sum_and_product(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any, **___: Any) -> int:
+def _sum_and_product(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: object, **___: object) -> int:
     return _product(a, b)
 
 
-def _batched(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+def _batched(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
-def _sum_and_batched(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: Any, **___: Any) -> int:
+def _sum_and_batched(_: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *__: object, **___: object) -> int:
     return _batched(a, b)
 
 
-def _convolution_backward(grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: Any) -> int:
+def _convolution_backward(
+    grad: torch.Tensor, given: torch.Tensor, weight: torch.Tensor, *rest: Any, **_: object
+) -> int:
     """Each gradient multiplies as often as the forward; torch.utils.flop_counter ignores groups for the weight's."""
     transposed, output_mask = rest[4], rest[7]
     each = 2 * (given if transposed else grad).numel() * weight[0].numel()
     return each * (bool(output_mask[0]) + bool(output_mask[1]))
 
 
-def _recurrent(given_TBD: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *_: Any, **__: Any) -> int:
+def _recurrent(given_TBD: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *_: object, **__: object) -> int:
     return 2 * given_TBD[..., 0].numel() * (weight.numel() + hidden.numel())
 
 
-def _recurrent_backward(*args: Any, **kwargs: Any) -> int:
-    return 2 * _recurrent(*args, **kwargs)  # the kernel always computes gradients of both input and weights
+def _recurrent_backward(
+    given_TBD: torch.Tensor, weight: torch.Tensor, hidden: torch.Tensor, *_: object, **__: object
+) -> int:
+    return 2 * _recurrent(given_TBD, weight, hidden)  # the kernel always computes gradients of both input and weights
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:
@@ -200,7 +207,7 @@ def _is_sparse(tensor: torch.Tensor) -> bool:
 
 
 _ATEN = torch.ops.aten
-_FORMULAS: dict[Any, Callable[..., int]] = {
+_FORMULAS: dict[object, Callable[..., int]] = {
     _ATEN.mm: _product,
     _ATEN.mv: _product,
     _ATEN.dot: _product,

@@ -12,12 +12,13 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.autograd.variable import Variable
+from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.backward.observe.attribution import Attribution
 
@@ -42,7 +43,7 @@ class ModuleTrace:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._thread = model, _ThreadState()
         self._passes: list[int] = []  # ids of active backward passes, the outer one first
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
         """Install the hooks."""
@@ -134,7 +135,7 @@ class _Entry:
     def __init__(self, trace: ModuleTrace, name: str) -> None:
         self._trace, self._name = trace, name
 
-    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002 - torch's signature
         self._trace.enter(self._name)
 
 
@@ -142,5 +143,5 @@ class _Exit:
     def __init__(self, trace: ModuleTrace) -> None:
         self._trace = trace
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - torch's signature
         self._trace.leave()

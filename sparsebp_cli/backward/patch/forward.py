@@ -23,7 +23,7 @@ _Result = TypeVar("_Result")
 class NotCopyable:
     """An object that an attached model refers to. A copy of it would act on the original model's engine."""
 
-    def __reduce_ex__(self, _: Any) -> NoReturn:
+    def __reduce_ex__(self, _: object) -> NoReturn:
         raise UnsupportedError("an attached model cannot be copied or pickled: call engine.detach() first")
 
 
@@ -34,14 +34,14 @@ class ForwardOverride(NotCopyable, ABC):
     removed. So :meth:`__call__` runs the module as without an engine once ``is_removed`` is set.
     """
 
-    covered: Callable[..., Any] | None = None  # the instance's forward before; None: its class's forward applied
+    covered: Callable[..., object] | None = None  # the instance's forward before; None: its class's forward applied
     is_removed = False
 
     @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any, so that each override has its module's own signature
         """Run the module."""
 
-    def run_covered(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run_covered(self, module: nn.Module, *args: object, **kwargs: object) -> Any:
         """Run the module as without this override."""
         return call_module(module, *args, **kwargs) if self.covered is None else self.covered(*args, **kwargs)
 
@@ -50,9 +50,9 @@ class ForwardPatches:
     """The forwards that one adapter or extension has overridden."""
 
     def __init__(self) -> None:
-        self._installed: list[tuple[nn.Module, Callable[..., Any], Callable[..., Any] | None]] = []
+        self._installed: list[tuple[nn.Module, Callable[..., object], Callable[..., object] | None]] = []
 
-    def install(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def install(self, module: nn.Module, forward: Callable[..., object]) -> None:
         """Override a module's forward."""
         covered = module.__dict__.get("forward")
         if isinstance(forward, ForwardOverride):
@@ -75,7 +75,7 @@ class ForwardPatches:
 
 
 @contextmanager
-def replace_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+def replace_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., object]]]) -> Iterator[None]:
     """Let modules run other functions inside of the block."""
     patches = ForwardPatches()
     try:
@@ -93,7 +93,7 @@ def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
     return result
 
 
-def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_module(module: nn.Module, *args: object, **kwargs: object) -> Any:
     """Run a module by its class's forward, whatever overrides it."""
     return type(module).forward(module, *args, **kwargs)
 

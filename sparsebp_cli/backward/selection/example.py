@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import IGNORED, Scorer, evaluating, next_tokens
+from sparsebp_cli.backward.selection.score.scorer import IGNORED, HasLogits, Scorer, evaluating, next_tokens
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from sparsebp_cli.backward.core.extension import EngineView
 
-Arguments = Mapping[str, Any]
+Arguments = Mapping[str, object]
 
 
 @final
@@ -53,7 +53,7 @@ class ExampleExtension:
                 f"labels, got {type(model).__name__}"
             )
         self._policy, self._model, self._patches = policy, found, ForwardPatches()
-        head: Any = found.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head: object = found.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
 
     def install(self, engine: EngineView) -> None:
@@ -92,9 +92,9 @@ class ExamplesOverride(ForwardOverride):
     ) -> None:
         self.was_called, self._number = False, 1
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
-        self._inner: Callable[..., Any] = partial(self.run_covered, model)
+        self._inner: Callable[..., HasLogits] = partial(self.run_covered, model)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         training = self._model.training and torch.is_grad_enabled()
         if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
@@ -110,7 +110,7 @@ class ExamplesOverride(ForwardOverride):
                 f"{type(self._policy).__name__} does not know what to do with past_key_values in training"
             )
         labels = arguments.get("labels")
-        if labels is None:
+        if not isinstance(labels, Tensor):
             raise UsageError(
                 f"{type(self._policy).__name__} needs the labels among the model's arguments: logits of chosen "
                 "examples do not fit the labels of all of them"
@@ -119,7 +119,7 @@ class ExamplesOverride(ForwardOverride):
         with ScoringCost(labels.device) as cost:
             loss_B = self._losses(arguments) if self._policy.needs_loss(step) else None
         index_K = self._policy.choose(Examples(len(labels), loss_B), step)
-        spent = {"scoring_seconds": cost.seconds, "scoring_flops": cost.flops} if loss_B is not None else {}
+        spent = cost if loss_B is not None else ScoringCost(labels.device)
         if index_K is None:
             self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
             return self._inner(**arguments)
@@ -127,9 +127,10 @@ class ExamplesOverride(ForwardOverride):
         targets, kept = targets_B.sum(), targets_B[index_K].sum()
         self._count(targets, kept, len(labels), len(index_K), spent)
         chosen = {name: _take(name, value, index_K, len(labels)) for name, value in arguments.items()}
-        if arguments.get("num_items_in_batch") is not None:
-            share = kept / targets.clamp(min=1)
-            chosen["num_items_in_batch"] = (arguments["num_items_in_batch"] * share).clamp(min=1.0)
+        num_items = arguments.get("num_items_in_batch")
+        if num_items is not None:
+            assert isinstance(num_items, Tensor | int | float)
+            chosen["num_items_in_batch"] = (num_items * (kept / targets.clamp(min=1))).clamp(min=1.0)
         if self._engine.batch_sizes is not None:
             self._engine.batch_sizes = frozenset((len(index_K),))
         with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
@@ -144,14 +145,14 @@ class ExamplesOverride(ForwardOverride):
 
     def _losses(self, arguments: Arguments) -> Tensor:
         """Return the mean loss of each example's targets among the positions that are scored."""
-        labels = arguments["labels"]
+        labels = _tensor(arguments, "labels")
         length = _length(arguments)
         read = max(2, math.ceil(self._policy.scored_share * length))
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
         if labels.ndim == 1:
             return self._classify(part, labels)
         assert self._scorer is not None
-        next_BT = next_tokens(part["labels"])
+        next_BT = next_tokens(_tensor(part, "labels"))
         loss_B = self._scorer.score(part, next_BT, self._inner, {"loss"})["loss"].sum(1)
         count_B = (next_BT != IGNORED).sum(1)
         mean_B, has_B = loss_B / count_B.clamp(min=1), count_B > 0
@@ -167,12 +168,21 @@ class ExamplesOverride(ForwardOverride):
             logits = self._inner(**{name: value for name, value in arguments.items() if name != "labels"}).logits
         return nn.functional.cross_entropy(logits.float(), label_B, reduction="none")
 
-    def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: dict[str, Any]) -> None:
+    def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: ScoringCost) -> None:
         # A token selector below sees the chosen examples alone, and counts their targets itself.
         counts_all = not isinstance(self.covered, ForwardOverride)
         trained = kept if counts_all else kept - kept
         asked = targets if counts_all else targets - kept
-        self._engine.add_chosen(Chosen(asked, trained, examples=number, chosen_examples=chosen, **spent))
+        self._engine.add_chosen(
+            Chosen(
+                asked,
+                trained,
+                examples=number,
+                chosen_examples=chosen,
+                scoring_seconds=spent.seconds,
+                scoring_flops=spent.flops,
+            )
+        )
 
 
 def _count_targets(labels: Tensor) -> Tensor:
@@ -188,17 +198,23 @@ def _count_examples(arguments: Arguments) -> int:
 
 def _length(arguments: Arguments) -> int:
     """Return T."""
-    given = arguments.get("input_ids")
-    return int((arguments["inputs_embeds"] if given is None else given).shape[1])
+    return _tensor(arguments, "inputs_embeds" if arguments.get("input_ids") is None else "input_ids").shape[1]
 
 
-def _take(name: str, value: Any, index_K: Tensor, number: int) -> Any:
+def _tensor(arguments: Arguments, name: str) -> Tensor:
+    value = arguments[name]
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _take(name: str, value: object, index_K: Tensor, number: int) -> object:
     """Return the part of an argument for the chosen examples."""
-    by_example = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == number
-    return value[index_K] if by_example and (value.ndim > 1 or name == "labels") else value
+    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != number:
+        return value
+    return value[index_K] if value.ndim > 1 or name == "labels" else value
 
 
-def _cut(name: str, value: Any, length: int, read: int) -> Any:
+def _cut(name: str, value: object, length: int, read: int) -> object:
     """Return the part of an argument for the first ``read`` positions."""
     if not isinstance(value, Tensor) or value.ndim < 2:
         return value

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
@@ -43,7 +44,7 @@ class ParameterExtension:
         self._trained = self._select(Step(0))
         self._enabled = True
         self._frozen_here: set[str] = set()  # names of parameters that this extension has frozen, and not the user
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -119,9 +120,10 @@ class _DetachLeaf(NotCopyable):
     to the embeddings whatever is trained.
     """
 
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:  # noqa: ARG002 - torch's signature
-        forced = isinstance(output, Tensor) and output.is_leaf and output.requires_grad
-        return output.detach() if forced else None
+    def __call__(self, module: nn.Module, args: object, output: object) -> Tensor | None:  # noqa: ARG002 - torch's signature
+        if isinstance(output, Tensor) and output.is_leaf and output.requires_grad:
+            return output.detach()
+        return None
 
 
 def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
@@ -148,13 +150,21 @@ def refuse_lazy(model: nn.Module) -> None:
             raise UsageError(f"{name!r} has no shape before the model has run: run it once, and attach then")
 
 
+@runtime_checkable
+class HasEmbeddings(Protocol):
+    """A model of transformers that has token embeddings."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return them."""
+
+
 def _find_forced(model: nn.Module) -> Sequence[nn.Module]:
     """Return the embeddings whose output is forced to require a gradient by ``enable_input_require_grads``."""
     found: dict[nn.Module, None] = {}
     for module in model.modules():
         if module.__dict__.get("_require_grads_hooks"):
-            get: Any = module.get_input_embeddings
-            found[get()] = None
+            assert isinstance(module, HasEmbeddings)
+            found[module.get_input_embeddings()] = None
     return list(found)
 
 

@@ -137,14 +137,14 @@ class UseCounter:
         for hook in self._hooks:
             hook.remove()
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, *_: object) -> None:
         if torch.is_grad_enabled() and not self._modes:
             mode = _Counting(self._count, self._parameters)
             mode.__enter__()  # type: ignore[no-untyped-call]
             self._ran = True
             self._modes.append(mode)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         if self._modes:
             self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -155,8 +155,12 @@ class _Counting(TorchFunctionMode):
         self._count, self._parameters = count, parameters
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         is_recorded = torch.is_grad_enabled()
         if not isinstance(result, bool | int | str | torch.dtype | torch.device):  # reading metadata is no use

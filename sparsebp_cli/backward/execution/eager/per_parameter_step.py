@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,8 +29,8 @@ class PerParameterStep:
             raise UnsupportedError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
         self.optimizer, self._step = inner, bare_step(inner)
         self._group_of: dict[Tensor, int] = {}
-        self._options: list[dict[str, Any]] = []
-        self._after: dict[int, dict[str, Any]] = {}
+        self._options: list[dict[str, object]] = []
+        self._after: dict[int, dict[str, object]] = {}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -74,11 +73,12 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
 
     Raises :class:`UnsupportedError` if the step needs a closure, which evaluates the whole model several times.
     """
-    step: Any = type(optimizer).step
-    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    step: Callable[[torch.optim.Optimizer], object] = type(optimizer).step
+    if getattr(step, "hooked", False):  # PyTorch wraps the method once, at the first optimizer of the class
+        step = getattr(step, "__wrapped__", step)  # one level: the next one may be the step's own no_grad
     closure = inspect.signature(step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UnsupportedError(
             f"update='eager' cannot drive {type(optimizer).__name__}: its step needs a closure; use update='deferred'"
         )
-    return cast("Callable[[torch.optim.Optimizer], object]", step)
+    return step

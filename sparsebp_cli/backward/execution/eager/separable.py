@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -39,7 +39,9 @@ def refuse_inseparable(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _train(kind: Any, options: dict[str, Any], *, one_by_one: bool) -> list[nn.Parameter]:
+def _train(
+    kind: Callable[..., torch.optim.Optimizer], options: dict[str, object], *, one_by_one: bool
+) -> list[nn.Parameter]:
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 6)), nn.Parameter(100.0 * torch.randn(8, 4))]
     optimizer = kind(parameters, **options)
@@ -57,8 +59,8 @@ def _train(kind: Any, options: dict[str, Any], *, one_by_one: bool) -> list[nn.P
             single.write_back()
             if num_hooked:
                 raise UnsupportedError(
-                    f"update='eager' cannot drive {kind.__name__}: its step calls that of the class below it, whose "
-                    "hooks would run for every parameter; use update='deferred'"
+                    f"update='eager' cannot drive {type(optimizer).__name__}: its step calls that of the class below "
+                    "it, whose hooks would run for every parameter; use update='deferred'"
                 )
         else:
             optimizer.step()

@@ -11,11 +11,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.backward.core.report import EagerReport
 from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, total_of
@@ -44,12 +45,12 @@ class EagerUpdate:
         self._stepper = PerParameterStep(optimizer)
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
         self._completeness = GradientCompleteness(model, self._stepper.parameters)
-        self._hooks: dict[Tensor, Any] = {}
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._pass: EagerPassState | None = None
         self._total: Tensor | None = None  # norm of all gradients of the last step
         self._has_updated = False  # whether a pass has updated parameters since optimizer.step()
         self._interrupted = ""  # describes a pass since then that was interrupted
-        self._write_back_hook: Any = None
+        self._write_back_hook: RemovableHandle | None = None
         self._lock = RLock()  # autograd runs hooks in one thread per device
         self.report: EagerReport | None = None
         for parameter in self._stepper.parameters:
@@ -69,7 +70,8 @@ class EagerUpdate:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}
-        self._write_back_hook.remove()
+        if self._write_back_hook is not None:
+            self._write_back_hook.remove()
         self._completeness.remove()
 
     def enable(self, enabled: bool) -> None:
@@ -92,13 +94,15 @@ class EagerUpdate:
     def previous_norm(self, value: float | None) -> None:
         self._total = None if value is None else torch.tensor(value)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Return the norm of the last step's gradients; None before the first."""
         return {"gradient_norm": self.previous_norm}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the norm from a state."""
-        self.previous_norm = state["gradient_norm"]
+        norm = state["gradient_norm"]
+        assert norm is None or isinstance(norm, float | int)
+        self.previous_norm = norm
 
     def run_pass(
         self,
@@ -208,8 +212,8 @@ class EagerUpdate:
         """Hook the trainable parameters; called before each pass, since a frozen one may be unfrozen later."""
         for parameter in self._stepper.parameters:
             if parameter.requires_grad and parameter not in self._hooks:
-                hook: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks[parameter] = hook(self._on_gradient)
+                handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                self._hooks[parameter] = handle
 
     def _on_gradient(self, parameter: Tensor) -> None:
         with self._lock:
@@ -232,7 +236,7 @@ class EagerUpdate:
         else:
             state.waiting[parameter] = None
 
-    def _refuse_changed(self, module: nn.Module, _: Any) -> None:
+    def _refuse_changed(self, module: nn.Module, _: object) -> None:
         """Refuse a forward that runs again, inside the backward, with a parameter that was updated since.
 
         That happens if no gradient comes back from the first use; otherwise the update would have waited for it.

@@ -7,7 +7,7 @@ be missed, and a list or object that a layer writes into would be written twice,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -19,10 +19,10 @@ _ALLOWED = "allowed: tensors, and tuples, lists and dicts of them"
 class ArgumentSnapshot:
     """The contents of lists, dicts and objects among a layer's arguments, to find those that the layer changes."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: object) -> None:
         self._found = [(container, _values(container)) for container in _containers(tree)]
 
-    def refuse_changed(self, output: Any, where: str) -> None:
+    def refuse_changed(self, output: object, where: str) -> None:
         """Raise :class:`UnsupportedError` if the layer changed an argument that it does not return."""
         changed = [c for c, before in self._found if not _are_same(before, _values(c))]
         if not changed:
@@ -36,13 +36,15 @@ class ArgumentSnapshot:
                 )
 
 
-def refuse_hidden(leaves: Iterable[Any], where: str, *, given: bool) -> None:
+def refuse_hidden(leaves: Iterable[object], where: str, *, given: bool) -> None:
     """Raise :class:`UnsupportedError` for a tensor inside an object, whose gradient would be lost.
 
     Objects among arguments (``given``) may hold tensors without gradients, such as masks.
     """
     for leaf in leaves:
         for value in () if isinstance(leaf, Tensor) else _values(leaf):
+            if not isinstance(value, Tensor):
+                continue
             if value.requires_grad or (not given and (value.is_floating_point() or value.is_complex())):
                 what = "is given" if given else "returns"
                 raise UnsupportedError(
@@ -51,7 +53,7 @@ def refuse_hidden(leaves: Iterable[Any], where: str, *, given: bool) -> None:
                 )
 
 
-def _containers(tree: Any) -> Iterator[Any]:
+def _containers(tree: object) -> Iterator[object]:
     """Yield every list, dict and object with tensors in it, outer ones first."""
     if isinstance(tree, Tensor):
         return
@@ -62,7 +64,7 @@ def _containers(tree: Any) -> Iterator[Any]:
             yield from _containers(value)
 
 
-def _values(container: Any) -> list[Any]:
+def _values(container: object) -> list[object]:
     """Return the contents of a list or dict; of an object, the tensors among its attributes."""
     if isinstance(container, list):
         return list(container)
@@ -74,7 +76,7 @@ def _values(container: Any) -> list[Any]:
     return [value for value in (*dict(attributes).values(), *slots) if isinstance(value, Tensor)]
 
 
-def _are_same(before: list[Any], after: list[Any]) -> bool:
+def _are_same(before: list[object], after: list[object]) -> bool:
     return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,13 @@ from sparsebp_cli.backward.execution.segment.forward_context import ForwardConte
 from sparsebp_cli.backward.execution.segment.split import split_evenly
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
-Module = Callable[[Any], Any]
+Module = Callable[[object], object]
 
 
 def segmented_backward(
     segments: Iterable[Module | Sequence[Module]],
-    x: Any,
-    loss_fn: Callable[[Any], Tensor],
+    x: object,
+    loss_fn: Callable[[object], Tensor],
     *,
     num_segments: int | None = None,
     store: GradStore | None = None,
@@ -87,13 +86,13 @@ def segmented_backward(
 class _SegmentRun:
     """One segment, from its forward to its backward."""
 
-    def __init__(self, number: int, part: Sequence[Module], value: Any) -> None:
+    def __init__(self, number: int, part: Sequence[Module], value: object) -> None:
         self._number, self._part = number, part
         # Flattened, so that each run gets new lists and dicts, which a module may change.
         self._leaves, self._spec = tree_flatten(value)
-        self._outputs: list[Any] = []
+        self._outputs: list[object] = []
 
-    def run_without_graph(self, *, wants_grad: bool) -> Any:
+    def run_without_graph(self, *, wants_grad: bool) -> object:
         """Return the output as leaves, which require grad if ``wants_grad``."""
         where = f"segment {self._number}"
         refuse_hidden(self._leaves, where, given=True)
@@ -124,8 +123,9 @@ class _SegmentRun:
 
     def run_backward(self, store: GradStore) -> None:
         """Run with a graph, take the output's gradients from the store, and add the resulting gradients to it."""
-        wanted = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self._outputs]
-        grads = [store.pop(leaf, None) if wants else None for leaf, wants in zip(self._outputs, wanted, strict=True)]
+        grads = [
+            store.pop(leaf, None) if isinstance(leaf, Tensor) and leaf.requires_grad else None for leaf in self._outputs
+        ]
         self._outputs = []
         if all(grad is None for grad in grads):
             return
@@ -159,7 +159,7 @@ def _join(segments: Iterable[Module | Sequence[Module]], num_segments: int | Non
     return [[module for part in parts[a:b] for module in part] for a, b in zip(starts, ends, strict=True)]
 
 
-def _run(part: Sequence[Module], value: Any) -> Any:
+def _run(part: Sequence[Module], value: object) -> object:
     for module in part:
         value = module(value)
     return value
@@ -170,7 +170,7 @@ def _is_trained(module: Module) -> bool:
     return not isinstance(module, nn.Module) or any(p.requires_grad for p in module.parameters())
 
 
-def _as_leaf(leaf: Any, *, wants_grad: bool) -> Any:
+def _as_leaf(leaf: object, *, wants_grad: bool) -> object:
     if not isinstance(leaf, Tensor):
         return leaf
     leaf = leaf.detach()

@@ -8,17 +8,18 @@ share them, over micro-batches and over processes, and hooks run once, after the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.backward.execution.segment.function import SegmentFunction, SegmentWork
 from sparsebp_cli.backward.execution.segment.recorded_forward import RecordedForward
 from sparsebp_cli.backward.execution.segment.split import LayerSequence, find_layers, split_layers
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Step
 
@@ -59,7 +60,7 @@ class Segments:
         self._checked: set[str] = set()  # segments whose layers use only their own parameters and arguments
         self._position = -1  # of the layer that ran last in this forward
         self._recorded: RecordedForward | None = None
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         self._patches = ForwardPatches()
 
     def install(self, engine: EngineView) -> None:
@@ -71,7 +72,8 @@ class Segments:
             self._patches.install(module, LayerOverride(module, self))
 
     def remove(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         self._patches.remove()
 
     def enable(self, enabled: bool) -> None:
@@ -84,7 +86,7 @@ class Segments:
         """Reset to the first layer, even if the forward before was interrupted."""
         self._position, self._recorded = -1, None
 
-    def run(self, layer: LayerOverride, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, layer: LayerOverride, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a layer according to its position in a segment, and return its output."""
         if not torch.is_grad_enabled():
             return layer.plain(*args, **kwargs)
@@ -125,7 +127,7 @@ class Segments:
             raise UnsupportedError("segments of sharded weights (FSDP2) are not built: use DDP")
         return RecordedForward([names[n] for n in segment], [modules[n] for n in segment])
 
-    def _close(self, recorded: RecordedForward, output: Any) -> Any:
+    def _close(self, recorded: RecordedForward, output: object) -> object:
         leaves, places, spec = recorded.finish(output)
         given = recorded.release()
         leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -144,21 +146,21 @@ class LayerOverride(ForwardOverride):
         self.module, self.segments = module, segments
         # torch.compile cannot trace a Function that runs layers again in its backward. Used as a decorator, disable
         # would import torch._dynamo with this file.
-        self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(segments.run)
+        self._run = uncompiled(segments.run)
 
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
+    def plain(self, *args: object, **kwargs: object) -> object:
         """Run the layer as without segments."""
         return self.run_covered(self.module, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.plain(*args, **kwargs) if self.is_removed else self._run(self, args, kwargs)
 
 
 class _StartHook:
     def __init__(self, segments: Segments) -> None:
-        self._start: Callable[[], None] = cast("Any", torch.compiler).disable(segments.start_forward)
+        self._start = uncompiled(segments.start_forward)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002 - torch's signature
         if torch.is_grad_enabled():
             self._start()
 

@@ -40,6 +40,10 @@ class _Buffer:
         return not torch.equal(self.tensor, self.value)  # batch norm writes without increasing the version
 
 
+# States of Python's generator, in the form that it takes back, and of numpy's.
+HostStates = tuple[tuple[Any, ...], bytes]
+
+
 class ForwardContext:
     """Context of a forward, saved when this object is created, just before the forward.
 
@@ -59,7 +63,7 @@ class ForwardContext:
         ]
         self._state = ModuleState(inner)
         self._training = [(module, module.training) for module in inner]
-        self._host: tuple[Any, bytes] | None = _get_host()
+        self._host: HostStates | None = _get_host()
 
     def keep_changes(self, guard: Callable[[Tensor], Tensor]) -> None:
         """Drop what the forward, which has ended, did not change; ``guard`` is as in
@@ -127,12 +131,12 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, value) for name, value in module.__dict__.items() if isinstance(value, Tensor)]
 
 
-def _get_host() -> tuple[Any, bytes]:
+def _get_host() -> HostStates:
     """Return the states of Python's generator and of numpy's, so that they can be compared."""
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
-def _put_host(states: tuple[Any, bytes] | None) -> None:
+def _put_host(states: HostStates | None) -> None:
     if states is not None:
         random.setstate(states[0])
         np.random.set_state(pickle.loads(states[1]))

@@ -31,7 +31,11 @@ class SegmentWork:
         with torch.enable_grad():
             leaves = self.recorded.run_again(given)
         outputs = [leaves[place] for place in self.places]
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+        pairs = [
+            (output, grad)
+            for output, grad in zip(outputs, grads, strict=True)
+            if grad is not None and isinstance(output, Tensor) and output.requires_grad
+        ]
         self._check_leaves(given, [output for output, _ in pairs])
         return pairs
 

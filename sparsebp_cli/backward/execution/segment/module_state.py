@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from sparsebp_cli.backward.observe.internals import buffers_of
 
 _EVERY = frozenset(nn.Module().__dict__) | {"forward"}  # attributes of every module, and the engine's override
 _MISSING = object()
+_Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
 class ModuleState:
@@ -26,7 +27,7 @@ class ModuleState:
         values = [value for _, attributes in self._before for value in attributes.values()]
         self._generators = [(each, _get_state(each)) for each in values if _is_generator(each)]
         self._lists = [(each, list(each)) for each in values if isinstance(each, list)]
-        self._changes: list[tuple[nn.Module, str, Any]] = []
+        self._changes: list[tuple[nn.Module, str, object]] = []
 
     def keep_changes(self, guard: Callable[[Tensor], Tensor]) -> None:
         """Drop what the forward, which has ended, did not change.
@@ -60,24 +61,25 @@ class ModuleState:
             _put(now, states, lists)
 
 
-def _attributes(module: nn.Module) -> dict[str, Any]:
+def _attributes(module: nn.Module) -> dict[str, object]:
     found = {name: value for name, value in module.__dict__.items() if name not in _EVERY}
     return found | {name: None for name, value in buffers_of(module).items() if value is None}
 
 
-def _get(module: nn.Module, name: str) -> Any:
+def _get(module: nn.Module, name: str) -> object:
     buffers = buffers_of(module)
     return buffers[name] if name in buffers else module.__dict__.get(name, _MISSING)
 
 
 def _put(
-    attributes: Iterable[tuple[nn.Module, str, Any]],
-    generators: Iterable[tuple[Any, Any]],
-    lists: Iterable[tuple[list[Any], list[Any]]],
+    attributes: Iterable[tuple[nn.Module, str, object]],
+    generators: Iterable[tuple[_Generator, object]],
+    lists: Iterable[tuple[list[object], list[object]]],
 ) -> None:
     for module, name, value in attributes:
         buffers = buffers_of(module)
         if name in buffers:
+            assert value is None or isinstance(value, Tensor)
             buffers[name] = value
         elif value is _MISSING:
             module.__dict__.pop(name, None)
@@ -89,11 +91,11 @@ def _put(
         filled[:] = contents
 
 
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState)
+def _is_generator(value: object) -> TypeGuard[_Generator]:
+    return isinstance(value, _Generator)
 
 
-def _get_state(generator: Any) -> Any:
+def _get_state(generator: _Generator) -> object:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -103,7 +105,7 @@ def _get_state(generator: Any) -> Any:
     return generator.get_state(legacy=False)
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def _set_state(generator: _Generator, state: Any) -> None:  # each kind has a state of its own type
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -112,13 +114,15 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _differ(one: Any, other: Any) -> bool:
-    return not torch.equal(one, other) if isinstance(one, Tensor) else repr(one) != repr(other)
+def _differ(one: object, other: object) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return not torch.equal(one, other)
+    return repr(one) != repr(other)
 
 
-def _are_same(one: list[Any], other: list[Any]) -> bool:
+def _are_same(one: list[object], other: list[object]) -> bool:
     return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
-def _is_in(value: Any, values: list[Any]) -> bool:
+def _is_in(value: object, values: list[object]) -> bool:
     return any(value is each for each in values)

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,8 @@ class _Internal:
 class _Call:
     """One call of a layer: its forward, and its arguments with placeholders for tensors."""
 
-    run: Callable[..., Any]
-    leaves: tuple[Any, ...]
+    run: Callable[..., object]
+    leaves: tuple[object, ...]
     spec: TreeSpec
 
 
@@ -64,7 +64,7 @@ class RecordedForward:
             self._weights.note(parameter)
         self._context: ForwardContext | None = None
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run the next layer by ``forward`` without a graph; tensors it returns are leaves that refuse gradients.
 
         Raises :class:`UnsupportedError` if something was computed since the layer before, a key/value cache is filled,
@@ -87,12 +87,12 @@ class RecordedForward:
         contents.refuse_changed(output, where)
         self._calls.append(_Call(forward, placeholders, spec))
         for each, length in captured:  # such as router logits, which a loss may use
-            each[length:] = [self._guarded(leaf) for leaf in each[length:]]
+            each[length:] = [self._guarded(leaf) if isinstance(leaf, Tensor) else leaf for leaf in each[length:]]
         outputs, spec = tree_flatten(output)
         refuse_hidden(outputs, where, given=False)
         return tree_unflatten([self._mark(leaf, number) for number, leaf in enumerate(outputs)], spec)
 
-    def finish(self, output: Any) -> tuple[list[Any], list[int], TreeSpec]:
+    def finish(self, output: object) -> tuple[list[object], list[int], TreeSpec]:
         """End the forward; return the output's leaves, the indices of those that can get a gradient, and their tree.
 
         Raises :class:`UnsupportedError` if a layer changed in place a tensor that the segment begins with.
@@ -114,7 +114,7 @@ class RecordedForward:
         given, self.given, self._number, self._versions = self.given, [], {}, Versions()
         return given
 
-    def run_again(self, given: Sequence[Tensor]) -> list[Any]:
+    def run_again(self, given: Sequence[Tensor]) -> list[object]:
         """Run all layers again on ``given`` instead of the tensors from outside; return the last output's leaves.
 
         Raises :class:`UsageError` if a weight has changed since the forward.
@@ -126,7 +126,7 @@ class RecordedForward:
                 "was changed since its forward began: the layers would give something else the second time"
             )
         assert self._context is not None
-        outputs: list[list[Any]] = []
+        outputs: list[list[object]] = []
         with self._context.restored():
             for call in self._calls:
                 leaves = [_put(leaf, given, outputs) for leaf in call.leaves]
@@ -139,7 +139,7 @@ class RecordedForward:
         """The name of the layer that runs next."""
         return self.names[min(len(self._calls), len(self.names) - 1)]
 
-    def _placeholder(self, leaf: Any) -> Any:
+    def _placeholder(self, leaf: object) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         made = self._made.get(id(leaf))
@@ -155,17 +155,15 @@ class RecordedForward:
             self._versions.note(leaf)
         return _External(self._number[id(leaf)])
 
-    def _mark(self, leaf: Any, number: int) -> Any:
+    def _mark(self, leaf: object, number: int) -> object:
         if not isinstance(leaf, Tensor):
             return leaf
         guarded = self._guarded(leaf)
         self._made[id(guarded)] = weakref.ref(guarded), _Internal(len(self._calls) - 1, number)
         return guarded
 
-    def _guarded(self, leaf: Any) -> Any:
+    def _guarded(self, leaf: Tensor) -> Tensor:
         """Return a detached tensor with a hook that refuses gradients, for tensors inside the segment."""
-        if not isinstance(leaf, Tensor):
-            return leaf
         guarded = leaf.detach()
         if _is_differentiable(guarded) and any(t.requires_grad for t in (*self.parameters, *self.given)):
             guarded.requires_grad_().register_hook(NoGradientHook(self.names[len(self._calls) - 1]))  # type: ignore[no-untyped-call]
@@ -179,13 +177,13 @@ class RecordedForward:
         )
 
 
-def _put(leaf: Any, given: Sequence[Tensor], outputs: list[list[Any]]) -> Any:
+def _put(leaf: object, given: Sequence[Tensor], outputs: list[list[object]]) -> object:
     if isinstance(leaf, _External):
         return given[leaf.number]
     return outputs[leaf.call][leaf.leaf] if isinstance(leaf, _Internal) else leaf
 
 
-def _find_captured() -> list[list[Any]]:
+def _find_captured() -> list[list[object]]:
     """Return the lists in which transformers collects outputs of modules, such as attentions and router logits."""
     loaded = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(loaded, "_active_collector", None)
@@ -193,11 +191,11 @@ def _find_captured() -> list[list[Any]]:
     return [each for each in (found or {}).values() if isinstance(each, list)]
 
 
-def _is_differentiable(leaf: Any) -> bool:
+def _is_differentiable(leaf: object) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _without_cache(leaf: Any, name: str) -> Any:
+def _without_cache(leaf: object, name: str) -> object:
     """Return None for an empty key/value cache: a layer that runs twice would add its keys twice."""
     loaded = sys.modules.get("transformers.cache_utils")  # loaded if the model was passed a cache
     if loaded is None or not isinstance(leaf, loaded.Cache):

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,12 @@ from sparsebp_cli.policy import Score
 MOST_LOGITS = 1 << 24  # entries at a time: 64 MiB in float32
 IGNORED = -100
 _LABELS = ("labels", "num_items_in_batch", "shift_labels")
+
+
+class HasLogits(Protocol):
+    """What a model's forward returns, as far as scores go."""
+
+    logits: Tensor
 
 
 class Scorer:
@@ -51,7 +57,11 @@ class Scorer:
         self._most_rows = max(1, MOST_LOGITS // self.num_tokens)
 
     def score(
-        self, arguments: Mapping[str, Any], next_BT: Tensor, forward: Callable[..., Any], wanted: Collection[Score]
+        self,
+        arguments: Mapping[str, object],
+        next_BT: Tensor,
+        forward: Callable[..., HasLogits],
+        wanted: Collection[Score],
     ) -> dict[Score, Tensor]:
         """Run the model by ``forward`` and return each wanted score, (B, T), float32, 0 where there is no target.
 
@@ -70,7 +80,7 @@ class Scorer:
                     score_N[row_K] = _SCORES[name](logits_KV, target_N[row_K])
         return {name: score_N.view(next_BT.shape) for name, score_N in found.items()}
 
-    def _hidden(self, arguments: Mapping[str, Any], forward: Callable[..., Any]) -> Tensor:
+    def _hidden(self, arguments: Mapping[str, object], forward: Callable[..., HasLogits]) -> Tensor:
         """Return the input of the head, (N, D)."""
         given = {name: value for name, value in arguments.items() if name not in _LABELS}
         kept: list[tuple[nn.Module, Tensor]] = []
@@ -89,7 +99,7 @@ class Scorer:
         self._base, hidden = kept[-1]  # the outermost module ends last
         return hidden.flatten(0, -2)
 
-    def _logits(self, hidden_KD: Tensor, forward: Callable[..., Any]) -> Tensor:
+    def _logits(self, hidden_KD: Tensor, forward: Callable[..., HasLogits]) -> Tensor:
         """Return the logits of some rows, (K, V), float32."""
         output = _hidden_class()(last_hidden_state=hidden_KD[None])
         with replace_forwards([(self._base, lambda *_, **__: output)]):
@@ -108,7 +118,7 @@ def next_tokens(labels_BT: Tensor) -> Tensor:
 
 
 @cache
-def _hidden_class() -> type[Any]:
+def _hidden_class() -> Callable[..., object]:
     # transformers takes seconds to import, and only models that score need it.
     from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 

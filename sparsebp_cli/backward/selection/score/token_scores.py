@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import Scorer, next_tokens
+from sparsebp_cli.backward.selection.score.scorer import HasLogits, Scorer, next_tokens
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 
@@ -53,10 +53,12 @@ class TokenChooser:
         """Count choices with this engine; before, nothing is counted."""
         self._count = engine.add_chosen
 
-    def choose(self, arguments: Mapping[str, Any], plain_forward: Callable[..., Any], step: Step) -> TokenChoice:
+    def choose(
+        self, arguments: Mapping[str, object], plain_forward: Callable[..., HasLogits], step: Step
+    ) -> TokenChoice:
         self._check(arguments)
         own = {name: value for name, value in arguments.items() if name not in self.columns}
-        next_BT = next_tokens(arguments["labels"])
+        next_BT = next_tokens(_tensor(arguments, "labels"))
         target_BT = next_BT != -100
         real_BT = real_positions(arguments, target_BT)
         scores: dict[Score, Tensor] = {}
@@ -68,15 +70,16 @@ class TokenChooser:
                 if self._reference is not None:
                     scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
-            scores["reference_loss"] = arguments[REFERENCE_COLUMN].float().masked_fill(~target_BT, 0.0)
-        columns = {name: arguments[name] for name in self._reads}
-        tokens = Tokens(arguments.get("input_ids"), target_BT, real_BT, scores, columns)
+            scores["reference_loss"] = _tensor(arguments, REFERENCE_COLUMN).float().masked_fill(~target_BT, 0.0)
+        columns = {name: _tensor(arguments, name) for name in self._reads}
+        ids = arguments.get("input_ids")
+        tokens = Tokens(ids if isinstance(ids, Tensor) else None, target_BT, real_BT, scores, columns)
         choice = self._policy.choose(tokens, step)
         counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
         self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))
         return choice
 
-    def _check(self, arguments: Mapping[str, Any]) -> None:
+    def _check(self, arguments: Mapping[str, object]) -> None:
         for name in sorted(self.columns):
             if name not in arguments:
                 known = sorted(arguments)
@@ -84,12 +87,12 @@ class TokenChooser:
                     f"{type(self._policy).__name__} reads the column {name!r}, and the batch has none; it has "
                     f"{', '.join(known)}{did_you_mean(name, known)}"
                 )
-            shape, wanted = tuple(arguments[name].shape), tuple(arguments["labels"].shape)
+            shape, wanted = tuple(_tensor(arguments, name).shape), tuple(_tensor(arguments, "labels").shape)
             if shape != wanted:
                 raise UsageError(f"column {name!r} must have the labels' shape {wanted}, got {shape}")
 
     @staticmethod
-    def _score_reference(scorer: Scorer, arguments: Mapping[str, Any], next_BT: Tensor) -> Tensor:
+    def _score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Tensor) -> Tensor:
         if arguments.get("input_ids") is None:
             raise UsageError("a reference model reads input_ids: the batch has none")
         names = ("input_ids", "attention_mask", "position_ids")
@@ -97,12 +100,18 @@ class TokenChooser:
         return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]
 
 
-def real_positions(arguments: Mapping[str, Any], like_BT: Tensor) -> Tensor:
+def real_positions(arguments: Mapping[str, object], like_BT: Tensor) -> Tensor:
     """Return which positions are not padding, as a boolean (B, T); only a two-dimensional ``attention_mask`` tells."""
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
         return mask != 0
     return torch.ones_like(like_BT, dtype=torch.bool)
+
+
+def _tensor(arguments: Mapping[str, object], name: str) -> Tensor:
+    value = arguments[name]
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _forget(_: Chosen) -> None:
