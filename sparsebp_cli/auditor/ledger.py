@@ -83,14 +83,12 @@ class AuditLedger:
     visited: set[int] = field(default_factory=set)  # numbers of nodes that a backward ran
 
     def use(self, leaves: int) -> None:
-        """Count pending gradients as used, because code outside of an optimizer has read them for an unknown
-        purpose."""
+        """Count pending gradients as used, because code outside of optimizers has read them for an unknown purpose."""
         for one in self.passes:
             one.used |= one.pending & leaves
 
     def total(self, *kinds: str) -> float:
-        """Return the FLOPs of all backward passes for some kinds of work; without any, of all except repeated
-        forwards."""
+        """Return the FLOPs of all backward passes for some kinds of work; without any, of all but repeated forwards."""
         return sum(
             work.flops
             for one in self.passes

@@ -33,8 +33,7 @@ class Operation:
     number: int = -1  # of its node
 
     def zero_shares(self, padding_N: Tensor | None) -> tuple[float, float]:
-        """Return the shares of its rows that are zero at padding positions and elsewhere; synchronises with the
-        device."""
+        """Return the shares of its rows that are zero at padding and elsewhere; synchronises with the device."""
         if self.zero_N is None or not self.num_rows:
             return 0.0, 0.0
         zero, padding = int(self.zero_N.sum()), 0

@@ -131,8 +131,7 @@ class Parameters:
             )
 
     def gradients(self) -> dict[int, tuple[int, StorageWeakRef]]:
-        """Record the size of all gradients, and return the bits of those that exist by storage, with a weak
-        reference."""
+        """Record the size of all gradients; return the bits of those that exist by storage, with a weak reference."""
         found = {}
         for parameter, history in self.histories.items():
             history.record_size()

@@ -154,8 +154,7 @@ class Session:
         self.saved.rows = (*mask.shape, padded / mask.numel()) if padded else None
 
     def _install(self) -> None:
-        """Install this thread's dispatch mode and hooks, but never on top of another library's, which would remove
-        ours."""
+        """Install this thread's dispatch mode and hooks, never on top of another library's, which would remove ours."""
         if not self._is_installed and not _modes():
             self._is_installed = True
             self.watch.__enter__()  # type: ignore[no-untyped-call]

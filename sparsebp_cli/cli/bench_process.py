@@ -105,8 +105,7 @@ def _last_line(file: IO[str]) -> str:
 
 
 class _Display:
-    """A bar in a terminal, a line every few seconds elsewhere; on standard error, because the result may go into a
-    pipe."""
+    """A bar in a terminal, a line every few seconds elsewhere; on standard error, as the result may go into a pipe."""
 
     def __init__(self) -> None:
         self._console = console(stderr=True)

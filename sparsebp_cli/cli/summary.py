@@ -145,8 +145,7 @@ def _after_warmup(history: History, key: Metric) -> list[float]:
 
 
 def _speed(history: History) -> str:
-    """Describe the median over the probes, which time dense and policy in turn: a single one may have been
-    disturbed."""
+    """Describe the median over the probes, which time dense and policy in turn: a single one may be disturbed."""
     speedups, shares = (list(history.series(key.name).values()) for key in (metric.SPEEDUP, metric.REALISED_SHARE))
     ceiling = history.last(metric.CEILING.name)
     parts = [f"{median(speedups):.2f}x against dense in this run"] if speedups else []

@@ -101,8 +101,7 @@ def _finished() -> dict[tuple[str, int], RunFolder]:
 
 
 def _compare_at(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse | None]:
-    """Save the looks into the runs and compare them; ``sparsebp compare`` reads the looks there and answers the
-    same."""
+    """Save the looks into the runs and compare them; ``sparsebp compare`` reads them there and answers the same."""
     from sparsebp_cli.compare import compare_runs
 
     for run in runs:

@@ -166,8 +166,7 @@ class _Builder:
         return paired_difference(here, there)
 
     def _common_steps(self, group: str, other: str) -> set[int] | None:
-        """The steps at which all runs of both groups were evaluated, if the reducer needs several and the groups' steps
-        differ."""
+        """The steps at which all runs of both groups were evaluated, if several are needed and the groups' differ."""
         if self.question.reducer.kind == "final":
             return None
         steps = [set(run.series(self.metric)) for g in (group, other) for run in self.counted[g]]
@@ -193,8 +192,7 @@ class _Builder:
         return withhold(decision, self.question.margin, len(diverged), len(over) - len(diverged))
 
     def _repeat_warnings(self) -> list[str]:
-        """List every value of a seed that was run more than once, to show how much repeating it alone changes the
-        result."""
+        """List every value of a seed that was run more than once, to show how much repeating alone changes."""
         lines = []
         for group, runs in self.members.items():
             for first in (run for run in runs if any(other.repeats == run.run_id for other in runs)):
@@ -269,8 +267,7 @@ class _Builder:
         )
 
     def _correct(self, groups: Sequence[Group]) -> list[Group]:
-        """Correct for several chances: several groups against one baseline, and quality, step time and memory of
-        each."""
+        """Correct for several chances: several groups against one baseline; quality, step time, memory of each."""
         claims = ([g.quality.difference for g in groups], [g.speed.step_ratio for g in groups])
         kinds = (*claims, [group.cost.peak_ratio for group in groups])
         quality, step, peak = correct_family(kinds, ratios=(False, True, True))

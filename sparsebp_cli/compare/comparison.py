@@ -197,8 +197,7 @@ class Comparison:
         return () if all(seeds == shared for seeds in with_seeds) else tuple(sorted(shared))
 
     def comparable_runs(self, group: Group) -> list[RunLine]:
-        """Return the counting runs of a group that have shared seeds; all of them if none has, or if all groups have
-        the same."""
+        """Return a group's counting runs with shared seeds; all if none has any, or if all groups have the same."""
         mine = [run for run in self.runs if run.group == group.group and run.counts]
         shared = set(self.shared_seeds)
         return [run for run in mine if run.seed in shared] or mine

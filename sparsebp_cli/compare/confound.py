@@ -81,8 +81,7 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
 
 
 def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
-    """Return the names of the differences between the machines of two groups that affect step time; unknown ones are
-    left out."""
+    """Name the known differences between the machines of two groups that affect step time."""
     found = []
     for name in HARDWARE:
         here, there = (_values(name, some) for some in (runs, others))

@@ -116,8 +116,7 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
 
 
 def _counted(run: LoadedRun) -> list[float]:
-    """FLOPs of forward and backward over those of dense; the forward's count as dense's, without those spent on
-    choosing."""
+    """FLOPs of forward and backward over those of dense; the forward's are dense's, without those of choosing."""
     forward, scoring, executed, dense = (
         run.series(x.name)
         for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)

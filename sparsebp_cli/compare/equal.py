@@ -68,8 +68,7 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
 
 
 def _count_work(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[float, float, float] | None:
-    """The cost of a step of each group in one unit, and of a dense step of the first; None without a unit that fits
-    both."""
+    """The cost of a step of each group in one unit, and of a dense step of the first; None if no unit fits both."""
     models = [
         {key: value for key, value in some[-1].flat.items() if key.startswith("model.")} for some in (runs, others)
     ]

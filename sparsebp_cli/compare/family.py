@@ -111,8 +111,7 @@ def _test(difference: Difference | None, ratio: bool) -> float | None:
 
 
 def _widen(difference: Difference, p_holm: float | None, count: int, *, ratio: bool) -> Difference:
-    """Widen to Bonferroni's interval; Holm rejects more than it, so the interval of a rejected difference ends at
-    zero."""
+    """Widen to Bonferroni's interval; Holm rejects more than it, so a rejected difference's interval ends at zero."""
     found = standard_error(difference)
     if p_holm is None or found is None:
         return replace(difference, family_low=difference.low, family_high=difference.high)

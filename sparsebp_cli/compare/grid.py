@@ -10,8 +10,7 @@ UNSEEN = re.compile(r"[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\
 
 
 def tidy(text: str) -> str:
-    """Return a text in one line without control characters and direction marks: it may come from another person's
-    store."""
+    """Return a text in one line without control characters and direction marks: it may come from a stranger's store."""
     return UNSEEN.sub(" ", text)
 
 

@@ -38,8 +38,7 @@ class Trial:
     """The decisions so far. Each group is decided once, at the first look that can."""
 
     def __init__(self, groups: Sequence[str], num_seeds: int, margin: float, *, worse_is_up: bool) -> None:
-        """Fix the looks and the level of each. At least one group is compared with the baseline, with at most
-        ``num_seeds``."""
+        """Fix the looks and the level of each. One or more groups are compared, on at most ``num_seeds``."""
         self.looks = plan_looks(num_seeds)
         self.level = LEVEL / (len(self.looks) * len(groups))
         self.margin, self.worse_is_up = margin, worse_is_up

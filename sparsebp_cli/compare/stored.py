@@ -51,8 +51,7 @@ class Source(Protocol):
 
 
 def sort_by_time(point: Point) -> tuple[int, float]:
-    """Sort key for the values of one step, in MLflow's order: within one millisecond the largest is the latest, NaN as
-    0."""
+    """Sort the values of one step in MLflow's order: within a millisecond the largest is the latest, NaN as 0."""
     return point[1], 0.0 if math.isnan(point[2]) else point[2]
 
 

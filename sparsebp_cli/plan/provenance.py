@@ -18,8 +18,7 @@ UNKNOWN = "unknown"
 
 
 class Provenance(BaseModel):
-    """The origin of a plan. It never holds remotes, environment variables or command lines, which may contain
-    secrets."""
+    """The origin of a plan. It never holds remotes, environment variables or command lines, which may hold secrets."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

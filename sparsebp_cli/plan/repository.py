@@ -130,8 +130,7 @@ def _absolute_path() -> str:
 
 
 def _is_file(path: Path, largest_bytes: int) -> bool:
-    """Return whether a path is a regular file of limited size. A pipe would block, and a link could lead to a
-    device."""
+    """Return whether a path is a regular file of limited size. A pipe would block; a link could lead to a device."""
     try:
         found = path.stat()
     except (OSError, ValueError):

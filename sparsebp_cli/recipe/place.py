@@ -21,8 +21,7 @@ class Place:
     column: int = 0  # in characters, from 1; 0 if unknown
 
     def error(self, text: str, path: Sequence[str | int] | str = ()) -> RecipeError:
-        """Return an error at this place, to be raised. ``path`` holds the keys that lead there, or is their dotted
-        path."""
+        """Return an error at this place. ``path`` holds the keys that lead there, or is their dotted path."""
         key = path if isinstance(path, str) else ".".join(shorten(str(part)) for part in path)
         file = shorten(self.file, LONGEST_FILE_NAME)
         return RecipeError(text, file=file, line=self.line, column=self.column, key=key)

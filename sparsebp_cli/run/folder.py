@@ -88,8 +88,7 @@ class RunFolder:
             return "?", 0.0
 
     def state(self) -> State:
-        """Return the state of the run, derived from its locks and journal, so it is right even if processes died
-        without writing it."""
+        """Return the run's state, derived from locks and journal, so it is right even if processes died silently."""
         state = self._recorded_state()
         if state in {State.QUEUED, State.INTERRUPTED} and self.cancel_file.exists():
             return State.CANCELLED
@@ -118,8 +117,7 @@ class RunFolder:
         return find_outline(self.path).end
 
     def _read_launch(self) -> tuple[int | None, str]:
-        """Return the number of attempts before the newest start (None: there was none), and its last state
-        elsewhere."""
+        """Return the number of attempts before the newest start (None: there was none), and its last sight."""
         try:
             launch = json.loads(self.target_file.read_bytes())
             return int(launch["after_attempt"]), str(launch.get("sight", ""))

@@ -43,8 +43,7 @@ def mask(text: str) -> str:
 
 
 def _hide_user(found: re.Match[str]) -> str:
-    """Hide user and password. A password may contain slashes and at-signs, so after a colon the last at-sign of the
-    word counts."""
+    """Hide user and password. Passwords may hold slashes and at-signs, so the last at-sign after a colon counts."""
     word = found[1]
     end = word.rfind("@")
     if ":" not in word[: max(end, 0)]:

@@ -70,8 +70,7 @@ def search_hint(name: str, group: str, folders: Sequence[Path]) -> str:
 
 
 def hub_folder(name: str, kind: str) -> Path | None:
-    """Return the newest snapshot of an id of ``models`` or ``datasets`` in the hub's cache; None if the cache lacks
-    it."""
+    """Return the newest snapshot of an id of ``models`` or ``datasets`` in the hub's cache; None if there is none."""
     snapshots = hub_cache() / f"{kind}--{name.replace('/', '--')}" / "snapshots"
     try:
         found = [folder for folder in snapshots.iterdir() if folder.is_dir()]

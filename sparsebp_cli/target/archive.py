@@ -167,8 +167,7 @@ def _merge_checkpoints(folder: Path, place: Path) -> None:
 
 
 def _append_journal(mine: Path, theirs: Path) -> None:
-    """Append the part of a complete journal that this one lacks; a journal that does not begin like this one is
-    ignored."""
+    """Append the part of a complete journal that this one lacks; one that does not begin like this one is ignored."""
     known = size_of(mine)
     with theirs.open("rb") as stream:
         if known and (not mine.exists() or stream.read(known) != mine.read_bytes()):

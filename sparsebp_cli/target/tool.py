@@ -141,8 +141,7 @@ class _ActivityStream:
 
 
 def _content(errors: IO[bytes]) -> str:
-    """Return the standard error of a program that has ended; it is a file, so that a full pipe cannot block the
-    program."""
+    """Return the standard error of a program that has ended; it is a file: a full pipe could block the program."""
     errors.seek(0)
     return errors.read().decode(errors="replace")
 

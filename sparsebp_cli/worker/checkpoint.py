@@ -149,8 +149,7 @@ def _remove(path: Path) -> None:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error means that the disk is full. safetensors reports the system's error number only in its
-    message."""
+    """Return whether an error means that the disk is full. safetensors has the system's error number in its message."""
     return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
 
 

@@ -30,8 +30,7 @@ STOP_SECONDS = 24 * 3600
 
 
 def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
-    """Execute a plan in several processes and return the worker's exit code. The caller holds the lock of the run's
-    folder."""
+    """Execute a plan in several processes; return the exit code. The caller holds the lock of the run's folder."""
     with run.lock("rank"):  # wait until the ranks of a killed worker have ended
         pass
     with JournalWriter(run.path) as journal:

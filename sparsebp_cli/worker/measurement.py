@@ -105,8 +105,7 @@ class Measurement:
         return values
 
     def after(self, step: int) -> Values:
-        """Write the engine's new notes to the journal, and return how far a step with a probe has moved the
-        parameters."""
+        """Write the engine's new notes to the journal; return how far a step with a probe has moved the parameters."""
         for key, text in self.engine.notes.items():
             if key not in self._noted:
                 self.journal.write("note", level="info", text=text)
@@ -176,8 +175,7 @@ class Measurement:
         }
 
     def _judge(self, step: int, proof: Proof) -> None:
-        """Warn once in a run if the policy claimed to skip more than it skipped, and once in an attempt if it decided
-        nothing."""
+        """Warn once a run if the policy skipped less than it claimed, and once an attempt if it decided nothing."""
         sites = proof.report.sites
         if sites and not self._judged_idle and len(proof.report.never_called) == len(sites):
             text = f"no gradient reached any of the {len(sites)} sites: the policy decided nothing"

@@ -92,8 +92,7 @@ Kept = tuple[np.ndarray, dict[str, float]]
 def _score(
     model: nn.Module, data: Data, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator, size: int
 ) -> Kept:
-    """Return the loss of every training token in the order of the data, and the cost of scoring, measured under
-    counters."""
+    """Return the loss of every training token in the order of the data, and the cost of scoring, by counters."""
     scorer, cost = Scorer(model, "the reference"), {"seconds": 0.0, "flops": 0.0}
     assert isinstance(tokenizer.pad_token_id, int)
     lengths = [len(example.input_ids) for example in data.train]

@@ -52,8 +52,7 @@ def check_not_negative(values: Mapping[str, Any]) -> None:
 
 
 class SeparateOptimizer(torch.optim.Optimizer, ABC):
-    """Updates one parameter after the other. Its state is in single precision, or in that of the weights if it is
-    wider."""
+    """Updates one parameter after the other. Its state is in single precision, or the weights' if that is wider."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; a complex one is a ValueError."""

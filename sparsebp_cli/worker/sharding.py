@@ -96,8 +96,7 @@ def copy_full(mine: Tensor, given: Tensor) -> None:
 
 
 def gather_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
-    """Return an optimizer's state_dict with whole tensors; without ``keep``, sharded tensors are missing. A collective
-    operation."""
+    """Return an optimizer's state_dict with whole tensors; without ``keep``, no sharded ones. Collective."""
     state = optimizer.state_dict()
     by_number: dict[int, dict[str, Any]] = {}
     for number, values in state["state"].items():

@@ -44,8 +44,7 @@ class Restorable(Protocol):
 
 
 def take_snapshot(training: Restorable) -> Snapshot:
-    """Return everything that a run needs to resume from here. A collective operation; only the first rank's snapshot is
-    complete."""
+    """Return all that a run needs to resume here. Collective; only the first rank's snapshot is complete."""
     ranks = training.ranks
     engine = training.engine.state_dict()
     cut = engine.pop("cut")
