@@ -23,23 +23,8 @@ LOWER = {"loss", "perplexity", "ppl", "error", "wer", "cer", "mse", "rmse", "mae
 HIGHER = {"accuracy", "acc", "f1", "bleu", "chrf", "rouge", "auc", "auroc", "precision", "recall", "mcc", "iou"}
 # Words that reverse or change the meaning: scikit-learn's neg_log_loss is better when higher, time_to_accuracy is a
 # time, and the spread of a loss is not a loss.
-TURNED = {
-    "neg",
-    "negative",
-    "minus",
-    "inverse",
-    "one",
-    "1",
-    "time",
-    "seconds",
-    "steps",
-    "to",
-    "std",
-    "sd",
-    "var",
-    "variance",
-}
-TURNED |= {"delta", "diff", "gap", "scale", "aux", "balance"}
+TURNED = {"neg", "negative", "minus", "inverse", "one", "1", "delta", "diff", "gap", "scale", "aux", "balance"}
+TURNED |= {"time", "seconds", "steps", "to", "std", "sd", "var", "variance"}
 
 
 def better(metric: str) -> Way:

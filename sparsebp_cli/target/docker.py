@@ -34,7 +34,7 @@ from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
 from sparsebp_cli.target.probe import SOURCE, compare_environment, make_tool, shell_command
 from sparsebp_cli.target.remote import RemoteTarget
-from sparsebp_cli.target.tool import CommandResult, Tool
+from sparsebp_cli.target.tool import CommandResult, Tool, always, matching
 
 PULL_SECONDS = 3600.0
 HALF_MADE_SECONDS = 600.0  # a container created so long ago and never started was left by a dead dispatcher
@@ -57,7 +57,7 @@ class DockerEngine(TargetEngine):
         self._place = options.host or options.context or options.command
         local_podman = options.command == "podman" and options.context is None
         # podman without a connection is the engine itself: each of its errors is a refusal.
-        self._tool = Tool(self._place, _always if local_podman else _is_refusal, (("DOCKER_CLI_HINTS", "false"),))
+        self._tool = Tool(self._place, always if local_podman else matching(REFUSALS), (("DOCKER_CLI_HINTS", "false"),))
         self._token = secrets.token_hex(6)
 
     def command(self, run: RunFolder) -> list[str]:
@@ -222,10 +222,7 @@ class DockerTarget(RemoteTarget):
     """A container of docker or podman."""
 
     options_class = DockerOptions
-
-    def __init__(self, options: DockerOptions | None = None) -> None:
-        """Make the engine; None takes the default options."""
-        self.engine = DockerEngine(options or DockerOptions())
+    engine_class = DockerEngine
 
 
 def _read_state(state: dict[str, Any]) -> WorkerStatus:
@@ -243,14 +240,6 @@ def _read_state(state: dict[str, Any]) -> WorkerStatus:
 def _age(found: dict[str, Any]) -> float:
     made = datetime.fromisoformat(re.sub(r"\.\d+", "", str(found["Created"])))
     return (datetime.now(made.tzinfo) - made).total_seconds()
-
-
-def _is_refusal(_code: int, errors: str) -> bool:
-    return bool(REFUSALS.search(errors))
-
-
-def _always(_code: int, _errors: str) -> bool:
-    return True
 
 
 FILE = ".output-position"

@@ -23,7 +23,7 @@ from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
 from sparsebp_cli.target.remote import RemoteTarget
-from sparsebp_cli.target.tool import CommandResult, Tool
+from sparsebp_cli.target.tool import CommandResult, Tool, matching
 
 REFUSALS = re.compile(
     r"error from server|command terminated with exit code|^tail:|^The Job .* is invalid", re.IGNORECASE | re.MULTILINE
@@ -47,7 +47,7 @@ class KubernetesEngine(TargetEngine):
         self._words += ["--context", options.context] if options.context else []
         self._words += ["--namespace", options.namespace] if options.namespace else []
         self._place = options.context or "the cluster"
-        self._tool = Tool(self._place, _is_refusal)
+        self._tool = Tool(self._place, matching(REFUSALS))
 
     def command(self, run: RunFolder) -> list[str]:
         return [*self._words, "create", "--filename", "job.json"]
@@ -217,10 +217,7 @@ class KubernetesTarget(RemoteTarget):
     """A Job of Kubernetes."""
 
     options_class = KubernetesOptions
-
-    def __init__(self, options: KubernetesOptions | None = None) -> None:
-        """Make the engine; None takes the default options."""
-        self.engine = KubernetesEngine(options or KubernetesOptions())
+    engine_class = KubernetesEngine
 
 
 def _read_end(pod: dict[str, Any], *, has_claim: bool) -> WorkerStatus:
@@ -234,7 +231,3 @@ def _read_end(pod: dict[str, Any], *, has_claim: bool) -> WorkerStatus:
     if code is None:
         return WorkerStatus(Phase.OVER, text=f"Kubernetes: {reason}", gone=not has_claim)
     return WorkerStatus(Phase.OVER, read_exit_code(code), gone=not has_claim)
-
-
-def _is_refusal(_code: int, errors: str) -> bool:
-    return bool(REFUSALS.search(errors))

@@ -18,6 +18,9 @@ import psutil
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.contract import Job
 
+POLL_SECONDS = 0.1
+UPLOAD_SECONDS = 60.0  # a watcher gives up sending after 30
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -65,9 +68,6 @@ def _find_process(pid: int, run: RunFolder) -> psutil.Process | None:
     except psutil.Error:
         return None
     return process if ours else None
-
-
-POLL_SECONDS = 0.1
 
 
 class RunHandle(Job):
@@ -126,3 +126,10 @@ def _read_from(file: Path, offset: int) -> bytes:
             return log.read()
     except FileNotFoundError:
         return b""
+
+
+def wait_for_last_upload(run: RunFolder) -> None:
+    """Wait for the watcher of a run that just ended, which still sends the last metrics."""
+    deadline = time.monotonic() + UPLOAD_SECONDS
+    while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)

@@ -21,12 +21,11 @@ from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.end_record import write_end_record
-from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle
+from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, wait_for_last_upload
 from sparsebp_cli.target.start import start_process
 
 LITTLE_SPACE = 5e9
 SECONDS_FOR_GPUS = 20.0  # to list them
-UPLOAD_SECONDS = 60.0  # a watcher gives up sending after 30
 
 
 @final
@@ -89,7 +88,7 @@ class LocalTarget(Target):
 
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
         for run in runs:
-            _wait_for_last_upload(run)
+            wait_for_last_upload(run)
             if run.is_locked("worker") or run.is_locked("target"):
                 raise RunBusyError(f"run {run.run_id} is {run.state()}: it is being worked on by another process")
         options = ["--worker", self.worker_module, "--max-parallel", str(max_parallel)]
@@ -104,13 +103,6 @@ class LocalTarget(Target):
         yield CheckResult("ok", "GPUs", ", ".join(list_gpus()) or "none")
         free = shutil.disk_usage(next(f for f in [home(), *home().parents] if f.exists())).free
         yield CheckResult("ok" if free > LITTLE_SPACE else "warn", "disk", f"{free / 1e9:.0f} GB free for runs")
-
-
-def _wait_for_last_upload(run: RunFolder) -> None:
-    """Wait for the watcher of a run that just ended, which still sends the last metrics."""
-    deadline = time.monotonic() + UPLOAD_SECONDS
-    while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
 
 
 def _signal(process: psutil.Process, number: int) -> None:

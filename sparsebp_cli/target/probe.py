@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from urllib.parse import urlsplit
 
 from sparsebp_cli.target.contract import CheckResult
-from sparsebp_cli.target.tool import Tool
+from sparsebp_cli.target.tool import Tool, always
 
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets")
 LITTLE_SPACE = 5e9
@@ -99,12 +99,8 @@ def ssh_command(host: str) -> list[str]:
 
 def make_tool(host: str | None, name: str) -> Tool:
     """Return the tool that runs commands of :func:`shell_command`; error lines call this machine ``name``."""
-    return Tool(host or name, _is_refusal if host else _always)
+    return Tool(host or name, _is_refusal if host else always)
 
 
 def _is_refusal(code: int, errors: str) -> bool:
     return code != BROKEN and not re.search(r"^kex_exchange_identification|^ssh: ", errors, re.MULTILINE)
-
-
-def _always(_code: int, _errors: str) -> bool:
-    return True

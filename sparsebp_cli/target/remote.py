@@ -6,18 +6,18 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import final
+from typing import Any, ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import TargetEngine
-from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle
+from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, wait_for_last_upload
 from sparsebp_cli.target.start import start_process
 
 DISPATCHER = "sparsebp_cli.target.dispatcher"
-UPLOAD_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0  # how long a cancel waits for a target that does not answer
 
 
@@ -60,9 +60,13 @@ class RemoteJob(RunHandle):
 
 
 class RemoteTarget(Target):
-    """A target elsewhere. Subclasses differ only in their engine."""
+    """A target elsewhere. Subclasses differ only in their engine and its options."""
 
-    engine: TargetEngine
+    engine_class: ClassVar[type[Any]]
+
+    def __init__(self, options: TargetOptions | None = None) -> None:
+        """Make the engine; None takes the default options."""
+        self.engine: TargetEngine = self.engine_class(options or self.options_class())
 
     def command(self, run: RunFolder) -> list[str]:
         return self.engine.command(run)
@@ -76,9 +80,7 @@ class RemoteTarget(Target):
     def submit_all(self, runs: Sequence[RunFolder], *, max_parallel: int = 1) -> list[Job]:
         for run in runs:
             self.check_plan(Plan.load(run.plan_file))
-            deadline = time.monotonic() + UPLOAD_SECONDS
-            while run.is_locked("target") and run.state().over and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
+            wait_for_last_upload(run)
             if run.is_locked("target"):
                 raise RunBusyError(f"run {run.run_id} is {run.state()}: another process takes care of it")
         start_process(DISPATCHER, ["--max-parallel", str(max_parallel)], runs)

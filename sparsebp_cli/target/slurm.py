@@ -28,26 +28,11 @@ from sparsebp_cli.target.tool import CommandResult
 
 # Job states of squeue; any other one is a job at work.
 WAITING = {
-    "PENDING",
-    "CONFIGURING",
-    "REQUEUED",
-    "REQUEUE_HOLD",
-    "REQUEUE_FED",
-    "SPECIAL_EXIT",
-    "SUSPENDED",
-    "RESV_DEL_HOLD",
-}
+    "PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED", "RESV_DEL_HOLD",
+}  # fmt: skip
 ENDED = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "TIMEOUT",
-}
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT",
+}  # fmt: skip
 NO_ANSWER = re.compile(
     r"unable to contact slurm|connection (refused|timed out)|socket timed out|communication connection failure"
     r"|transport endpoint|resource temporarily unavailable|unable to establish configuration source|munge",
@@ -263,10 +248,7 @@ class SlurmTarget(RemoteTarget):
     """A job of Slurm."""
 
     options_class = SlurmOptions
-
-    def __init__(self, options: SlurmOptions | None = None) -> None:
-        """Make the engine; None takes the default options."""
-        self.engine = SlurmEngine(options or SlurmOptions())
+    engine_class = SlurmEngine
 
 
 def _partition_option(partition: str | None) -> str:

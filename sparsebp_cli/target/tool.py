@@ -7,6 +7,7 @@ key, a tool that hangs) raises :class:`UnreachableError`, also in doubt: a run n
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -121,6 +122,16 @@ class Tool:
         if answer.code != 0 and not self.is_refusal(answer.code, answer.err):
             raise UnreachableError(f"{self.place} cannot be reached: {answer.problem}")
         return answer
+
+
+def always(_code: int, _errors: str) -> bool:
+    """Take every failed command as refused: the tool is the target itself."""
+    return True
+
+
+def matching(pattern: re.Pattern[str]) -> Callable[[int, str], bool]:
+    """Take a failed command as refused if its standard error matches a pattern."""
+    return lambda _code, errors: pattern.search(errors) is not None
 
 
 class _ActivityStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -15,8 +15,12 @@ from sparsebp_cli.testing.promise import equal, name_of, random_states, require,
 
 def check_router(policy: EdgeRouter) -> None:
     """Check a router against every promise of the contract."""
-    for check in _CHECKS:
-        check(policy)
+    _check_numbers(policy)
+    _check_repeatable(policy)
+    _check_draws(policy)
+    _check_exact(policy)
+    _check_engines(policy)
+    _check_resume(policy)
 
 
 def _check_numbers(policy: EdgeRouter) -> None:
@@ -76,16 +80,6 @@ def _check_resume(policy: EdgeRouter) -> None:
         mine, copied = (each.route(edges, Step(3, seed=1)) for each in (policy, through_json(policy)))
         same = sorted(mine) == sorted(copied)
         require(same, f"{name_of(policy)}: decides differently after conversion to JSON and back")
-
-
-_CHECKS: tuple[Callable[[EdgeRouter], None], ...] = (
-    _check_numbers,
-    _check_repeatable,
-    _check_draws,
-    _check_exact,
-    _check_engines,
-    _check_resume,
-)
 
 
 def _train(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,15 @@ _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, an
 
 def check_selector(policy: GradientSelector) -> None:
     """Check a gradient selector against every promise of the contract."""
-    for check in _CHECKS:
-        check(policy)
+    _check_selection(policy)
+    _check_repeatable(policy)
+    _check_budget(policy)
+    _check_draws(policy)
+    _check_exact(policy)
+    _check_unbiased(policy)
+    _check_kernels(policy)
+    _check_claim(policy)
+    _check_resume(policy)
 
 
 def _check_repeatable(policy: GradientSelector) -> None:
@@ -195,19 +202,6 @@ def check_keep_all(policy: Policy) -> None:
     require(
         equal(train_network(policy), train_network(None)), f"{name_of(policy)}: keep=1.0 trains differently from dense"
     )
-
-
-_CHECKS: tuple[Callable[[GradientSelector], None], ...] = (
-    _check_selection,
-    _check_repeatable,
-    _check_budget,
-    _check_draws,
-    _check_exact,
-    _check_unbiased,
-    _check_kernels,
-    _check_claim,
-    _check_resume,
-)
 
 
 def _gradients(*dtypes: torch.dtype) -> Iterator[Tensor]:

@@ -30,8 +30,14 @@ def check_target(target: str | Target, **options: object) -> None:
     """
     section = {"kind": target, "worker": WORKER, **options} if isinstance(target, str) else {}
     suite = _Suite(section, None if isinstance(target, str) else target)
-    for check in _CHECKS:
-        check(suite)
+    _check_findings(suite)
+    _check_command(suite)
+    _check_finish(suite)
+    _check_stop(suite)
+    _check_kill(suite)
+    _check_failures(suite)
+    _check_dispatcher_lost(suite)
+    _check_queue(suite)
 
 
 class _Suite:
@@ -179,18 +185,6 @@ def _check_queue(suite: _Suite) -> None:
     _require([job.run.run_id for job in jobs] == [run.run_id for run in runs], "one job a run, in order")
     for job in jobs:
         suite.finish(job, State.FINISHED, "every run of a queue is finished")
-
-
-_CHECKS: tuple[Callable[[_Suite], None], ...] = (
-    _check_findings,
-    _check_command,
-    _check_finish,
-    _check_stop,
-    _check_kill,
-    _check_failures,
-    _check_dispatcher_lost,
-    _check_queue,
-)
 
 
 def _wait_for_step(run: RunFolder, step: int) -> None:
