@@ -5,8 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from sparsebp_cli.audit_report import AuditReport, Finding
-from sparsebp_cli.audit_report.grid import COLUMNS, count, rows, summary, where
-from sparsebp_cli.audit_report.page import BOUND
+from sparsebp_cli.audit_report.page import BOUND, COLUMNS, count, rows, summary, where
 from sparsebp_cli.cli.screen import console, make_table, print_line
 
 NUMBERS = ("FLOP", "of step", "bytes", "of memory")

@@ -103,7 +103,7 @@ def check_store() -> CheckResult:
     """Whether the tracking store answers. Nothing is created."""
     from sparsebp_cli.run.visible import mask
     from sparsebp_cli.tracking import resolve_uri
-    from sparsebp_cli.tracking.uri import is_server, is_sqlite, sqlite_file
+    from sparsebp_cli.tracking.store import is_server, is_sqlite, sqlite_file
 
     try:
         uri = resolve_uri(None)

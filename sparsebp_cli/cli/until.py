@@ -114,7 +114,7 @@ def _compare_at(looks: Looks, runs: Sequence[RunFolder]) -> dict[str, NotWorse |
 def _send_looks(runs: Sequence[RunFolder]) -> None:
     """Send the looks to the stores that have the runs, so that a comparison there gives the same answer."""
     from sparsebp_cli.tracking import sync
-    from sparsebp_cli.tracking.sent import FILE
+    from sparsebp_cli.tracking.flush import FILE
 
     for run in runs:
         if (run.path / FILE).exists() and (advice := sync(run).advice(run.run_id)):

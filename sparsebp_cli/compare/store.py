@@ -29,7 +29,7 @@ from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri
 from sparsebp_cli.tracking.content import RUN_ID, TRIAL
-from sparsebp_cli.tracking.uri import is_server, is_sqlite, one_line, sqlite_file
+from sparsebp_cli.tracking.store import is_server, is_sqlite, one_line, sqlite_file
 
 STATES = {
     "SCHEDULED": State.QUEUED,

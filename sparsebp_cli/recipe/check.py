@@ -10,7 +10,7 @@ from sparsebp_cli.errors import PolicyError, RecipeError
 from sparsebp_cli.policy.discovery import FoundPolicy, find_policy
 from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
 from sparsebp_cli.recipe.composition import find_unsupported
-from sparsebp_cli.recipe.place import Node, Place
+from sparsebp_cli.recipe.document import Node, Place
 from sparsebp_cli.recipe.schema import SECRET_URI, PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.target import check_target, merge_named_target
 from sparsebp_cli.run.visible import mask

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
-from sparsebp_cli.recipe.document import read_document
+from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.override import apply_override
-from sparsebp_cli.recipe.place import Node, Place
 from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 
 LARGEST_BYTES = 64 * 1024

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten, show
-from sparsebp_cli.recipe.document import DEEPEST, LARGEST_INT, read_document
-from sparsebp_cli.recipe.place import Node, Place
+from sparsebp_cli.recipe.document import DEEPEST, LARGEST_INT, Node, Place, read_document
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.visible import mask
 

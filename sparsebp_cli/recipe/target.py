@@ -17,8 +17,7 @@ from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RecipeError, UsageError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.policy.field_error import FieldError, describe_errors
-from sparsebp_cli.recipe.document import read_document
-from sparsebp_cli.recipe.place import Node, Place
+from sparsebp_cli.recipe.document import Node, Place, read_document
 from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 
 GROUP = "sparsebp.targets"

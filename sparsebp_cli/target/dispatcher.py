@@ -18,8 +18,8 @@ from sparsebp_cli.errors import RunFailedError, SparseBPError, UnreachableError,
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, State, keep_private
 from sparsebp_cli.target.engine import TargetEngine
+from sparsebp_cli.target.launch import leave_client, open_runs, report_start
 from sparsebp_cli.target.remote_run import RemoteRun, describe
-from sparsebp_cli.target.start import leave_client, open_runs, report_start
 
 SLICE_SECONDS = 0.1
 GROWTH = 1.15  # of the time between two polls

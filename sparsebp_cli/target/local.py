@@ -21,8 +21,7 @@ from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State, home
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.end_record import write_end_record
-from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, wait_for_last_upload
-from sparsebp_cli.target.start import start_process
+from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, start_process, wait_for_last_upload
 
 LITTLE_SPACE = 5e9
 SECONDS_FOR_GPUS = 20.0  # to list them

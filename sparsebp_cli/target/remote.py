@@ -14,8 +14,7 @@ from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, State
 from sparsebp_cli.target.contract import CheckResult, Job, Target
 from sparsebp_cli.target.engine import TargetEngine
-from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, wait_for_last_upload
-from sparsebp_cli.target.start import start_process
+from sparsebp_cli.target.launch import POLL_SECONDS, Launch, RunHandle, start_process, wait_for_last_upload
 
 DISPATCHER = "sparsebp_cli.target.dispatcher"
 PATIENCE_SECONDS = 60.0  # how long a cancel waits for a target that does not answer

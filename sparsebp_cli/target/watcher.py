@@ -30,9 +30,8 @@ from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder, keep_private, read
 from sparsebp_cli.target.contract import Target
 from sparsebp_cli.target.end_record import write_end_record
-from sparsebp_cli.target.launch import Launch
+from sparsebp_cli.target.launch import Launch, leave_client, open_runs, report_start
 from sparsebp_cli.target.local import LocalTarget, share_gpus
-from sparsebp_cli.target.start import leave_client, open_runs, report_start
 from sparsebp_cli.tracking import Follower
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Edge, EdgeRouter, Step
-from sparsebp_cli.testing.network import train_network
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network
 
 
 def check_router(policy: EdgeRouter) -> None:

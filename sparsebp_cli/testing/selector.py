@@ -21,8 +21,7 @@ from sparsebp_cli.policy import (
     Step,
     TwoToFour,
 )
-from sparsebp_cli.testing.network import train_network
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network
 
 _NUM_DRAWS = 2000
 _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed

@@ -10,8 +10,7 @@ from typing import Self
 
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import RunFolder
-from sparsebp_cli.tracking.flush import Flusher
-from sparsebp_cli.tracking.sent import SyncResult
+from sparsebp_cli.tracking.flush import Flusher, SyncResult
 
 LONGEST_PAUSE = 300.0
 NICENESS = 10  # training takes precedence on the CPU

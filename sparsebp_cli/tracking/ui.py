@@ -13,8 +13,7 @@ import psutil
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.visible import mask
-from sparsebp_cli.tracking.store import open_client
-from sparsebp_cli.tracking.uri import artifact_root, is_server, is_sqlite, sqlite_file
+from sparsebp_cli.tracking.store import artifact_root, is_server, is_sqlite, open_client, sqlite_file
 
 
 def ui_command(uri: str, port: int = 5000) -> list[str]:

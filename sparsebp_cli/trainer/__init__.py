@@ -1,6 +1,5 @@
 """PUBLIC. The engine in a ``transformers.Trainer``: a drop-in subclass, and a callback for a trainer of any class."""
 
-from sparsebp_cli.trainer.callback import PolicyCallback
-from sparsebp_cli.trainer.trainer import PolicyTrainer
+from sparsebp_cli.trainer.callback import PolicyCallback, PolicyTrainer
 
 __all__ = ["PolicyCallback", "PolicyTrainer"]

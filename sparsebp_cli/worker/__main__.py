@@ -20,9 +20,9 @@ from sparsebp_cli.errors import ChangedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.run import JournalWriter, RunFolder, State, keep_private
+from sparsebp_cli.worker.ending import StopRequest, stop_message
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import find_rank, run_rank
-from sparsebp_cli.worker.stop import StopRequest, stop_message
 
 # OpenMP reads this when torch loads it, so set it before any import of torch. Threads that spin at barriers make a step
 # three to six times slower as soon as another process needs a core; threads that sleep make it about a tenth slower on
@@ -73,8 +73,7 @@ def _work(plan_file: Path, run: RunFolder, stop: StopRequest) -> int:
 
 
 def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> int:
-    from sparsebp_cli.worker.checkpoint import is_disk_full
-    from sparsebp_cli.worker.failure import describe_failure
+    from sparsebp_cli.worker.ending import describe_failure, is_disk_full
     from sparsebp_cli.worker.training import Training
 
     training: Training | None = None

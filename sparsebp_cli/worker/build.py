@@ -23,6 +23,7 @@ from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.data import Data, build_data
+from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
@@ -30,7 +31,6 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
-from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.trial_step import NO_DENSE, freezes_parameters
 
 NO_PROBE = (

@@ -9,7 +9,6 @@ Anything else in the folder is left alone; it counts neither as a checkpoint nor
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparsebp_cli.errors import CheckpointError
+from sparsebp_cli.worker.ending import is_disk_full
 
 MANIFEST, SEAL = "manifest.json", "seal.json"
 NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
@@ -146,11 +146,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether an error means that the disk is full. safetensors has the system's error number in its message."""
-    return getattr(error, "errno", None) == errno.ENOSPC or f"os error {errno.ENOSPC})" in str(error)
 
 
 def _write(part: Path, snapshot: Snapshot) -> None:

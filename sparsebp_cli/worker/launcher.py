@@ -21,9 +21,9 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.run.record_type import EndRecord
+from sparsebp_cli.worker.ending import StopRequest, signal_of_message, stop_message
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import Reason
-from sparsebp_cli.worker.stop import StopRequest, signal_of_message, stop_message
 
 # The caller decides how long to wait for the checkpoint of a stopped run; torchrun would kill the ranks after 30 s.
 STOP_SECONDS = 24 * 3600

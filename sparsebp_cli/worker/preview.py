@@ -15,7 +15,7 @@ from pathlib import Path
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder
-from sparsebp_cli.worker.stop import StopRequest
+from sparsebp_cli.worker.ending import StopRequest
 
 # As for training: see sparsebp_cli/worker/__main__.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -36,7 +36,7 @@ def main(plan_file: Path) -> int:
             result: dict[str, object] = {"lines": gain.lines(), "values": gain_metrics(gain)}
             code = 0
         except Exception as error:
-            from sparsebp_cli.worker.failure import describe_failure
+            from sparsebp_cli.worker.ending import describe_failure
 
             if not isinstance(error, SparseBPError):
                 traceback.print_exc()

@@ -16,8 +16,8 @@ from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import FILE
+from sparsebp_cli.worker.ending import StopRequest, stop_message
 from sparsebp_cli.worker.process import Ranks
-from sparsebp_cli.worker.stop import StopRequest, stop_message
 
 ORPHAN_SECONDS = 0.1
 REASON_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -84,7 +84,7 @@ def end_with_parent() -> None:
 def run_rank(plan: Plan, run: RunFolder, stop: StopRequest, rank: int) -> NoReturn:
     """Train as one rank and exit the process. The first rank writes the final status if the run ended well, otherwise
     the launcher does."""
-    from sparsebp_cli.worker.failure import describe_failure
+    from sparsebp_cli.worker.ending import describe_failure
     from sparsebp_cli.worker.training import Training
 
     end_with_parent()

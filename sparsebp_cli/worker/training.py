@@ -23,6 +23,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.evaluate import (
     TEST,
     VALIDATION,
@@ -46,7 +47,6 @@ from sparsebp_cli.worker.step_memory import (
     route_metrics,
     selection_metrics,
 )
-from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.stopwatch import Stopwatch, read_load
 from sparsebp_cli.worker.trial_step import limit_measurements, trainable_parameters
 

@@ -21,8 +21,8 @@ from sparsebp_cli.recipe import Recipe, load_stored, refuse_unsupported
 from sparsebp_cli.recipe.composition import PLACES, find_unsupported
 from sparsebp_cli.run import JournalWriter, create_run
 from sparsebp_cli.worker import build
+from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.process import Ranks
-from sparsebp_cli.worker.stop import StopRequest
 from sparsebp_cli.worker.training import Training
 from tests.worker.conftest import LLAMA, tiny_folder
 

@@ -12,7 +12,7 @@ from sparsebp_cli.errors import RecipeError, TrackingError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri, ui_command
-from sparsebp_cli.tracking.uri import artifact_root, one_line
+from sparsebp_cli.tracking.store import artifact_root, one_line
 
 
 def test_the_recipe_comes_before_the_environment_and_that_before_the_default(

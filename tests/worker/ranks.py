@@ -13,9 +13,9 @@ import torch
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.rank import SilentJournal
-from sparsebp_cli.worker.stop import StopRequest
 from tests.worker.conftest import FORKS
 
 

@@ -170,7 +170,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_checkpoint_and_the_run_resume
 def test_a_full_disk_is_called_by_its_name() -> None:
     from safetensors import SafetensorError
 
-    from sparsebp_cli.worker.failure import describe_failure
+    from sparsebp_cli.worker.ending import describe_failure
 
     text = "Error while serializing: I/O error: No space left on device (os error 28)"
     for error in (SafetensorError(text), OSError(28, "No space left on device")):

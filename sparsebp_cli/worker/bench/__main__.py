@@ -37,7 +37,7 @@ def main() -> int:
 
             found = measure(request, lambda what, done, total: send("progress", what=what, done=done, total=total))
         except Exception as error:
-            from sparsebp_cli.worker.failure import describe_failure
+            from sparsebp_cli.worker.ending import describe_failure
 
             if not isinstance(error, SparseBPError):
                 traceback.print_exc()
