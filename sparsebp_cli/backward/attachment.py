@@ -23,18 +23,29 @@ from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeAdapter
 from sparsebp_cli.backward.observe.attribution import is_watched
+from sparsebp_cli.backward.packing.extension import PackingExtension
 from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
+from sparsebp_cli.policy import (
+    BatchPacker,
+    EdgeRouter,
+    ExampleSelector,
+    GradientSelector,
+    ParameterSelector,
+    Policy,
+    PolicyLike,
+    TokenSelector,
+    make_policies,
+)
 
 
 def attach(
     model: nn.Module,
-    policies: Sequence[Policy],
+    policies: PolicyLike | Sequence[PolicyLike],
     *,
     optimizer: torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
@@ -48,7 +59,8 @@ def attach(
     Args:
         model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are. It may be
             wrapped by DDP or ``torch.compile`` before or afterwards.
-        policies: At most one answers each question; none is dense.
+        policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one answers
+            each question; none is dense.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
         max_grad_norm: With ``update="eager"``, what gradients are clipped to, greater than 0; None: no clipping.
         seed: Of random decisions.
@@ -63,10 +75,12 @@ def attach(
         The engine; as a context manager it detaches at the end.
 
     Raises:
+        PolicyError: A policy's name is unknown, or an option of it wrong.
         UnsupportedError: The combination is not built: a kind of policy, two policies with one question, options that
             exclude each other, or a model that is attached already or offloaded.
         UsageError: A choice is unknown or not allowed, ``exclude`` matches nothing, or the model has no linear.
     """
+    policies = make_policies(policies)
     options = BackwardOptions.of(choices)
     clipping = Clipping(max_grad_norm, options.eager_clip)
     chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
@@ -132,6 +146,7 @@ _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
 _EXTENSIONS: dict[Any, Callable[[Any, nn.Module], EngineExtension]] = {
     ParameterSelector: ParameterExtension,
+    BatchPacker: PackingExtension,
     ExampleSelector: ExampleExtension,
 }
 

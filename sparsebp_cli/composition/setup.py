@@ -8,10 +8,19 @@ from typing import Self
 
 from sparsebp_cli.composition.table import KINDS, RULES, Condition, Match, Rule
 from sparsebp_cli.errors import UnsupportedError
-from sparsebp_cli.policy import EdgeRouter, ExampleSelector, GradientSelector, ParameterSelector, Policy, TokenSelector
+from sparsebp_cli.policy import (
+    BatchPacker,
+    EdgeRouter,
+    ExampleSelector,
+    GradientSelector,
+    ParameterSelector,
+    Policy,
+    TokenSelector,
+)
 
 _CONTRACT: dict[str, type[Policy]] = {
-    kind.__name__: kind for kind in (GradientSelector, EdgeRouter, TokenSelector, ExampleSelector, ParameterSelector)
+    kind.__name__: kind
+    for kind in (GradientSelector, EdgeRouter, TokenSelector, ExampleSelector, ParameterSelector, BatchPacker)
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies
 Spelling = Callable[[str, object], str]

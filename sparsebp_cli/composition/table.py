@@ -40,10 +40,12 @@ class Rule:
     blame: str = ""  # the option at which a recipe is wrong; empty: the policy's name
 
 
-KINDS = ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector", "ParameterSelector")
+KINDS = ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector", "ParameterSelector", "BatchPacker")
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
 _TOKENS: Conditions = {"kind": ("TokenSelector",)}
 _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
+_PACKER: Conditions = {"kind": ("BatchPacker",)}
+_SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 _TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
 _TURNING = "{policy} with another set of parameters each step"
 
@@ -109,8 +111,25 @@ _POLICY_RULES = (
         options={"segments": GIVEN},
     ),
     Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="A packed batch has rows instead of examples, and selectors decide by example and position.",
+        policy=_PACKER,
+        other={"kind": ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector")},
+    ),
+    Rule(
+        "{policy} needs {sites:linears}, got {sites:=}",
+        why="Branches and nodes are known by the examples and positions of the plain forward.",
+        policy=_PACKER,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: it changes the batch inside of the forward",
+        policy=_PACKER,
+        options={"segments": GIVEN},
+    ),
+    Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
-        policy=_CHOOSER,
+        policy=_SHORTENS,
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
@@ -269,7 +288,7 @@ _TRAINER_RULES = (
     ),
     Rule(f"{_TRAINER}{{lomo}}: it updates weights inside the backward", options={"lomo": GIVEN}, blame="lomo"),
     *(
-        Rule(f"{_TRAINER_CHOOSER}{what}", policy=_CHOOSER, options={name: condition})
+        Rule(f"{_TRAINER_CHOOSER}{what}", policy=_SHORTENS, options={name: condition})
         for name, condition, what in (
             (
                 "fused_head",

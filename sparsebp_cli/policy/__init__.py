@@ -2,8 +2,9 @@
 
 from sparsebp_cli.policy import choice
 from sparsebp_cli.policy.contract import GradientSelector, Policy, Site, Step
-from sparsebp_cli.policy.discovery import FoundPolicy, find_policies, make_policy
+from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.example import Examples, ExampleSelector
+from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
@@ -11,6 +12,7 @@ from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selec
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
 __all__ = [
+    "BatchPacker",
     "Blocks",
     "Columns",
     "Edge",
@@ -20,9 +22,11 @@ __all__ = [
     "Examples",
     "FoundPolicy",
     "GradientSelector",
+    "PackedSize",
     "Parameter",
     "ParameterSelector",
     "Policy",
+    "PolicyLike",
     "Rows",
     "Score",
     "ScoredTokenSelector",
@@ -35,5 +39,6 @@ __all__ = [
     "TwoToFour",
     "choice",
     "find_policies",
+    "make_policies",
     "make_policy",
 ]

@@ -19,6 +19,7 @@ from sparsebp_cli.policy.field_error import describe_errors
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
+PolicyLike = Policy | str | Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,39 @@ def make_policy(name: str, /, **options: object) -> Policy:
         assert policy.policy_class is not None
         finding = describe_errors(error, policy.policy_class, options)[0]
         raise PolicyError(": ".join(part for part in (f"policy {name!r}", finding.key, finding.text) if part)) from None
+
+
+def make_policies(given: PolicyLike | Iterable[PolicyLike]) -> tuple[Policy, ...]:
+    """Make policies from one or several of: a policy, its name, a mapping of ``name`` and options.
+
+    Args:
+        given: The policies.
+
+    Returns:
+        The policies, in the same order.
+
+    Raises:
+        PolicyError: One is neither of these, its name is unknown, the plugin broken, or an option wrong.
+    """
+    if isinstance(given, str | Policy | Mapping):
+        given = [given]
+    if not isinstance(given, Iterable):
+        raise PolicyError(f"policies must be a policy, its name, a mapping or a list of these, got {given!r}")
+    return tuple(_make_one(policy) for policy in given)
+
+
+def _make_one(policy: PolicyLike) -> Policy:
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, str):
+        return make_policy(policy)
+    if not isinstance(policy, Mapping):
+        raise PolicyError(f"a policy must be a name, a mapping or a Policy, got {policy!r}")
+    options = dict(policy)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise PolicyError(f"a policy's mapping needs its name, got {dict(policy)!r}")
+    return make_policy(name, **options)
 
 
 def _load(name: str, entries: Iterable[EntryPoint]) -> FoundPolicy:

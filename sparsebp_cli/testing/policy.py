@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import (
+    BatchPacker,
     EdgeRouter,
     ExampleSelector,
     GradientSelector,
@@ -21,6 +22,7 @@ from sparsebp_cli.policy import (
     make_policy,
 )
 from sparsebp_cli.testing.example import check_example_selector
+from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
 from sparsebp_cli.testing.promise import require, through_json
 from sparsebp_cli.testing.router import check_router
@@ -47,6 +49,9 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
         return
     if isinstance(made, ParameterSelector):
         check_parameter_selector(made)
+        return
+    if isinstance(made, BatchPacker):
+        check_batch_packer(made)
         return
     if isinstance(made, TokenSelector):
         check_token_selector(made)

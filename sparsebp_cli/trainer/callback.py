@@ -22,14 +22,13 @@ from typing_extensions import override
 
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
-from sparsebp_cli.errors import PolicyError, UsageError
-from sparsebp_cli.policy import Policy, make_policy
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy import Policy, PolicyLike, make_policies
 from sparsebp_cli.trainer.log_value import count_step, interval_values, total_values
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import mask_noncandidates, model_of, pass_columns, refuse_unsupported
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
 
-PolicyLike = Policy | str | Mapping[str, object]
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -53,14 +52,13 @@ class AttachOptions:
     @classmethod
     def of(
         cls,
-        policies: Sequence[PolicyLike],
+        policies: PolicyLike | Sequence[PolicyLike],
         backward: BackwardOptions | BackwardChoices | None,
         seed: int | None,
         reference: nn.Module | Literal["batch"] | None,
     ) -> AttachOptions:
         """Make the policies, and refuse options that no trainer supports."""
-        if isinstance(policies, str | Mapping | Policy) or not isinstance(policies, Iterable):
-            raise UsageError(f"policies must be a list, got {policies!r}")
+        made = make_policies(policies)
         backward = BackwardOptions.of(backward)
         refuse(Setup((), {"update": backward.update, "checkpointing": backward.checkpointing, "loop": "trainer"}))
         given = Given()
@@ -68,7 +66,7 @@ class AttachOptions:
             given["seed"] = seed
         if reference is not None:
             given["reference"] = reference
-        return cls(tuple(_make(policy) for policy in policies), backward.choices(), given)
+        return cls(made, backward.choices(), given)
 
     def describe(self) -> dict[str, object]:
         """Return what a resumed training must have in common with the earlier one: plain values by dotted name."""
@@ -79,20 +77,6 @@ class AttachOptions:
             found |= {f"policies.{number}.{name}": value for name, value in dumped.items()}
         options = {**self.choices, **self.given}
         return found | {name: value for name, value in options.items() if isinstance(value, str | int | float | list)}
-
-
-def _make(policy: PolicyLike) -> Policy:
-    if isinstance(policy, Policy):
-        return policy
-    if isinstance(policy, str):
-        return make_policy(policy)
-    if not isinstance(policy, Mapping):
-        raise PolicyError(f"a policy must be a name, a mapping or a Policy, got {policy!r}")
-    options = dict(policy)
-    name = options.pop("name", None)
-    if not isinstance(name, str):
-        raise PolicyError(f"a policy's mapping needs its name, got {dict(policy)!r}")
-    return make_policy(name, **options)
 
 
 class PolicyCallback(TrainerCallback):
@@ -117,7 +101,7 @@ class PolicyCallback(TrainerCallback):
 
     def __init__(
         self,
-        policies: Sequence[PolicyLike],
+        policies: PolicyLike | Sequence[PolicyLike],
         *,
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
@@ -369,7 +353,7 @@ class PolicyTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        policies: Sequence[PolicyLike] = (),
+        policies: PolicyLike | Sequence[PolicyLike] = (),
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
         policy_seed: int | None = None,

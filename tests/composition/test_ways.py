@@ -19,6 +19,7 @@ PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question !=
 # Double precision throughout, but the loss is a mean in float32, as transformers computes it: with rows left out, its
 # sum has another order. bfloat16 has 8 bits.
 EXACT, ROUNDED, COARSE = 1e-12, 1e-6, 0.05
+LEAVES_ROWS_OUT = ("TokenSelector", "BatchPacker")
 
 
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
@@ -37,7 +38,7 @@ def test_a_cell_is_what_the_table_says(composition: str, way: Way) -> None:
         _check_refused(composition, (way,), refusal)
         return
     tolerance = COARSE if composition == "autocast" else ROUNDED
-    assert _judge(composition, (way,)) <= (tolerance if way.question == "TokenSelector" else EXACT)
+    assert _judge(composition, (way,)) <= (tolerance if way.question in LEAVES_ROWS_OUT else EXACT)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " + ".join(way.label for way in pair))
@@ -46,7 +47,7 @@ def test_two_at_once_are_what_the_table_says(pair: tuple[Way, Way]) -> None:
     if refusal:
         _check_refused("nothing", pair, refusal)
     else:
-        assert _judge("nothing", pair) <= (ROUNDED if any(w.question == "TokenSelector" for w in pair) else EXACT)
+        assert _judge("nothing", pair) <= (ROUNDED if any(w.question in LEAVES_ROWS_OUT for w in pair) else EXACT)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=LABELS)
@@ -54,6 +55,10 @@ def test_a_gradient_policy_at_linears_goes_with_each(way: Way) -> None:
     """One that keeps everything changes nothing; one that does not is asked, and changes what is trained."""
     alone, without = train("nothing", (way,)), untrained("nothing")
     everything, some = (Way("topk", "GradientSelector", {"name": "topk", "keep": keep}) for keep in (1.0, 0.3))
+    refusal = find_pair_refusal(way, everything)
+    if refusal:
+        _check_refused("nothing", (way, everything), refusal)
+        return
     assert difference(train("nothing", (way, everything)), alone, without) <= EXACT
     assert difference(train("nothing", (way, some)), alone, without) > 1e-3
 
@@ -79,4 +84,5 @@ def test_each_way_does_something() -> None:
     dense: Any = train_by_hand("nothing", ())
     for way in WAYS:
         change = difference(train("nothing", (way,)), dense, untrained("nothing"))
-        assert (change > 1e-3) == bool(way.policy), way.label
+        assert (change > 1e-3) == (bool(way.policy) and way.question != "BatchPacker"), way.label
+        assert (change > 0.0) == bool(way.policy), way.label  # rows in another order round otherwise

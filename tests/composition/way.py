@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparsebp_cli.policy.discovery import find_policy
+
 Options = dict[str, Any]
 _CHOICE = {"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}
 
@@ -38,6 +40,7 @@ WAYS = (
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
+    Way("lossless", "BatchPacker", {"name": "lossless"}),
     Way("update: eager", "update", options={"update": "eager"}),
     Way("segments: 2", "segments", options={"segments": 2}),
 )
@@ -45,6 +48,10 @@ WAYS = (
 _REENTRANT = (
     "parameters that are frozen by a policy and reentrant checkpointing (at 'model'), which runs the backward of every "
     "layer: enable checkpointing with use_reentrant=False"
+)
+_COMPARED = (
+    "reentrant checkpointing (at 'model') computes no gradient that could be compared: enable checkpointing with "
+    "use_reentrant=False, or give verify: never"
 )
 _CHECKPOINTED = (
     "segments and activation checkpointing (at 'model') in one model are not built: switch checkpointing off, segments "
@@ -67,6 +74,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
     return {
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
+        ("BatchPacker", "reentrant checkpointing"): _COMPARED,
         ("segments", "checkpointing"): _CHECKPOINTED,
         ("segments", "reentrant checkpointing"): _CHECKPOINTED,
         ("update", "DDP"): "update='eager' works in one process, got several (DDP or FSDP)",
@@ -83,4 +91,12 @@ def find_pair_refusal(first: Way, second: Way) -> str:
     questions = {first.question, second.question}
     if questions == {"TokenSelector", "segments"}:
         return "SelectedTokens with segments=2 is not built: it runs layers for some positions only"
+    if questions == {"BatchPacker", "segments"}:
+        return "Lossless with segments=2 is not built: it changes the batch inside of the forward"
+    if "BatchPacker" in questions and questions & {"TokenSelector", "ExampleSelector", "GradientSelector"}:
+        other = next(way for way in (first, second) if way.question != "BatchPacker")
+        name = find_policy(str(other.policy["name"])).policy_class
+        assert name is not None
+        names = (name.__name__, "Lossless") if second.question == "BatchPacker" else ("Lossless", name.__name__)
+        return f"{names[0]} and {names[1]} in one forward is not built: give one of them"
     return ""

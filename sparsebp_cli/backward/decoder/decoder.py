@@ -120,6 +120,16 @@ def bind_arguments(module: nn.Module, args: tuple[object, ...], kwargs: dict[str
     return dict(zip(argument_names(module), args, strict=False)) | kwargs
 
 
+def find_reentrant(model: nn.Module) -> str | None:
+    """Return the name of a module whose layers are checkpointed with ``use_reentrant=True``; None: there is none."""
+    for name, module in model.named_modules():
+        function = module.__dict__.get("_gradient_checkpointing_func")
+        options = getattr(function, "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
+            return name
+    return None
+
+
 @contextmanager
 def without_checkpointing(*modules: nn.Module) -> Iterator[None]:
     """Run layers without their own activation checkpointing, which would drop their key/value cache."""

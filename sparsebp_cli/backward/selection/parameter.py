@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
+from sparsebp_cli.backward.decoder.decoder import find_reentrant
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import parameter_of
@@ -169,11 +170,9 @@ def _find_forced(model: nn.Module) -> Sequence[nn.Module]:
 
 
 def _refuse_reentrant(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        function = module.__dict__.get("_gradient_checkpointing_func")
-        options = getattr(function, "keywords", {})
-        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
-            raise UnsupportedError(
-                f"parameters that are frozen by a policy and reentrant checkpointing (at {name!r}), which runs the "
-                "backward of every layer: enable checkpointing with use_reentrant=False"
-            )
+    name = find_reentrant(model)
+    if name is not None:
+        raise UnsupportedError(
+            f"parameters that are frozen by a policy and reentrant checkpointing (at {name!r}), which runs the "
+            "backward of every layer: enable checkpointing with use_reentrant=False"
+        )

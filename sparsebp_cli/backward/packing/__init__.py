@@ -1,0 +1,1 @@
+"""Batches without the rows that no loss needs: padding, what follows the last trained position, repeated prefixes."""

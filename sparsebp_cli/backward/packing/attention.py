@@ -1,0 +1,214 @@
+"""Attention over packed rows, by the attention function that the model uses anyway.
+
+A model of transformers finds its attention function and its mask function by the name ``_attn_implementation`` of its
+configuration. While a model is attached, that name is one of ours. Inside a packed forward our mask function returns a
+:class:`PackedMask`, which reaches the layers as any mask does, also through activation checkpointing, and our attention
+function calls the model's own once for each group of segments. Everywhere else both do what the model did.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.packing.layout import Group, PackedLayout
+from sparsebp_cli.errors import UnsupportedError
+
+PREFIX = "packed_"  # of the names under which our functions are registered
+IMPLEMENTATIONS = ("sdpa", "eager")
+AttentionFunction = Callable[..., tuple[Tensor, Tensor | None]]
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass
+class PackedState:
+    """One packed forward."""
+
+    layout: PackedLayout
+    num_calls: int = 0  # of attention layers
+
+
+_state: ContextVar[PackedState | None] = ContextVar("state", default=None)
+
+
+class LooksAheadError(UnsupportedError):
+    """Positions attend to later ones, so none can be left out or shared."""
+
+
+class ReadsMaskError(UnsupportedError, AttributeError):
+    """A layer reads the attention mask itself; also an AttributeError, so that ``hasattr`` is False."""
+
+
+@dataclass
+class PackedMask:
+    """The mask of one packed forward: which keys each query of a group attends to.
+
+    ``allowed`` is a rule of the model on position numbers, such as a sliding window; it includes causality.
+    """
+
+    state: PackedState
+    allowed: MaskFunction
+    _masks: dict[tuple[int, str, torch.dtype | None], Tensor | None] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise ReadsMaskError(f"a layer of this model reads the attention mask itself ({name}): rows cannot be packed")
+
+    def __getitem__(self, _: object) -> NoReturn:
+        raise ReadsMaskError("a layer of this model cuts the attention mask itself: rows cannot be packed")
+
+    @property
+    def layout(self) -> PackedLayout:
+        """The rows."""
+        return self.state.layout
+
+    def of_group(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask (G or 1, 1, L, K) of a group in the form that the implementation takes; None: causal, or
+        everything."""
+        key = (number, implementation, dtype if implementation == "eager" else None)
+        if key not in self._masks:
+            self._masks[key] = self._make(self.layout.groups[number], implementation, dtype)
+        return self._masks[key]
+
+    def _make(self, group: Group, implementation: str, dtype: torch.dtype) -> Tensor | None:
+        queries, keys = group.query_GL, group.key_GK
+        if group.num_segments > 1 and (keys == keys[:1]).all():
+            queries, keys = queries[:1], keys[:1]
+        num_before, zero = keys.shape[1] - queries.shape[1], torch.zeros((), dtype=torch.long, device=keys.device)
+        # Causality by the order of rows, since position numbers may repeat; the model's rule by position numbers.
+        rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :])
+        rule = rule.expand(queries.shape[0], queries.shape[1], keys.shape[1])
+        if not group.attends:
+            rule = torch.zeros_like(rule)
+        order = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device).tril(num_before)
+        if self.layout.is_causal and bool((rule & ~order).any()):
+            raise LooksAheadError("positions attend to later ones")
+        if implementation == "sdpa" and (bool(rule.all()) or (num_before == 0 and bool((rule == order).all()))):
+            return None
+        if implementation == "sdpa":
+            return rule[:, None]
+        return torch.zeros_like(rule, dtype=dtype).masked_fill(~rule, torch.finfo(dtype).min)[:, None]
+
+
+@contextmanager
+def packed(layout: PackedLayout) -> Iterator[PackedState]:
+    """Let models that were switched build masks for these rows inside the block."""
+    state = PackedState(layout)
+    token = _state.set(state)
+    try:
+        yield state
+    finally:
+        _state.reset(token)
+
+
+class Switch:
+    """The configurations of one model, switched to our attention and mask functions."""
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        self._configs = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+        self._own = [config._attn_implementation for config in self._configs]  # noqa: SLF001 - no public name for it
+        for implementation in IMPLEMENTATIONS:
+            _register(implementation)
+
+    def refuse_unknown(self) -> None:
+        """Raise :class:`UnsupportedError` for an implementation that cannot be called for parts of the rows."""
+        for own in self._own:
+            if own not in IMPLEMENTATIONS:
+                raise UnsupportedError(f"rows are packed with attention {' and '.join(IMPLEMENTATIONS)}, got {own!r}")
+
+    @property
+    def zeroes_padding(self) -> bool:
+        """Whether a row that may attend to nothing gets zeros from attention; eager attention averages all rows."""
+        return all(own == "sdpa" for own in self._own)
+
+    def on(self) -> None:
+        """Use our functions."""
+        for config, own in zip(self._configs, self._own, strict=True):
+            config._attn_implementation = f"{PREFIX}{own}"  # noqa: SLF001 - its setter is the documented way
+
+    def off(self) -> None:
+        """Use the model's own."""
+        for config, own in zip(self._configs, self._own, strict=True):
+            config._attn_implementation = own  # noqa: SLF001
+
+
+def _register(implementation: str) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    own_mask = cast("Mapping[str, Callable[..., object]]", ALL_MASK_ATTENTION_FUNCTIONS)[implementation]
+
+    def mask(*args: object, **kwargs: object) -> object:
+        state = _state.get()
+        if state is None:
+            return own_mask(*args, **kwargs)
+        return PackedMask(state, cast("MaskFunction", kwargs["mask_function"]))
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
+        function = _own_attention(module, implementation)
+        if isinstance(attention_mask, PackedMask):
+            return _attend(function, implementation, module, (query, key, value), attention_mask, **kwargs)
+        return function(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register(f"{PREFIX}{implementation}", attention)
+    AttentionMaskInterface.register(f"{PREFIX}{implementation}", mask)
+
+
+def _own_attention(module: nn.Module, implementation: str) -> AttentionFunction:
+    if implementation == "eager":  # each model has its own, beside its attention module
+        return cast("AttentionFunction", vars(sys.modules[type(module).__module__])["eager_attention_forward"])
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return cast("Mapping[str, AttentionFunction]", ALL_ATTENTION_FUNCTIONS)[implementation]
+
+
+def _attend(
+    function: AttentionFunction,
+    implementation: str,
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: PackedMask,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Call an attention function once a group; query, key and value are (1, H, N, D), the result is (1, N, H, D)."""
+    query, key, value = tensors
+    num_rows = mask.layout.num_rows
+    if key.shape[2] != num_rows or query.shape[2] != num_rows or kwargs.get("position_bias") is not None:
+        raise UnsupportedError(f"{type(module).__name__} attends to other rows than those of its own input")
+    mask.state.num_calls += 1
+    outputs = []
+    for number, group in enumerate(mask.layout.groups):
+        own = slice(group.start, group.end)
+        queries, keys, values = (_split(tensor[:, :, own], group) for tensor in tensors)
+        if group.ancestor_GA.shape[1]:
+            keys, values = (
+                torch.cat((_before(whole, group), part), 2) for whole, part in ((key, keys), (value, values))
+            )
+        allowed = mask.of_group(number, implementation, query.dtype)
+        output, _ = function(module, queries, keys, values, allowed, **kwargs)
+        outputs.append(output.reshape(1, -1, *output.shape[2:]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
+
+
+def _split(rows_1HND: Tensor, group: Group) -> Tensor:
+    """Return the rows of a group as (G, H, L, D)."""
+    _, num_heads, _, size = rows_1HND.shape
+    return rows_1HND[0].reshape(num_heads, group.num_segments, group.length, size).transpose(0, 1)
+
+
+def _before(rows_1HND: Tensor, group: Group) -> Tensor:
+    """Return the rows before each segment as (G, H, A, D)."""
+    if group.has_one_parent or group.num_segments == 1:
+        return rows_1HND.index_select(2, group.ancestor_GA[0]).expand(group.num_segments, -1, -1, -1)
+    _, num_heads, _, size = rows_1HND.shape
+    rows = rows_1HND[0].index_select(1, group.ancestor_GA.flatten())
+    return rows.reshape(num_heads, *group.ancestor_GA.shape, size).transpose(0, 1)

@@ -1,0 +1,104 @@
+"""What is read of the caller's batch, and counted over all of them.
+
+Shape letters: B examples, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.decoder.decoder import argument_names
+from sparsebp_cli.backward.packing.layout import Bools, Ints, PackedLayout
+
+BATCH = ("input_ids", "inputs_embeds", "token_type_ids")  # (B, T, ...): taken apart by row
+KNOWN = {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch", "logits_to_keep"}
+KNOWN |= {"use_cache", "return_dict"}
+
+
+@dataclass
+class Counts:
+    """Positions of all batches so far."""
+
+    batches: int = 0
+    packed: int = 0  # batches of which rows were left out
+    positions: int = 0
+    padding: int = 0
+    unread: int = 0  # after the last label of an example
+    shared: int = 0
+    head: int = 0  # rows of the head that were left out
+    error: float = 0.0  # largest relative error that verification found
+    checks: int = 0
+
+    def describe(self) -> str:
+        """Return a sentence for the report."""
+        if not self.packed:
+            return f"nothing to leave out in {self.batches} batches"
+        share = (self.padding + self.unread + self.shared) / self.positions
+        text = (
+            f"{share:.0%} of the positions not computed ({self.padding:,} padding, {self.unread:,} after the last "
+            f"label, {self.shared:,} in a shared prefix), and {self.head / self.positions:.0%} of the head's rows, in "
+            f"{self.packed} of {self.batches} batches"
+        )
+        if self.checks:
+            text += (
+                f"; gradient compared with the plain one {self.checks} times, largest relative error {self.error:.1e}"
+            )
+        return text
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is computed of one batch."""
+
+    layout: PackedLayout
+    read_BT: Tensor  # positions whose output the caller reads
+
+    @property
+    def signature(self) -> tuple[bool, ...]:
+        """The kinds of rows that were left out."""
+        layout = self.layout
+        return (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
+
+
+def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:
+    """Return which positions are not padding; None for a mask of other dimensions, which may say anything."""
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return np.ones(size, bool)
+    return cast("Bools", mask.cpu().numpy().astype(bool)) if mask.shape == size else None
+
+
+def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int, int]) -> Ints | None:
+    """Return the position numbers that the model gives its positions; None where they are not known."""
+    given = inputs.get("position_ids")
+    if given is not None:
+        if given.dim() != 2 or given.shape[1] != size[1]:
+            return None
+        return cast("Ints", given.expand(size).cpu().numpy().astype(np.int64))
+    for module in stack.modules():
+        # As RoBERTa and its family: the token that stands for padding is not counted.
+        make = getattr(module, "create_position_ids_from_input_ids", None)
+        if make is not None:
+            ids = inputs.get("input_ids")
+            return None if ids is None else cast("Ints", make(ids, cast("Any", module).padding_idx).cpu().numpy())
+        # As OPT and its family: what the mask covers is not counted.
+        mask = inputs.get("attention_mask")
+        if mask is not None and isinstance(module, nn.Embedding) and "attention_mask" in argument_names(module):
+            return cast("Ints", (mask.long().cumsum(1) * mask - 1).long().cpu().numpy())
+    return np.broadcast_to(np.arange(size[1]), size).copy()
+
+
+def find_begins(inputs: Mapping[str, Any], position_BT: Ints, *, uses_cache: bool) -> Bools | None:
+    """Return where another sequence begins inside of an example; None: nowhere.
+
+    As transformers does: without a mask and a key/value cache, an example holds several sequences where the given
+    position numbers restart.
+    """
+    if inputs.get("attention_mask") is not None or inputs.get("position_ids") is None or uses_cache:
+        return None
+    return cast("Bools", np.diff(position_BT, axis=1, prepend=position_BT[:, :1] - 1) != 1)

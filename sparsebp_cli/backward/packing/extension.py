@@ -1,0 +1,423 @@
+"""Packing in one model: its forward computes the rows that the loss needs, and returns what the caller expects.
+
+The base model runs on one sequence of rows instead of a batch; of a causal language model, the head runs on the rows
+with a label. The loss, or the logits of all positions that are not padding, come back in the shapes of the plain
+forward.
+
+Shape letters: B examples, T positions, N computed rows, R rows of the head, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
+from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
+from sparsebp_cli.backward.packing.batch import BATCH, Batch, Counts, find_begins, read_mask, read_positions
+from sparsebp_cli.backward.packing.layout import Bools, make_layout
+from sparsebp_cli.backward.packing.refusal import find_head, find_model, refuse_arguments, refuse_inexact
+from sparsebp_cli.backward.packing.verify import Check, compare_gradients
+from sparsebp_cli.backward.patch.forward import (
+    ForwardOverride,
+    ForwardPatches,
+    call_module,
+    check_free,
+    replace_forwards,
+)
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import BatchPacker, PackedSize, Step
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.core.extension import EngineView
+
+IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
+
+
+@final
+class PackingExtension:
+    """A batch packer in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+
+    Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
+    """
+
+    def __init__(self, policy: BatchPacker, model: nn.Module) -> None:
+        self.policy, self.model = policy, find_model(model)
+        self.stack = cast("nn.Module", cast("Any", self.model).base_model)
+        self.head = find_head(self.model)
+        self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
+        refuse_inexact(self.model)
+        for name, module in (("the model", self.model), ("the base model", self.stack)):
+            check_free(name, module)
+        self._switch = Switch(self.model)
+        self._switch.refuse_unknown()
+        self._patches = ForwardPatches()
+        self._attention_layers = sum(hasattr(m, "layer_idx") and hasattr(m, "is_causal") for m in self.stack.modules())
+        if not self._attention_layers:
+            raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
+        self.is_causal: bool | None = None  # of the attention; None before the first forward
+        self.counts, self.failure = Counts(), ""
+        self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
+        self.last: Batch | None = None
+        self.given_labels: Tensor | None = None
+
+    def set_columns(self, **columns: Tensor) -> None:
+        """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
+        self.given_labels = columns.get("labels")
+
+    def install(self, engine: EngineView) -> None:
+        self.engine = engine
+        self._switch.on()
+        self._patches.install(self.model, PackedForward(self))
+
+    def remove(self) -> None:
+        self._patches.remove()
+        self._switch.off()
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the forward reads the engine's state."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: rows are arranged in the forward."""
+
+    def plan(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> Batch | None:
+        """Arrange the rows of a batch; None if the plain forward does as little.
+
+        ``read_BT`` marks the positions that the caller reads; None: all that are not padding.
+        """
+        first = next(inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None)
+        size, device = (int(first.shape[0]), int(first.shape[1])), first.device
+        real, position = read_mask(inputs, size), read_positions(self.stack, inputs, size)
+        if real is None or position is None:
+            return None
+        causal = self.is_causal is not False
+        read = real if read_BT is None else read_BT
+        alone = read & ~real  # padding that is trained: the first token's label, with padding on the left
+        if alone.any() and not (causal and self._switch.zeroes_padding):
+            return None
+        needed = self._needed(real, read, alone, causal=causal)
+        ids = inputs.get("input_ids")
+        shares = causal and self.policy.prefixes == "share" and inputs.get("token_type_ids") is None
+        tokens = ids.cpu().numpy() if shares and ids is not None else None
+        layout = make_layout(
+            needed,
+            tokens,
+            position,
+            device,
+            is_causal=causal,
+            alone_BT=alone,
+            begins_BT=find_begins(inputs, position, uses_cache=self._uses_cache(inputs)),
+        )
+        head_rows = int(read.sum()) if self.head is not None else needed.size
+        if not self.policy.packs(PackedSize(needed.size, layout.num_rows, head_rows)):
+            return None
+        self.counts.padding += int((~real).sum()) if self.policy.padding else 0
+        self.counts.unread += int((real & ~needed).sum())
+        self.counts.shared += layout.num_shared
+        return Batch(layout, torch.from_numpy(read).to(device))
+
+    def _uses_cache(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether the plain forward makes a key/value cache."""
+        given = inputs.get("use_cache")
+        if given is None:
+            given = getattr(cast("Any", self.model).config.get_text_config(), "use_cache", False)
+        return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
+
+    def _needed(self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, *, causal: bool) -> Bools:
+        """Return the positions that are computed, at least one an example."""
+        needed = real_BT.copy() if self.policy.padding else np.ones(real_BT.shape, bool)
+        if causal and self.policy.labels:
+            size = real_BT.shape[1]
+            last = np.where(read_BT.any(1), size - 1 - read_BT[:, ::-1].argmax(1), 0)
+            needed &= np.arange(size) <= last[:, None]
+        empty = ~(needed | alone_BT).any(1)
+        needed[empty, np.where(real_BT[empty].any(1), real_BT[empty].argmax(1), 0)] = True
+        return needed & ~alone_BT
+
+    def must_verify(self, batch: Batch) -> bool:
+        """Return whether this batch is to be compared with the plain step."""
+        if self.policy.verify == "never":
+            return False
+        name = find_reentrant(self.model)
+        if name is not None:
+            raise UnsupportedError(
+                f"reentrant checkpointing (at {name!r}) computes no gradient that could be compared: enable checkpointing "
+                "with use_reentrant=False, or give verify: never"
+            )
+        if self.policy.verify == "always":
+            return True
+        size, seen = batch.layout.shape, self._seen.get(batch.signature, (0, 0))
+        self._seen[batch.signature] = (max(size[0], seen[0]), max(size[1], seen[1]))
+        return size[0] > seen[0] or size[1] > seen[1]
+
+    def note(self, check: Check | None = None) -> None:
+        """Write the counts, and the result of a comparison, into the report."""
+        if check is not None:
+            self.counts.checks += 1
+            self.counts.error = max(self.counts.error, check.error)
+            if not check.passed:
+                self.failure = (
+                    f"the packed gradient differs from the plain one by {check.error:.1e} (limit {check.limit:.0e}): "
+                    "the plain step is used from here on"
+                )
+        self.engine.notes["packing"] = self.failure or self.counts.describe()
+
+    def run_stack(self, batch: Batch, inputs: Mapping[str, Any], run: Callable[[dict[str, Any]], Any]) -> Any:
+        """Run something on the rows of a batch; ``run`` gets the base model's arguments."""
+        layout = batch.layout
+        taken: dict[str, Any] = {
+            name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
+            for name in BATCH
+            if inputs.get(name) is not None
+        }
+        taken["position_ids"] = layout.position_N[None]
+        # With a mask given, transformers does not search the position numbers for packed examples.
+        taken["attention_mask"] = torch.ones_like(layout.position_N)[None]
+        taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
+        with packed(layout) as state:
+            output = run(taken)
+        if not state.num_calls or state.num_calls % self._attention_layers:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "
+                f"{state.num_calls} run through transformers' attention interface: its rows cannot be packed"
+            )
+        return output
+
+    def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
+        """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
+        if self.last is None:
+            return PassEstimate()
+        layout = self.last.layout
+        size = layout.shape[0] * layout.shape[1]
+        rows, pairs = layout.num_rows / size, layout.num_pairs / (size * layout.shape[1])
+        shares = {}
+        for name, module in self.model.named_modules():
+            if module is self.head:
+                shares[name] = len(torch.unique(_rows(self.last))) / size
+            else:
+                shares[name] = pairs if hasattr(module, "is_causal") else rows
+        named = {f"{self._prefix}{name}": share for name, share in shares.items()}
+        return PassEstimate(backward=named, forward=named, recomputed=named)
+
+
+class PackedForward(ForwardOverride):
+    """The ``forward`` of a model whose batches are packed."""
+
+    def __init__(self, extension: PackingExtension) -> None:
+        self.extension = extension
+        self._model = extension.model
+        self._names = argument_names(self._model)
+        # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
+        self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(self._pack)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
+            args = args[1:]
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        extension = self.extension
+        active = extension.engine.enabled and self._model.training and torch.is_grad_enabled()
+        if self.is_removed or not active or extension.failure or extension.engine.reference:
+            return self.run_covered(self._model, **arguments)
+        return self._run(arguments)
+
+    def _pack(self, arguments: dict[str, Any]) -> Any:
+        extension, counts = self.extension, self.extension.counts
+        given = {name: value for name, value in arguments.items() if value is not None}
+        refuse_arguments(given)
+        counts.batches += 1
+        plain = partial(self.run_covered, self._model, **arguments)
+        batch = extension.plan(given, self._read(given))
+        extension.last = batch
+        counts.positions += next(given[name] for name in BATCH if name in given).shape[:2].numel()
+        if batch is None:
+            extension.note()
+            return plain()
+        counts.packed += 1
+        try:
+            if extension.must_verify(batch) and not self._verify(batch, given, plain):
+                return plain()
+            output = self._compute(batch, given)
+        except LooksAheadError:
+            if extension.is_causal is False:
+                raise
+            extension.is_causal = False  # found out by its first mask
+            counts.batches, counts.packed = counts.batches - 1, counts.packed - 1
+            return self._pack(arguments)
+        extension.is_causal = batch.layout.is_causal
+        extension.note()
+        return output.to_tuple() if given.get("return_dict") is False else output
+
+    def _read(self, given: Mapping[str, Any]) -> Bools | None:
+        """Return the positions of a causal language model whose logits are read; None: all that are not padding."""
+        if self.extension.head is None:
+            return None
+        labels = given.get("labels", self.extension.given_labels)
+        if labels is not None:
+            read = np.zeros(labels.shape, bool)
+            read[:, :-1] = (labels[:, 1:] != IGNORED).cpu().numpy()
+            return read
+        kept = given.get("logits_to_keep", 0)
+        if isinstance(kept, int) and kept == 0:
+            return None
+        first = next(given[name] for name in BATCH if name in given)
+        mask = given.get("attention_mask")
+        real = np.ones(first.shape[:2], bool) if mask is None else mask.cpu().numpy().astype(bool)
+        columns = np.zeros(first.shape[1], bool)
+        columns[slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()] = True
+        return cast("Bools", real & columns)
+
+    def _verify(self, batch: Batch, given: dict[str, Any], plain: Callable[[], Any]) -> bool:
+        """Compare the gradients of one scalar of the output: the loss, or a random sum of what the caller reads."""
+        extension = self.extension
+        generator = torch.Generator().manual_seed(0)
+        mask: Tensor | None = None
+        weight: Tensor | None = None
+
+        def scalar(output: Any) -> Tensor:
+            nonlocal mask, weight
+            if getattr(output, "loss", None) is not None:
+                return cast("Tensor", output.loss)
+            tensor = cast("Tensor", output[0])
+            if weight is None:
+                weight = torch.randn(tensor.shape, generator=generator).to(tensor)
+            rows = batch.layout.computed_BT
+            if extension.head is not None:
+                rows = batch.read_BT[:, _columns(given.get("logits_to_keep"))]
+            if tensor.shape[:2] == rows.shape:  # otherwise one output an example
+                tensor = tensor.masked_fill(~rows.view(*rows.shape, *[1] * (tensor.dim() - 2)), 0)
+            return (tensor * weight).sum()
+
+        enabled = extension.engine.enabled
+        extension.engine.enabled = False
+        try:
+            check = compare_gradients(self._model, lambda: scalar(plain()), lambda: scalar(self._compute(batch, given)))
+        finally:
+            extension.engine.enabled = enabled
+        extension.note(check)
+        return check.passed
+
+    def _compute(self, batch: Batch, given: dict[str, Any]) -> Any:
+        extension = self.extension
+        options = {
+            name: value
+            for name, value in given.items()
+            if name not in {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch", "logits_to_keep"}
+        } | {"return_dict": True, "use_cache": False}
+        with extension.engine.short_forward(num_rows=batch.layout.shape[0] * batch.layout.shape[1]):
+            if extension.head is None:
+                return self._compute_spread(batch, given, options)
+            return self._compute_causal(batch, given, options)
+
+    def _compute_spread(self, batch: Batch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+        """Pack the base model alone, and let what lies above it see (B, T, D)."""
+        extension, stack = self.extension, self.extension.stack
+
+        def run_stack(*args: Any, **kwargs: Any) -> Any:
+            kwargs = dict(zip(argument_names(stack), args, strict=False)) | kwargs
+            inside = {n: v for n, v in kwargs.items() if n not in {*BATCH, "attention_mask", "position_ids"}}
+            with replace_forwards(_spread_first(stack, batch)):
+                output = extension.run_stack(
+                    batch, kwargs, lambda taken: call_module(stack, **inside | taken | {"return_dict": True})
+                )
+            return replace(output, last_hidden_state=batch.layout.spread(output.last_hidden_state[0]))
+
+        if stack is self._model:
+            return run_stack(**given | options)
+        with replace_forwards([(stack, run_stack)]):
+            return call_module(self._model, **given | options)
+
+    def _compute_causal(self, batch: Batch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+        extension = self.extension
+        rows = _rows(batch)
+        index, inverse = rows, torch.arange(len(rows), device=rows.device)
+        if batch.layout.num_shared:
+            index, inverse = torch.unique(rows, return_inverse=True)
+        if not len(rows):  # the head needs one row; its loss is multiplied by 0
+            index = rows.new_zeros(1)
+        extension.counts.head += batch.read_BT.numel() - len(index)
+        head = cast("nn.Module", extension.head)
+        cut = partial(_run_head, head, head.__dict__.get("forward"), index)
+        with replace_forwards([(head, cut)]):
+            output = extension.run_stack(batch, given, lambda taken: call_module(self._model, **options | taken))
+        logits = output.logits[0]
+        labels, kept = given.get("labels"), given.get("logits_to_keep")
+        if labels is None:
+            return _changed(output, logits=_spread_logits(logits, inverse, batch, kept))
+        if len(rows):
+            chosen = logits.index_select(0, inverse) if batch.layout.num_shared else logits
+            target = labels.flatten()[1:].index_select(0, batch.read_BT.flatten()[:-1].nonzero().flatten())[None]
+            loss = cast("Any", self._model).loss_function(
+                chosen[None],
+                target,
+                logits.shape[-1],
+                num_items_in_batch=given.get("num_items_in_batch"),
+                shift_labels=target,
+            )
+        else:
+            loss = logits.sum() * 0.0
+        output = _changed(output, loss=loss, logits=None)
+        return _with_logits(output, partial(_spread_logits, logits.detach(), inverse, batch, kept))
+
+
+def _run_head(head: nn.Module, covered: Callable[..., Any] | None, index: Tensor, hidden: Tensor) -> Tensor:
+    rows_1RD = hidden[:, index]
+    return cast("Tensor", call_module(head, rows_1RD) if covered is None else covered(rows_1RD))
+
+
+def _spread_first(stack: nn.Module, batch: Batch) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """Return a replacement of the pooler of an encoder, which reads the first position of each example."""
+    pooler = getattr(stack, "pooler", None)
+    if not isinstance(pooler, nn.Module):
+        return []
+    covered = pooler.__dict__.get("forward") or partial(call_module, pooler)
+    return [(pooler, lambda hidden: covered(batch.layout.spread(hidden[0])))]
+
+
+def _rows(batch: Batch) -> Tensor:
+    """Return the row of each position that is read, position by position."""
+    return batch.layout.row_BT.flatten().index_select(0, batch.read_BT.flatten().nonzero().flatten())
+
+
+def _spread_logits(logits_RV: Tensor, inverse: Tensor, batch: Batch, kept: int | Tensor | None) -> Tensor:
+    """Return logits (B, T or as many as are kept, V) for a loss of the caller's own, zeros where none are read."""
+    number_BT = torch.zeros(batch.read_BT.shape, dtype=torch.long, device=logits_RV.device)
+    number_BT[batch.read_BT] = inverse
+    columns = _columns(kept)
+    number_BT, read_BT = number_BT[:, columns], batch.read_BT[:, columns]
+    logits = logits_RV.index_select(0, number_BT.flatten()).view(*number_BT.shape, -1)
+    return logits.masked_fill(~read_BT[..., None], 0)
+
+
+def _with_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
+    """Return an output whose logits are spread to the positions of the batch when somebody reads them first.
+
+    Metrics of a trainer read them; a loss does not, and they may be the largest tensor of a step.
+    """
+    kind = type(output)
+    made: list[Tensor] = []
+
+    def get(_: object) -> Tensor:
+        if not made:
+            made.append(compute())
+        return made[0]
+
+    lazy = type(kind.__name__, (kind,), {"logits": property(get, lambda *_: None)})
+    return lazy(**{field.name: getattr(output, field.name) for field in fields(output) if field.name != "logits"})
+
+
+def _columns(kept: int | Tensor | None) -> Any:
+    """Return the index of the positions whose logits are computed, by transformers' ``logits_to_keep``."""
+    return kept if isinstance(kept, Tensor) else slice(-kept if kept else None, None)
+
+
+def _changed(output: Any, **changes: Tensor | None) -> Any:
+    """Return a copy of a transformers output with other values, without what has the shape of the packed rows."""
+    return replace(output, **changes, **({"past_key_values": None} if "past_key_values" in output else {}))

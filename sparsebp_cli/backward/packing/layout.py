@@ -1,0 +1,244 @@
+"""Which positions of a batch are computed, once each, and which of them every one attends to.
+
+Two positions of a causal model have the same hidden states if they have the same tokens and position numbers up to and
+including themselves. The positions of a batch therefore form a tree, and each node is computed once. A *segment* is a
+run of positions between two branches of that tree; segments of equal length, with equally many rows before them, form a
+*group*, whose attention is one call. Without shared prefixes a segment is an example.
+
+Shape letters: B examples, T positions, N computed rows, G segments of a group, L rows of a segment, A rows before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
+MIN_SHARED = 16
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of positions of one example that stand for those of all examples which share them."""
+
+    example: int
+    start: int  # index among the example's computed positions
+    end: int
+    parent: int | None = None  # number of the segment before it
+    attends: bool = True
+
+
+@dataclass(frozen=True)
+class Group:
+    """Segments whose attention is one call. Their rows are contiguous: segment by segment."""
+
+    start: int  # first row
+    num_segments: int
+    length: int
+    ancestor_GA: Tensor  # rows that precede each segment, in the order of their positions
+    query_GL: Tensor  # position numbers of the rows
+    key_GK: Tensor  # position numbers of the rows attended to: A before the segment, then its own L
+    attends: bool = True  # False: the rows attend to nothing, as padding does
+
+    @property
+    def end(self) -> int:
+        """The row after the last."""
+        return self.start + self.num_segments * self.length
+
+    @property
+    def has_one_parent(self) -> bool:
+        """Whether all segments follow the same rows."""
+        return self.num_segments > 1 and bool((self.ancestor_GA == self.ancestor_GA[:1]).all())
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """The rows of one packed forward, and where they come from; tensors of indices are on the model's device."""
+
+    shape: tuple[int, int]  # (B, T) of the caller's batch
+    source_N: Tensor  # index of each row among the B * T positions
+    position_N: Tensor  # position number of each row
+    row_BT: Tensor  # row of each position; 0 where it is not computed
+    computed_BT: Tensor  # whether a position has a row
+    groups: tuple[Group, ...]
+    is_causal: bool  # whether rows were left out because only later positions attend to them, or were shared
+    num_shared: int = 0  # positions that have the row of another example
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return len(self.source_N)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that attention multiplies."""
+        return sum(group.query_GL.shape[1] * group.key_GK.numel() for group in self.groups)
+
+    def spread(self, hidden_N: Tensor) -> Tensor:
+        """Return rows (N, ...) as (B, T, ...), zeros where a position was not computed."""
+        spread_BT = hidden_N.index_select(0, self.row_BT.flatten()).view(*self.shape, *hidden_N.shape[1:])
+        mask = self.computed_BT.view(*self.shape, *[1] * (hidden_N.dim() - 1))
+        return spread_BT.masked_fill(~mask, 0)
+
+
+def make_layout(
+    needed_BT: Bools,
+    token_BT: Ints | None,
+    position_BT: Ints,
+    device: torch.device,
+    *,
+    is_causal: bool,
+    alone_BT: Bools | None = None,
+    begins_BT: Bools | None = None,
+) -> PackedLayout:
+    """Arrange the needed positions of a batch.
+
+    ``token_BT`` are the token ids if prefixes are shared, None if every example has rows of its own. ``alone_BT`` marks
+    positions that attend to nothing and are attended to by none, ``begins_BT`` those at which another sequence begins
+    in an example that holds several.
+    """
+    flat_BT = np.arange(needed_BT.size).reshape(needed_BT.shape)
+    sources = [flat[row] for flat, row in zip(flat_BT, needed_BT, strict=True)]
+    if begins_BT is not None:
+        number = begins_BT.reshape(-1).cumsum()
+        sources = [part for s in sources for part in np.split(s, np.flatnonzero(np.diff(number[s])) + 1)]
+    if token_BT is None:
+        segments = [Segment(example, 0, len(source)) for example, source in enumerate(sources) if len(source)]
+        shared = [(0, -1)] * len(sources)
+    else:
+        keys = [np.stack((token_BT.reshape(-1)[s], position_BT.reshape(-1)[s]), 1) for s in sources]
+        segments, shared = _branch(keys)
+    for index in () if alone_BT is None else flat_BT[alone_BT]:
+        segments.append(Segment(len(sources), 0, 1, attends=False))
+        sources.append(np.array([index]))
+        shared.append((0, -1))
+    return _arrange(segments, shared, sources, position_BT, device, is_causal=is_causal)
+
+
+def _branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
+    """Return the segments of the tree of sequences, and for each example its number of shared positions and the last of
+    their segments.
+
+    Sequences in the order of their bytes have their longest common prefixes with a neighbour.
+    """
+    order = sorted(range(len(keys)), key=lambda example: keys[example].tobytes())
+    cuts: dict[int, set[int]] = {example: {0, len(keys[example])} for example in order}
+    prefix = [0]
+    for before, example in pairwise(order):
+        size = min(len(keys[before]), len(keys[example]))
+        same = (keys[before][:size] == keys[example][:size]).all(1)
+        length = size if same.all() else int(same.argmin())
+        prefix.append(length if length >= MIN_SHARED else 0)
+    # A sequence is cut where a later one leaves it, in the sequence that holds those rows.
+    path: list[tuple[int, int, int]] = []  # (example, begin, end) of the rows on the way to the current sequence
+    holders = []
+    for number, example in enumerate(order):
+        path = [(holder, begin, min(end, prefix[number])) for holder, begin, end in path if begin < prefix[number]]
+        if path:
+            cuts[path[-1][0]].add(path[-1][2])
+        holders.append((path[-1][0], path[-1][2]) if path else None)
+        path.append((example, prefix[number], len(keys[example])))
+    return _make_segments(order, holders, cuts)
+
+
+def _make_segments(
+    order: list[int], holders: list[tuple[int, int] | None], cuts: dict[int, set[int]]
+) -> tuple[list[Segment], list[tuple[int, int]]]:
+    segments: list[Segment] = []
+    ending: dict[tuple[int, int], int] = {}  # the segment of an example that ends at a position
+    shared = [(0, -1)] * len(order)
+    for example, holder in zip(order, holders, strict=True):
+        parent, start = None, 0
+        if holder is not None:
+            parent, start = ending[holder], holder[1]
+            shared[example] = (start, parent)
+        bounds = sorted(cut for cut in cuts[example] | {start} if cut >= start)
+        for begin, end in pairwise(bounds):
+            segments.append(Segment(example, begin, end, parent))
+            parent = ending[example, end] = len(segments) - 1
+    return segments, shared
+
+
+def _arrange(
+    segments: list[Segment],
+    shared: list[tuple[int, int]],
+    sources: list[Ints],
+    position_BT: Ints,
+    device: torch.device,
+    *,
+    is_causal: bool,
+) -> PackedLayout:
+    size = position_BT.shape
+    before = [_chain(segments, number) for number in range(len(segments))]
+    sizes = [(sum(segments[n].end - segments[n].start for n in chain)) for chain in before]
+    members: dict[tuple[int, int, bool], list[int]] = {}
+    for number, segment in enumerate(segments):
+        members.setdefault((segment.end - segment.start, sizes[number], segment.attends), []).append(number)
+    rows: dict[int, Ints] = {}
+    source_parts, start = [], 0
+    for (length, _, _), numbers in members.items():
+        for number in numbers:
+            segment = segments[number]
+            rows[number] = np.arange(start, start + length)
+            source_parts.append(sources[segment.example][segment.start : segment.end])
+            start += length
+    source_N = np.concatenate(source_parts)
+    position_N = position_BT.reshape(-1)[source_N]
+    row, computed = np.zeros(size[0] * size[1], np.int64), np.zeros(size[0] * size[1], bool)
+    for number, segment in enumerate(segments):
+        row[sources[segment.example][segment.start : segment.end]] = rows[number]
+    num_shared = 0
+    for example, (length, last) in enumerate(shared):
+        computed[sources[example]] = True
+        if length:
+            chain = np.concatenate([rows[n] for n in (*_chain(segments, last), last)])
+            row[sources[example][:length]] = chain
+            num_shared += length
+    groups = []
+    for (length, num_before, attends), numbers in members.items():
+        chains = [np.concatenate([rows[n] for n in before[m]]) if before[m] else np.zeros(0, np.int64) for m in numbers]
+        own = np.stack([rows[number] for number in numbers])
+        ancestor = np.stack(chains)
+        keys = np.concatenate((ancestor, own), 1)
+        groups.append(
+            Group(
+                int(own[0, 0]),
+                len(numbers),
+                length,
+                _tensor(ancestor, device).view(len(numbers), num_before),
+                _tensor(position_N[own], device),
+                _tensor(position_N[keys], device),
+                attends,
+            )
+        )
+    return PackedLayout(
+        (size[0], size[1]),
+        _tensor(source_N, device),
+        _tensor(position_N, device),
+        _tensor(row.reshape(size), device),
+        _tensor(computed.reshape(size), device),
+        tuple(groups),
+        is_causal,
+        num_shared,
+    )
+
+
+def _chain(segments: list[Segment], number: int) -> tuple[int, ...]:
+    chain: list[int] = []
+    parent = segments[number].parent
+    while parent is not None:
+        chain.append(parent)
+        parent = segments[parent].parent
+    return tuple(reversed(chain))
+
+
+def _tensor(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)

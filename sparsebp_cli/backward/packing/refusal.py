@@ -1,0 +1,63 @@
+"""What packing is not exact for, or does not know: refused by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.packing.batch import KNOWN
+from sparsebp_cli.errors import UnsupportedError
+
+# Other types, such as convolutions and recurrences, mix neighbouring rows.
+LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+
+
+def refuse_inexact(model: nn.Module) -> None:
+    """Raise :class:`UnsupportedError`, by name, for a model whose rows depend on how the batch is arranged."""
+    name, config = type(model).__name__, cast("Any", model).config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{name} is an encoder and a decoder: packing is built for one of them alone")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedError(f"{name} does not compute attention through transformers' attention interface")
+    others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS)
+    if others:
+        raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows")
+    for option in ("output_router_logits", "router_jitter_noise", "jitter_noise"):
+        if getattr(config, option, None):
+            raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch")
+    for where, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - all kinds have this base alone
+            raise UnsupportedError(f"{where!r} computes statistics of the whole batch")
+        rates = {name: value for name, value in vars(module).items() if "drop" in name}
+        rates |= {"p": module.p} if isinstance(module, nn.Dropout) else {}
+        for rate in rates.values():
+            if isinstance(rate, float) and rate > 0.0:
+                raise UnsupportedError(
+                    f"{where!r} has dropout {rate:g}, whose masks depend on how the batch is arranged: set it to 0"
+                )
+
+
+def refuse_arguments(given: Mapping[str, Any]) -> None:
+    """Raise :class:`UnsupportedError` for an argument of the forward that may say something about single positions."""
+    for name, value in given.items():
+        if name not in KNOWN and (isinstance(value, Tensor) or value):
+            raise UnsupportedError(f"packing does not know what to do with {name} in training")
+
+
+def find_model(model: nn.Module) -> nn.Module:
+    """Return the model of transformers in a model or wrapper, such as peft's."""
+    loaded = sys.modules.get("transformers.modeling_utils")
+    for module in model.modules():
+        if loaded is not None and isinstance(module, loaded.PreTrainedModel):
+            return module  # type: ignore[no-any-return]
+    raise UnsupportedError(f"rows are packed in a model of transformers, got {type(model).__name__}")
+
+
+def find_head(model: nn.Module) -> nn.Module | None:
+    """Return the head of a causal language model with transformers' loss; None for any other model."""
+    function = getattr(model, "loss_function", None)
+    causal = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+    return cast("Any", model).get_output_embeddings() if function is causal else None

@@ -1,0 +1,75 @@
+"""The kind of policy that leaves out the rows of a batch that no loss needs. The gradient stays the dense one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Literal, Self, final
+
+from pydantic import Field, model_validator
+
+from sparsebp_cli.policy.contract import Policy
+
+
+@dataclass(frozen=True)
+class PackedSize:
+    """A batch as a packer sees it: what the engine would compute of it.
+
+    Args:
+        num_positions: Positions of the batch, examples times length, at least 1.
+        num_rows: Rows of the layers that remain, from 1 to num_positions.
+        num_head_rows: Rows of the head that remain, from 0 to num_positions; num_positions without such a head.
+    """
+
+    num_positions: int
+    num_rows: int
+    num_head_rows: int
+
+
+class BatchPacker(Policy):
+    """Leaves out rows of a batch. That changes no gradient except by rounding, so its only decision is whether it is
+    worth it. All packers have the four options below; the engine implements them."""
+
+    labels: bool = Field(
+        True,
+        description="Leave out the head and the loss of positions without a label, and what follows the last label of "
+        "an example.",
+    )
+    padding: bool = Field(True, description="Leave out padding, forward and backward.")
+    prefixes: Literal["share", "separate"] = Field(
+        "share",
+        description="share: the tokens that several examples of a batch begin with are computed once. separate: each "
+        "example has rows of its own.",
+    )
+    verify: Literal["never", "first", "always"] = Field(
+        "first",
+        description="When the gradient is compared with that of the plain step. first: at the first batch, and at "
+        "each that is longer, larger or otherwise arranged than all before it.",
+    )
+
+    @property
+    @final
+    def exact(self) -> bool:
+        return True
+
+    @property
+    @final
+    def unbiased(self) -> bool:
+        return True
+
+    @abstractmethod
+    def packs(self, size: PackedSize) -> bool:
+        """Return whether a batch is packed; otherwise the plain forward runs, bit for bit.
+
+        Args:
+            size: What would be computed.
+
+        Returns:
+            Whether to pack it.
+        """
+
+    @model_validator(mode="after")
+    def _packs_something(self) -> Self:
+        if not self.labels and not self.padding and self.prefixes == "separate":
+            raise ValueError("labels, padding and prefixes leave nothing out: set one of them")
+        return self

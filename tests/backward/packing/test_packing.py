@@ -1,0 +1,356 @@
+"""What packing goes together with, what it gives back, and how it is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+import sparsebp_cli as sbp
+from sparsebp_cli.backward.packing import extension as extension_module
+from sparsebp_cli.errors import PolicyError, UnsupportedError
+
+from .case import IGNORED, LIMIT, SOME, error, errors, gradients, make_batch
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def llama(kind: Any = LlamaForCausalLM, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(**(SMALL | {"num_key_value_heads": 2} | options))).train()
+
+
+def packing(engine: sbp.Engine) -> str:
+    return engine.notes["packing"]
+
+
+def test_a_sliding_window_is_kept() -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=7)).train()
+    assert errors(model) == {}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_computes_the_packed_rows_again(*, reentrant: bool) -> None:
+    model = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert errors(model) == {}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
+def test_adapters_of_peft_get_the_same_gradient() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = peft.get_peft_model(llama(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    assert errors(model) == {}
+
+
+@pytest.mark.compiles
+def test_a_compiled_model_is_packed() -> None:
+    model = llama()
+    batch = make_batch("right", "completion", "groups")
+    _, expected = gradients(model, None, batch)
+    compiled = torch.compile(model, backend="eager")
+    with sbp.attach(compiled, "lossless") as engine:
+        engine.backward(compiled(**batch).loss)
+        assert error(expected, [p.grad for p in model.parameters()]) < LIMIT
+        assert "1 of 1 batches" in packing(engine)
+
+
+def test_under_autocast_the_gradient_is_that_of_autocast() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, expected = gradients(model, None, batch)
+        with sbp.attach(model, "lossless") as engine:
+            _, got = gradients(model, engine, batch)
+            assert "not computed" in packing(engine)
+    assert error(expected, got) < 2e-2  # bfloat16
+
+
+def test_gradients_of_micro_batches_add_up() -> None:
+    model = llama()
+    batches = [make_batch(*which) for which in SOME[:3]]
+    items = torch.tensor(sum(int((b["labels"][:, 1:] != IGNORED).sum()) for b in batches))
+
+    def accumulate(engine: sbp.Engine | None) -> list[Tensor]:
+        model.zero_grad()
+        for batch in batches:
+            loss = model(**batch, num_items_in_batch=items).loss
+            engine.backward(loss) if engine else loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = accumulate(None)
+    with sbp.attach(model, "lossless") as engine:
+        assert error(expected, accumulate(engine)) < LIMIT
+
+
+@pytest.fixture
+def _process_group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_process_group")
+@pytest.mark.parametrize("verify", ["never", "always"])
+def test_ddp_sums_the_gradients_of_packed_batches(verify: str) -> None:
+    model = llama()
+    for batch in (make_batch("right", "completion", "groups"), make_batch("left", "last", "none")):
+        _, expected = gradients(model, None, batch)
+        with sbp.attach(model, sbp.make_policy("lossless", verify=verify)) as engine:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            engine.backward(wrapped(**batch).loss)
+        assert error(expected, [p.grad for p in model.parameters()]) < LIMIT
+
+
+def test_parameters_may_be_frozen_as_well() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    frozen = sbp.make_policy("frozen", train=["*.layers.1.*"])
+    with sbp.attach(model, [frozen]) as engine:
+        _, expected = gradients(model, engine, batch)
+    with sbp.attach(model, [frozen, "lossless"]) as engine:
+        _, got = gradients(model, engine, batch)
+    assert error(expected, got) < LIMIT
+
+
+@pytest.mark.parametrize("kept", [0, 7, torch.tensor([40, 41, 43])], ids=["all", "last", "chosen"])
+def test_a_loss_of_the_users_own_reads_logits_of_the_plain_shape(kept: Any) -> None:
+    model, batch = llama(), make_batch("right", "dense", "groups")
+    del batch["labels"]
+    if isinstance(kept, Tensor):
+        batch = make_batch("left", "dense", "groups")
+        del batch["labels"]
+
+    def logits(engine: sbp.Engine | None) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        found = model(**batch, logits_to_keep=kept).logits
+        columns = kept if isinstance(kept, Tensor) else slice(-kept if kept else None, None)
+        real = batch["attention_mask"].bool()[:, columns]
+        loss = (found.log_softmax(-1)[..., 5] * real).sum()
+        engine.backward(loss) if engine else loss.backward()
+        return found.detach() * real[..., None], [p.grad.clone() for p in model.parameters()]
+
+    expected = logits(None)
+    with sbp.attach(model, "lossless") as engine:
+        got = logits(engine)
+        assert "not computed" in packing(engine)
+    torch.testing.assert_close(got[0], expected[0])
+    assert error(expected[1], got[1]) < LIMIT
+
+
+def test_logits_beside_a_loss_are_there_for_whoever_reads_them() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    trained = batch["labels"][:, 1:] != IGNORED
+    expected = model(**batch).logits[:, :-1][trained]
+    with sbp.attach(model, "lossless"):
+        output = model(**batch)
+        assert "logits" not in output.keys()  # noqa: SIM118 - a transformers output is no plain mapping
+        torch.testing.assert_close(output.logits[:, :-1][trained], expected)
+        assert output.logits.shape == (6, 44, 64)
+        assert not output.logits.requires_grad
+
+
+def test_labels_that_the_script_keeps_can_be_given_to_the_engine() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    labels = batch.pop("labels")
+    trained = labels[:, 1:] != IGNORED
+
+    def run(engine: sbp.Engine | None) -> list[Tensor]:
+        model.zero_grad()
+        logits = model(**batch).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits[trained], labels[:, 1:][trained])
+        engine.backward(loss) if engine else loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = run(None)
+    with sbp.attach(model, "lossless") as engine:
+        engine.columns(labels=labels)
+        assert error(expected, run(engine)) < LIMIT
+        assert "of the head's rows" in packing(engine)
+
+
+def _classified(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**{name: value for name, value in batch.items() if name != "labels"}, "labels": torch.arange(6) % 2}
+
+
+def _bert(kind: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(BertConfig(**SMALL, **WITHOUT_DROPOUT)).train()
+
+
+@pytest.mark.parametrize("pad", ["right", "left"])
+def test_a_classification_head_of_a_decoder_reads_what_it_would(pad: str) -> None:
+    model, batch = llama(LlamaForSequenceClassification), _classified(make_batch(pad, "dense", "groups"))
+    expected = gradients(model, None, batch)
+    with sbp.attach(model, "lossless") as engine:
+        got = gradients(model, engine, batch)
+        assert "not computed" in packing(engine)
+    torch.testing.assert_close(got[0], expected[0])
+    assert error(expected[1], got[1]) < LIMIT
+
+
+@pytest.mark.parametrize("pad", ["right", "left"])
+def test_an_encoder_that_reads_padding_is_left_alone(pad: str) -> None:
+    """Its pooler reads the first position, which is padding where that is on the left."""
+    model, batch = _bert(BertForSequenceClassification), _classified(make_batch(pad, "dense", "groups"))
+    expected = gradients(model, None, batch)
+    with sbp.attach(model, "lossless") as engine:
+        got = gradients(model, engine, batch)
+        assert ("not computed" if pad == "right" else "the plain step is used") in packing(engine)
+    assert error(expected[1], got[1]) < 10 * LIMIT  # the gradients of six examples nearly cancel
+
+
+def test_a_masked_language_model_loses_its_padding_alone() -> None:
+    model, batch = _bert(BertForMaskedLM), make_batch("right", "completion", "groups")
+    expected = gradients(model, None, batch)
+    with sbp.attach(model, "lossless") as engine:
+        got = gradients(model, engine, batch)
+        assert "0 in a shared prefix" in packing(engine)
+    torch.testing.assert_close(got[0], expected[0])
+    assert error(expected[1], got[1]) < LIMIT
+
+
+def test_a_base_model_returns_hidden_states_of_the_plain_shape() -> None:
+    model, batch = llama(LlamaModel), make_batch("right", "dense", "groups")
+    del batch["labels"]
+    real = batch["attention_mask"].bool()
+    expected = model(**batch).last_hidden_state[real]
+    with sbp.attach(model, "lossless") as engine:
+        torch.testing.assert_close(model(**batch).last_hidden_state[real], expected)
+        assert "not computed" in packing(engine)
+
+
+def test_sequences_that_are_packed_already_stay_apart() -> None:
+    model = llama()
+    ids = make_batch("none", "dense", "none")["input_ids"].reshape(1, -1)[:, :60]
+    position = torch.cat((torch.arange(25), torch.arange(20), torch.arange(15)))[None]
+    labels = ids.masked_fill(position < 9, IGNORED)
+    batch = {"input_ids": ids, "position_ids": position, "labels": labels, "use_cache": False}
+    expected = gradients(model, None, batch)
+    with sbp.attach(model, "lossless") as engine:
+        got = gradients(model, engine, batch)
+        assert "of the head's rows" in packing(engine)
+    assert error(expected[1], got[1]) < LIMIT
+
+
+def test_nothing_to_leave_out_is_the_plain_step_bit_for_bit() -> None:
+    model, batch = llama(), make_batch("none", "dense", "none")
+    batch = {name: value[:, :40].repeat(1, 1) for name, value in batch.items()} | {"attention_mask": torch.ones(6, 40)}
+    whole = sbp.make_policy("lossless", labels=False)
+    expected = gradients(model, None, batch)
+    with sbp.attach(model, whole) as engine:
+        got = gradients(model, engine, batch)
+        assert packing(engine) == "nothing to leave out in 1 batches"
+    assert all(torch.equal(a, b) for a, b in zip(expected[1], got[1], strict=True))
+
+
+def test_evaluation_and_detach_run_the_model_as_it_was() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    implementation = model.config._attn_implementation
+    before = model.eval()(**batch)
+    engine = sbp.attach(model.train(), "lossless")
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**batch).logits, before.logits)
+    engine.detach()
+    assert model.config._attn_implementation == implementation
+    assert "forward" not in vars(model)
+    assert torch.equal(model(**batch).logits, before.logits)
+
+
+def test_no_label_in_the_batch_gives_gradients_of_zero() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+        loss = model(**batch).loss
+        engine.backward(loss)
+    assert not loss.detach().any()
+    assert all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def test_the_reference_is_the_plain_step() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    _, expected = gradients(model, None, batch)
+    with sbp.attach(model, "lossless", execution="reference") as engine:
+        _, got = gradients(model, engine, batch)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+def test_larger_batches_are_compared_again_and_smaller_ones_not() -> None:
+    model = llama()
+    with sbp.attach(model, "lossless") as engine:
+        for length, count in ((30, 1), (20, 1), (44, 2), (44, 2)):
+            batch = {name: value[:, :length] for name, value in make_batch("none", "completion", "none").items()}
+            gradients(model, engine, batch)
+            assert f"compared with the plain one {count} times" in packing(engine)
+
+
+def test_a_gradient_that_differs_ends_packing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    _, expected = gradients(model, None, batch)
+    spread = extension_module._run_head
+    monkeypatch.setattr(extension_module, "_run_head", lambda *args: spread(*args) * 1.001)
+    with sbp.attach(model, "lossless") as engine:
+        for _ in range(2):
+            _, got = gradients(model, engine, batch)
+            assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert "the plain step is used from here on" in packing(engine)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: llama(attention_dropout=0.1), "has dropout 0.1"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "a model of transformers, got Sequential"),
+        (lambda: _bert(BertForMaskedLM).to(torch.float32).apply(_drop), "has dropout 0.5"),
+    ],
+    ids=["attention dropout", "no transformers", "dropout"],
+)
+def test_what_is_not_exact_is_refused_by_name(make: Callable[[], nn.Module], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        sbp.attach(make(), "lossless")
+
+
+def _drop(module: nn.Module) -> None:
+    if isinstance(module, nn.Dropout):
+        module.p = 0.5
+
+
+@pytest.mark.parametrize("option", ["output_hidden_states", "output_attentions"])
+def test_an_argument_that_asks_for_every_position_is_refused(option: str) -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    with sbp.attach(model, "lossless"), pytest.raises(UnsupportedError, match=option):
+        model(**batch, **{option: True})
+
+
+def test_an_unknown_name_of_a_policy_is_refused_by_attach() -> None:
+    with pytest.raises(PolicyError, match="did you mean lossless"):
+        sbp.attach(llama(), "losless")
