@@ -124,9 +124,9 @@ def find_reentrant(model: nn.Module) -> str | None:
     """Return the name of a module whose layers are checkpointed with ``use_reentrant=True``; None: there is none."""
     for name, module in model.named_modules():
         function = module.__dict__.get("_gradient_checkpointing_func")
-        options = getattr(function, "keywords", {})
+        options: dict[str, object] = getattr(function, "keywords", {})
         if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant", True):
-            return name
+            return str(name)
     return None
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
-from sparsebp_cli.backward.observe.claim import DensePass, PassEstimate
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
 from sparsebp_cli.backward.packing.batch import BATCH, Batch, Counts, find_begins, read_mask, read_positions
 from sparsebp_cli.backward.packing.layout import Bools, make_layout
@@ -148,8 +148,8 @@ class PackingExtension:
         name = find_reentrant(self.model)
         if name is not None:
             raise UnsupportedError(
-                f"reentrant checkpointing (at {name!r}) computes no gradient that could be compared: enable checkpointing "
-                "with use_reentrant=False, or give verify: never"
+                f"reentrant checkpointing (at {name!r}) computes no gradient that could be compared: enable "
+                "checkpointing with use_reentrant=False, or give verify: never"
             )
         if self.policy.verify == "always":
             return True
