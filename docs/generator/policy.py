@@ -25,8 +25,8 @@ suite compares each claim with what is executed."""
 NUMBERS = (0.25, 0.5, 1.0)  # values of a share for which claims are shown
 
 BY_KIND = {
-    "BatchPacker": "Decides before each forward of training whether rows are left out. Always exact, up to rounding; the "
-    "gradient is compared with the plain one. [Same gradient, less work](../guide/lossless.md)\n",
+    "BatchPacker": "Decides before each forward of training whether rows are left out. Always exact up to "
+    "rounding; the gradient is compared with the plain one. [Same gradient, less work](../guide/lossless.md)\n",
     "EdgeRouter": "Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
     "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
     "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
