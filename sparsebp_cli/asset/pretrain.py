@@ -105,7 +105,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
             vocab_size=VOCABULARY, special_tokens=list(SPECIAL.values()), initial_alphabet=alphabet, show_progress=False
         ),
     )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **SPECIAL)  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False, **SPECIAL)
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, books: Iterable[str]) -> Tensor:

@@ -25,12 +25,12 @@ def key_of(tensor: Tensor) -> int:
 
 def refer(tensor: Tensor) -> StorageWeakRef:
     """Return a weak reference to a tensor's storage; its ``cdata`` is :func:`key_of`."""
-    return StorageWeakRef(_plain(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+    return StorageWeakRef(_plain(tensor).untyped_storage())
 
 
 def has_died(reference: StorageWeakRef) -> bool:
     """Return whether a storage was freed."""
-    return bool(reference.expired())  # type: ignore[no-untyped-call]
+    return bool(reference.expired())
 
 
 def num_bytes(tensor: Tensor) -> int:

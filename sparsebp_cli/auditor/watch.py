@@ -100,7 +100,7 @@ def _only_clears_or_views(operator: Any, known: set[int], outputs: list[Tensor])
 _LOSSES = (_ATEN.nll_loss_forward, _ATEN.nll_loss2d_forward)
 
 
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorWatch(TorchDispatchMode):
     """Fills a ledger; runs every operator unchanged.
 
     ``shape_of`` and ``bit_of`` give the shape and the bit of a parameter by its name.

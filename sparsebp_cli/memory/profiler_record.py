@@ -141,14 +141,14 @@ class MemoryRecord:
             raise UsageError("memory cannot be traced while a profiler of PyTorch runs: take one of them at a time")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise kineto logs its start and end to stderr
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        self._profile.__enter__()  # type: ignore[no-untyped-call]
+        self._profile.__enter__()
         _mark("start")
         return self
 
     def __exit__(self, *error: object) -> None:
         """Stop."""
         assert self._profile is not None
-        self._profile.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._profile.__exit__(*error)
 
     def note(self, tensor: Tensor, part: Part) -> None:
         """Record the purpose of a tensor's storage, for the whole of its life."""

@@ -130,7 +130,7 @@ def _packs_noted(note: Callable[[object], None]) -> Iterator[None]:
 
 def _hook_first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Callable[[], None]:
     """Register a hook before others: an eager update's own hook frees the gradient."""
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)
     hooks: dict[int, object] = parameter._post_accumulate_grad_hooks  # noqa: SLF001 - hooks cannot be ordered otherwise
     others = {key: value for key, value in hooks.items() if key != handle.id}
     mine = hooks[handle.id]

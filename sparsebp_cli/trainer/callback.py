@@ -226,7 +226,7 @@ class PolicyCallback(TrainerCallback):
     ) -> T:
         folder = resume_from_checkpoint
         if folder is True:
-            folder = get_last_checkpoint(self._arguments.output_dir)  # type: ignore[no-untyped-call]
+            folder = get_last_checkpoint(self._arguments.output_dir)
         self._resumed = None
         if folder:
             stored = load_state(Path(folder) / self._file_name, self._arguments.device)

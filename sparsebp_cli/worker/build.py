@@ -50,7 +50,7 @@ def build_training(
     snapshot, damaged = _load_checkpoint(checkpoints, ranks)
     guard = ResumeCheck(plan, run, journal, ranks, snapshot)
     _note_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
-    disable_progress_bar()  # type: ignore[no-untyped-call]  # the log is read by people and by programs
+    disable_progress_bar()  # the log is read by people and by programs
     accelerator = _build_accelerator(recipe, ranks)
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)

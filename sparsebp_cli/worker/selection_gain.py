@@ -104,7 +104,7 @@ class RowNorms:
                 norms = _norms(grad)
                 self.sums.setdefault(name, NormSums()).add(norms if x_norm is None else norms * x_norm)
 
-            first.register_hook(gradient_hook)  # type: ignore[no-untyped-call]
+            first.register_hook(gradient_hook)
 
         return forward_hook
 

@@ -75,7 +75,8 @@ class BeforeOverride(ForwardOverride):
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.is_removed or self.site.form != "rows":
-            return cast("Tensor", call_module(self.module, x))
+            output: Tensor = call_module(self.module, x)
+            return output
         self.shown = weakref.ref(x)
         return x
 
@@ -120,7 +121,7 @@ class AfterOverride(ForwardOverride):
         site, pending = self.site, self.site.pending
         site.pending = None
         if pending is None:
-            output = cast("Tensor", call_module(self.module, x))
+            output: Tensor = call_module(self.module, x)
             return _mask_gradient(output, site) if site.form == "masked" and not self.is_removed else output
         stream, call = pending
         _check_same(x, lambda: stream, f"{site.branch.name!r} and the norm after it")

@@ -8,9 +8,11 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, cast, final
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sparsebp_cli.backward.branch.branch import Branch
 from sparsebp_cli.backward.branch.forward import AfterOverride, BeforeOverride, BranchSite, CoreOverride
+from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
 from sparsebp_cli.backward.linear.site import find_linears
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @final
-class BranchAdapter:
+class BranchAdapter(SiteAdapter):
     """Attaches an engine to every residual branch; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
     ``exclude`` has globs over module names; a branch whose core matches stays dense. Raises :class:`UsageError` if a
@@ -64,7 +66,8 @@ class BranchAdapter:
     def remove(self) -> None:
         self._patches.remove()
 
-    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
+    @override
+    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
 

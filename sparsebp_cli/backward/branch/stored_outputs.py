@@ -13,6 +13,7 @@ from functools import partial
 from typing import cast, final
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from sparsebp_cli.backward.branch.branch import Branch, Call
 from sparsebp_cli.backward.linear.function import WeightLayout
@@ -29,7 +30,7 @@ def record_outputs(branch: Branch, call: Call) -> Iterator[None]:
     unusable: set[str] = set()
 
     def keep(name: str, module: nn.Module, x: Tensor) -> Tensor:
-        output = cast("Tensor", call_module(module, x))
+        output: Tensor = call_module(module, x)
         if name in call.kept:
             unusable.add(name)  # called twice
         call.kept[name], versions[name] = output, version_of(output)
@@ -89,7 +90,8 @@ class _StoredOutputLayout(WeightLayout):
     def __init__(self, form: WeightLayout, kept: Tensor | None, index_K: Tensor | None) -> None:
         self.form, self.kept, self.index_K, self.output_dim = form, kept, index_K, form.output_dim
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # noqa: ARG002 - nothing to multiply
+    @override
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.kept is None:
             return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[self.output_dim])
         if self.index_K is None:

@@ -68,7 +68,7 @@ def find_decoder(model: nn.Module) -> Decoder:
     causal = next((module for module in model.modules() if _has_head(module)), None)
     if causal is None:
         raise UnsupportedError(f"token selection needs a causal language model of transformers, got {_name(model)}")
-    config = cast("Any", causal).config
+    config: Any = causal.config
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
             raise UnsupportedError(f"token selection needs a decoder alone; {_name(causal)} has {option}")

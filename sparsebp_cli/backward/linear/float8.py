@@ -169,7 +169,8 @@ class _Float8Product(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource) -> Tensor:
         ctx.set_materialize_grads(False)
-        form = cast("Float8Layout", decider.form)
+        form = decider.form
+        assert isinstance(form, Float8Layout)
         ctx.decider, ctx.input_shape, ctx.rest = decider, x.shape, None
         ctx.bias_dtype = None if bias is None else bias.dtype
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
@@ -188,7 +189,8 @@ class _Float8Product(Function):
         if grad is None:
             return None, None, None, None
         (kept, scale, weight), decider = ctx.saved_tensors, ctx.decider
-        form, needs = cast("Float8Layout", decider.form), Needs(*ctx.needs_input_grad[:3])
+        form, needs = decider.form, Needs(*ctx.needs_input_grad[:3])
+        assert isinstance(form, Float8Layout)
         grad_NO, selection = decider.decide(
             grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], ctx.input_shape[-1], needs
         )

@@ -337,7 +337,7 @@ def _elements(
 
 
 def _csr_pays(grad_NO: Tensor, elements: Elements) -> bool:
-    mkl: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    mkl: bool = torch.backends.mkl.is_available()
     backed = grad_NO.is_cuda or (mkl and grad_NO.dtype in (torch.float32, torch.float64))
     return backed and elements.index_K.numel() < CSR_BELOW * grad_NO.numel()
 

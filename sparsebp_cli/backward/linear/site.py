@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, cast, final
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
 from sparsebp_cli.backward.linear.function import (
@@ -72,7 +74,7 @@ def find_linears(model: nn.Module, exclude: Iterable[str] = ()) -> FoundLinears:
 
 
 @final
-class LinearAdapter:
+class LinearAdapter(SiteAdapter):
     """The outputs of all covered linears; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
     ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
@@ -102,7 +104,8 @@ class LinearAdapter:
     def remove(self) -> None:
         self._patches.remove()
 
-    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:  # noqa: ARG002 - the sites do all
+    @override
+    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         return nullcontext()
 
 
@@ -135,7 +138,8 @@ class LinearOverride(ForwardOverride):
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
-            return cast("Tensor", call_module(self.module, *args, **kwargs))
+            output: Tensor = call_module(self.module, *args, **kwargs)
+            return output
         if kwargs or len(args) != 1:  # the input may be passed by name: linear(input=x)
             args = signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
         _refuse_transforms(self.name)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import SiteCost
 from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.node.hooks import Gradients, Visitor, visiting
@@ -96,12 +98,13 @@ class NodeAdapter:
         return True
 
 
-class NoCost:
+class NoCost(SiteCost):
     """The cost of a node: masked gradients are multiplied as zeros, so no policy claims to save anything."""
 
     pads = False
 
-    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:  # noqa: ARG002 - nothing depends on it
+    @override
+    def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return zero dense and claimed FLOPs."""
         return FlopEstimate(0.0, 0.0)
 
@@ -125,7 +128,8 @@ class SelectorVisitor(Visitor):
         )
         return grads if all(a is b for a, b in zip(selected, grads, strict=True)) else selected
 
-    def after(self, place: GraphNode, results: Gradients) -> Gradients:  # noqa: ARG002 - selected where it enters
+    @override
+    def after(self, place: GraphNode, results: Gradients) -> Gradients:
         return results
 
     def _select(self, name: str, module: str, grad: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ def _watch(output: object, check: Callable[[], None]) -> None:
     """Call ``check`` when a gradient enters the model's output, to refuse a backward pass from outside."""
     if isinstance(output, Tensor):
         if output.requires_grad:
-            output.register_hook(lambda _: check())  # type: ignore[no-untyped-call]
+            output.register_hook(lambda _: check())
     elif isinstance(output, dict | list | tuple):
         for part in output.values() if isinstance(output, dict) else output:
             _watch(part, check)

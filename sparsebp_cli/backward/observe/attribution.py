@@ -2,8 +2,7 @@
 
 Every node takes the next number of its thread when it is created. The counter is recorded at a module's entry and exit,
 and a number between them belongs to that module, the innermost of several. ``FlopCounterMode`` instead credits modules
-that share an input with each other's backward. Both names, ``_get_sequence_nr`` and ``Node._sequence_nr``, are private
-to PyTorch; the tests check them for the installed release.
+that share an input with each other's backward.
 """
 
 from __future__ import annotations
@@ -15,6 +14,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from sparsebp_cli.backward.observe.internals import (
+    current_pass,
+    forward_hooks_of,
+    next_sequence_number,
+    sequence_number_of,
+)
 from sparsebp_cli.backward.patch.forward import NotCopyable
 
 # A model of a few hundred modules makes a thousand records per forward, so at least the last hundred forwards are kept.
@@ -65,7 +70,7 @@ class Attribution:
 
     def name_of(self, node: Node) -> str | None:
         """Return the innermost module that created a node, which must not be a leaf; see :meth:`name_at`."""
-        return self.name_at(node._sequence_nr())  # noqa: SLF001 - the module's docstring
+        return self.name_at(sequence_number_of(node))
 
     def enter(self, name: str) -> None:
         """Record that a module's forward begins."""
@@ -81,7 +86,7 @@ class Attribution:
             self._at_exit(output)
 
     def _note(self, name: str | None) -> None:
-        number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
+        number = next_sequence_number()
         if self._starts and self._starts[-1] > number:  # the forward moved to another thread, with its own counter
             self._starts, self._names = [], []
         if self._starts and self._starts[-1] == number:  # no node was created since
@@ -95,8 +100,7 @@ class Attribution:
 
 def is_watched(module: nn.Module) -> bool:
     """Return whether an engine watches the output of a module."""
-    hooks = module._forward_hooks.values()  # noqa: SLF001 - hooks have no public list
-    return any(isinstance(hook, _Exit) and hook.is_watched for hook in hooks)
+    return any(isinstance(hook, _Exit) and hook.is_watched for hook in forward_hooks_of(module))
 
 
 class _Hook(NotCopyable):
@@ -109,7 +113,7 @@ class _Hook(NotCopyable):
 class _Entry(_Hook):
     """Hook before a module's forward."""
 
-    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, *_: object) -> None:
         if not is_left_out():
             self._call(self._name)
 
@@ -121,7 +125,7 @@ class _Exit(_Hook):
         super().__init__(call, name)
         self.is_watched = is_watched
 
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
         if not is_left_out():
             self._call(self._name, output)
 
@@ -129,4 +133,4 @@ class _Exit(_Hook):
 def is_left_out() -> bool:
     """Return whether nodes created now cannot be attributed: under torch.compile, and in a backward."""
     # A compiled module is a single node. A forward inside a backward pass repeats an earlier one.
-    return torch.compiler.is_compiling() or bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+    return torch.compiler.is_compiling() or current_pass() is not None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from sparsebp_cli.backward.observe.internals import outputs_of
 from sparsebp_cli.backward.patch.forward import NotCopyable
 
 # Arguments of models whose first dimension is examples.
@@ -62,7 +63,7 @@ class BatchNote(NotCopyable):
     def __init__(self, note: Callable[[frozenset[int]], None]) -> None:
         self._note = note
 
-    def __call__(self, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:  # noqa: ARG002
+    def __call__(self, _: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """Report the sizes, except under torch.compile."""
         if not torch.compiler.is_compiling():
             self._note(frozenset(_sizes(args, kwargs)))
@@ -129,9 +130,7 @@ def _joined_from(x: Tensor) -> tuple[int, ...] | None:
 def _row_inputs(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
     """Yield the inputs whose row i is all that row i of the output depends on, as far as known."""
     inputs = [
-        (child, tuple(child._input_metadata[output].shape))  # noqa: SLF001 - the same
-        for child, output in node.next_functions
-        if child is not None
+        (child, tuple(outputs_of(child)[output].shape)) for child, output in node.next_functions if child is not None
     ]
     name = node.name()
     if name in _ROW_BY_ROW or name in _RESHAPES:
@@ -139,7 +138,7 @@ def _row_inputs(node: Node) -> Iterator[tuple[Node, tuple[int, ...]]]:
     elif name in _PRODUCTS or (isinstance(node, BackwardCFunction) and hasattr(node, "decider")):
         child, output = node.next_functions[_PRODUCTS.get(name, 0)]
         if child is not None:
-            yield child, tuple(child._input_metadata[output].shape)  # noqa: SLF001
+            yield child, tuple(outputs_of(child)[output].shape)
 
 
 def find_time_first(model: nn.Module) -> frozenset[str]:

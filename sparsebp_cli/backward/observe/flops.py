@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import flop_registry
 
+from sparsebp_cli.backward.observe.internals import count_stored
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace, is_in_backward
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def counting_now() -> FlopCount | None:
     return modes[-1].count if modes else None
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counting(TorchDispatchMode):
     def __init__(self, count: FlopCount, modules: ModuleTrace | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.count, self.modules = count, modules
@@ -165,9 +166,9 @@ def _grouped(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> int:
 
 def _product(a: torch.Tensor, b: torch.Tensor, *_: object, **__: object) -> int:
     if _is_sparse(a):
-        return 2 * a._nnz() * (b.shape[1] if b.dim() == 2 else 1)  # noqa: SLF001 - the only name for it
+        return 2 * count_stored(a) * (b.shape[1] if b.dim() == 2 else 1)
     if _is_sparse(b):
-        return 2 * b._nnz() * a.shape[0]  # noqa: SLF001 - the same
+        return 2 * count_stored(b) * a.shape[0]
     return 2 * a.numel() * (b.shape[1] if b.dim() == 2 else 1)
 
 

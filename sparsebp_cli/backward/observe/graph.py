@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from sparsebp_cli.backward.observe.internals import sequence_number_of
 from sparsebp_cli.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _refuse_hiding(node: Node) -> None:
 
 
 def _order(node: Node) -> int:
-    return node._sequence_nr()  # noqa: SLF001 - as Attribution does
+    return sequence_number_of(node)
 
 
 def _is_leaf(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """What PyTorch and transformers tell only under private names, each behind a function that says why it is needed.
 
-Names that read the autograd graph alone are in :mod:`sparsebp_cli.backward.observe.loss_graph` and
-:mod:`sparsebp_cli.backward.observe.example_rows`. `make test-oldest` runs all of them with the oldest versions allowed.
+Names of operators, and of what single kinds of nodes save, are where these kinds are told apart. `make test-oldest`
+runs all of them with the oldest versions that are allowed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.autograd.variable import Variable
 
 # torch.func (vmap, grad, jacrev) has no public query. An alias, not a function: every call of a linear asks.
 are_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
@@ -43,6 +44,35 @@ def outputs_of(node: Node) -> Sequence[OutputMetadata]:
     return metadata
 
 
+def sequence_number_of(node: Node) -> int:
+    """Return the number that autograd gave a node when it was created; autograd's own order of a backward."""
+    number: int = node._sequence_nr()  # noqa: SLF001
+    return number
+
+
+def next_sequence_number() -> int:
+    """Return the number that the next node of this thread will get. A node itself does not tell its module."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
+    return number
+
+
+def current_pass() -> int | None:
+    """Return the number of the backward pass that runs in this thread; None outside of one."""
+    number: int = torch._C._current_graph_task_id()  # noqa: SLF001
+    return None if number == -1 else number
+
+
+def running_node() -> Node | None:
+    """Return the node that autograd runs in this thread, for attributing what its kernel multiplies."""
+    node: Node | None = torch._C._current_autograd_node()  # noqa: SLF001
+    return node
+
+
+def call_after_pass(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running has ended; DDP ends its reduction in the same way."""
+    Variable._execution_engine.queue_callback(function)  # noqa: SLF001
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; autograd checks saved tensors by the same counter.
 
@@ -70,10 +100,20 @@ def has_backward_hooks(part: nn.Module | Tensor) -> bool:
     return bool(part._backward_hooks or getattr(part, "_backward_pre_hooks", None))  # noqa: SLF001
 
 
-def hooks_after_accumulation(parameter: Tensor) -> list[object]:
+def forward_hooks_of(module: nn.Module) -> list[object]:
+    """Return the hooks that run after a module's forward; they can be added but not listed."""
+    return list(module._forward_hooks.values())  # noqa: SLF001
+
+
+def hooks_after_accumulation(parameter: Tensor) -> list[Callable[[Tensor], object]]:
     """Return the hooks that run once a parameter's gradient is accumulated; they can be added but not listed."""
-    hooks: dict[int, object] | None = parameter._post_accumulate_grad_hooks  # noqa: SLF001
+    hooks: dict[int, Callable[[Tensor], object]] | None = parameter._post_accumulate_grad_hooks  # noqa: SLF001
     return list((hooks or {}).values())
+
+
+def count_stored(tensor: Tensor) -> int:
+    """Return the number of entries that a sparse tensor stores, in any layout."""
+    return tensor._nnz()  # noqa: SLF001
 
 
 def count_sparse_bytes(gradient: Tensor) -> int:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparsebp_cli.backward.observe.internals import hooks_after_accumulation
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
@@ -53,6 +55,5 @@ def accumulate(leaf: Tensor, grad: Tensor, *, is_spare: bool) -> None:
     else:
         leaf.grad += here
     # Calling autograd's own accumulation instead would run hooks of `register_hook` a second time.
-    hooks = leaf._post_accumulate_grad_hooks or {}  # noqa: SLF001 - no public name; covered by tests
-    for hook in list(hooks.values()):
+    for hook in hooks_after_accumulation(leaf):
         hook(leaf)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from sparsebp_cli.backward.observe.internals import outputs_of
+
 Shape = tuple[int, ...]
 
 # Kinds of nodes that run other nodes, among which sites may be hidden.
@@ -111,7 +113,7 @@ _WITHOUT_PRODUCTS = ("_MaskGradientBackward", "_DDPSinkBackward")
 
 
 def _output(node: Any) -> Shape:
-    return tuple(node._input_metadata[0].shape)  # noqa: SLF001 - shapes of nodes have no public name
+    return tuple(outputs_of(node)[0].shape)
 
 
 def _input(node: Node, number: int) -> Shape | None:
@@ -119,7 +121,7 @@ def _input(node: Node, number: int) -> Shape | None:
     if number >= len(node.next_functions):
         return None
     child, output = node.next_functions[number]
-    return None if child is None else tuple(child._input_metadata[output].shape)  # noqa: SLF001
+    return None if child is None else tuple(outputs_of(child)[output].shape)
 
 
 def _product(first: int) -> Callable[[Node], float | None]:

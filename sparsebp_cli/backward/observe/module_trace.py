@@ -14,13 +14,18 @@ from bisect import bisect_right
 from types import TracebackType
 from typing import Self
 
-import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.autograd.variable import Variable
 from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.backward.observe.attribution import Attribution
+from sparsebp_cli.backward.observe.internals import (
+    call_after_pass,
+    current_pass,
+    next_sequence_number,
+    running_node,
+    sequence_number_of,
+)
 
 
 class _ThreadState(threading.local):
@@ -78,10 +83,10 @@ class ModuleTrace:
         state = self._thread
         if state.running:
             return state.running[-1]
-        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; covered by tests
+        node = running_node()
         if node is None:
             return ""
-        number: int = node._sequence_nr()  # noqa: SLF001 - the same
+        number = sequence_number_of(node)
         if self._is_inner_pass():
             place = bisect_right(state.starts, number) - 1
             return (state.names[place] if place >= 0 else None) or state.outer
@@ -109,16 +114,16 @@ class ModuleTrace:
         if not is_in_backward():
             return
         state = self._thread
-        state.starts.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+        state.starts.append(next_sequence_number())
         state.names.append(state.running[-1] if state.running else None)
 
     def _is_inner_pass(self) -> bool:
-        this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
-        if this == -1:  # the node was called directly, not by the engine
+        this = current_pass()
+        if this is None:  # the node was called directly, not by the engine
             return False
         if this not in self._passes:
             self._passes.append(this)
-            Variable._execution_engine.queue_callback(lambda: self._end(this))  # noqa: SLF001 - as DDP does
+            call_after_pass(lambda: self._end(this))
         return self._passes[0] != this
 
     def _end(self, number: int) -> None:
@@ -128,14 +133,14 @@ class ModuleTrace:
 
 def is_in_backward() -> bool:
     """Whether this thread is inside a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001 - no public name; covered by tests
+    return current_pass() is not None
 
 
 class _Entry:
     def __init__(self, trace: ModuleTrace, name: str) -> None:
         self._trace, self._name = trace, name
 
-    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, *_: object) -> None:
         self._trace.enter(self._name)
 
 
@@ -143,5 +148,5 @@ class _Exit:
     def __init__(self, trace: ModuleTrace) -> None:
         self._trace = trace
 
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, *_: object) -> None:
         self._trace.leave()

@@ -89,7 +89,7 @@ def replace_forwards(replacements: Iterable[tuple[nn.Module, Callable[..., objec
 def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Return a function that runs outside of ``torch.compile``, also where compiled code calls it."""
     # torch.compiler, since importing torch._dynamo takes seconds; its functions have no types.
-    result: Callable[_Arguments, _Result] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    result: Callable[_Arguments, _Result] = torch.compiler.disable(function)
     return result
 
 

@@ -53,7 +53,7 @@ class ExampleExtension:
                 f"labels, got {type(model).__name__}"
             )
         self._policy, self._model, self._patches = policy, found, ForwardPatches()
-        head: object = found.get_output_embeddings()  # type: ignore[no-untyped-call]
+        head: object = found.get_output_embeddings()
         self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
 
     def install(self, engine: EngineView) -> None:

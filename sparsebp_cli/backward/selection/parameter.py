@@ -121,7 +121,7 @@ class _DetachLeaf(NotCopyable):
     to the embeddings whatever is trained.
     """
 
-    def __call__(self, module: nn.Module, args: object, output: object) -> Tensor | None:  # noqa: ARG002 - torch's signature
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> Tensor | None:
         if isinstance(output, Tensor) and output.is_leaf and output.requires_grad:
             return output.detach()
         return None

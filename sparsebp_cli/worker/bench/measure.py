@@ -65,7 +65,7 @@ def measure(request: Request, report: Callable[[str, int, int], None]) -> Benchm
 
 def build_subject(request: Request) -> Subject:
     """Build the model and a batch of random tokens on their device; which tokens they are does not change times."""
-    disable_progress_bar()  # type: ignore[no-untyped-call]
+    disable_progress_bar()
     if request.device == "cuda" and not torch.cuda.is_available():
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
     device = "cuda" if request.device != "cpu" and torch.cuda.is_available() else "cpu"

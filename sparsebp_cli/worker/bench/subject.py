@@ -93,7 +93,7 @@ class Subject:
             tick()
             loss = self.loss(variant)
             tick()
-            loss.backward() if engine is None else engine.backward(loss)  # type: ignore[no-untyped-call]
+            loss.backward() if engine is None else engine.backward(loss)
             tick()
             self._optimizer.step()
             tick()
@@ -109,7 +109,7 @@ class Subject:
                 loss = self.loss(variant)
             stored = saved.total  # while the graph lives
             with count_flops() as backward:
-                loss.backward() if engine is None else engine.backward(loss)  # type: ignore[no-untyped-call]
+                loss.backward() if engine is None else engine.backward(loss)
             claim = None if engine is None else engine.claim()
             kept = None if engine is None else engine.report().kept_share
         del loss

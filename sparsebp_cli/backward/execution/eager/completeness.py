@@ -146,7 +146,7 @@ class UseCounter:
 
     def _leave(self, *_: object) -> None:
         if self._modes:
-            self._modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._modes.pop().__exit__(None, None, None)
 
 
 class _Counting(TorchFunctionMode):

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
+from sparsebp_cli.backward.core.extension import EngineExtension
 from sparsebp_cli.backward.core.report import EagerReport
 from sparsebp_cli.backward.execution.eager.clipping import Clipping, norm_of, total_of
 from sparsebp_cli.backward.execution.eager.completeness import GradientCompleteness
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy import Step
 
 
-class EagerUpdate:
+class EagerUpdate(EngineExtension):
     """Updates parameters during a backward; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     Parameters of the optimizer that are not in the model are updated in the same way. Raises
@@ -77,7 +79,8 @@ class EagerUpdate:
     def enable(self, enabled: bool) -> None:
         """Do nothing: outside of :meth:`run_pass` a backward leaves gradients in ``.grad``."""
 
-    def start_step(self, step: Step) -> None:  # noqa: ARG002 - all steps are alike
+    @override
+    def start_step(self, step: Step) -> None:
         self._has_updated, self._interrupted = False, ""
 
     @property
@@ -212,7 +215,7 @@ class EagerUpdate:
         """Hook the trainable parameters; called before each pass, since a frozen one may be unfrozen later."""
         for parameter in self._stepper.parameters:
             if parameter.requires_grad and parameter not in self._hooks:
-                handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 self._hooks[parameter] = handle
 
     def _on_gradient(self, parameter: Tensor) -> None:

@@ -86,7 +86,7 @@ class NoGradientHook:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __call__(self, grad: Tensor) -> NoReturn:  # noqa: ARG002 - torch's signature
+    def __call__(self, _: Tensor) -> NoReturn:
         raise UnsupportedError(
             f"segments: the loss uses what {self._name!r} computes inside a segment, where there is no graph: "
             "only outputs of segments, and the last segment, have one"

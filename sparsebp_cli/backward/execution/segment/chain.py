@@ -118,7 +118,7 @@ class _SegmentRun:
         """
         guarded = tensor.detach()
         if guarded.is_floating_point() or guarded.is_complex():
-            guarded.requires_grad_().register_hook(NoGradientHook(f"segment {self._number}"))  # type: ignore[no-untyped-call]
+            guarded.requires_grad_().register_hook(NoGradientHook(f"segment {self._number}"))
         return guarded
 
     def run_backward(self, store: GradStore) -> None:

@@ -160,7 +160,7 @@ class _StartHook:
     def __init__(self, segments: Segments) -> None:
         self._start = uncompiled(segments.start_forward)
 
-    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002 - torch's signature
+    def __call__(self, *_: object) -> None:
         if torch.is_grad_enabled():
             self._start()
 

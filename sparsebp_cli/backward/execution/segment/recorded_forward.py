@@ -166,7 +166,7 @@ class RecordedForward:
         """Return a detached tensor with a hook that refuses gradients, for tensors inside the segment."""
         guarded = leaf.detach()
         if _is_differentiable(guarded) and any(t.requires_grad for t in (*self.parameters, *self.given)):
-            guarded.requires_grad_().register_hook(NoGradientHook(self.names[len(self._calls) - 1]))  # type: ignore[no-untyped-call]
+            guarded.requires_grad_().register_hook(NoGradientHook(self.names[len(self._calls) - 1]))
         return guarded
 
     def _refuse_between(self) -> NoReturn:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,8 @@ class LayerStack:
 
     def __init__(self, decoder: Decoder, implementation: str, plan: RowPlan, shape: tuple[int, int]) -> None:
         self._decoder, self._plan, self._length = decoder, plan, shape[1]
-        self._views, self._dropped = Views.of(decoder, implementation, plan, shape), cast("Tensor | None", None)
+        self._views = Views.of(decoder, implementation, plan, shape)
+        self._dropped: Tensor | None = None
         # Most models pass the same tensors to every layer, which are then restricted once.
         self._arguments: dict[str, object] | None = None
         self._restricted: dict[int, dict[str, object]] = {}
@@ -121,7 +121,8 @@ class Views:
     def of(cls, decoder: Decoder, implementation: str, plan: RowPlan, shape: tuple[int, int]) -> Views:
         """Return the views of a plan; ``shape`` is B and T."""
         before = () if plan.dropped is None else (plan.dropped,)
-        carried, dropped = AttentionView.of(plan.carried, *before), cast("AttentionView | None", None)
+        carried = AttentionView.of(plan.carried, *before)
+        dropped: AttentionView | None = None
         first = sum(rows.num_rows for rows in before)
         trained_positions = AttentionView(plan.trained_positions, carried.keys, first + plan.trained.position_BK)
         if plan.dropped is not None:
