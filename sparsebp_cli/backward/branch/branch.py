@@ -8,7 +8,6 @@ unchanged, and the last one runs the whole piece.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from sparsebp_cli.backward.branch.dropout import DropoutRecorder, DropoutTape
 from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.decoder.layout import AttentionLayout
+from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import call_module
 from sparsebp_cli.backward.patch.rng import capture_generators
@@ -72,7 +72,7 @@ class Branch:
     def _keys_are_narrow(self, attention: AttentionLayout) -> bool:
         """Whether keys and values together are no wider than the residual stream, which is stored in any case."""
         widths = [
-            form.by_output(cast("Tensor", module.weight)).shape
+            form.by_output(weight_of(module)).shape
             for name, module, form in self.linears
             if name.removesuffix(".base_layer") in attention.key_value
         ]
@@ -119,11 +119,14 @@ class Branch:
     def run_core(self, x: Tensor, call: Call, **changes: object) -> Tensor:
         """Run the core alone on the output of the norm before it."""
         output = call_module(self.core, x, *call.args, **(call.kwargs | changes))
-        return cast("Tensor", output[0] if isinstance(output, tuple) else output)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
     def finish(self, x: Tensor) -> Tensor:
         """Run the norm after the core, if there is one."""
-        return x if self.after is None else cast("Tensor", call_module(self.after, x))
+        if self.after is not None:
+            x = call_module(self.after, x)
+        return x
 
 
 def autocast_as(call: Call, device: torch.device) -> torch.autocast:

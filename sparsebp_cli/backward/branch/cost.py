@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparsebp_cli.backward.branch.stored_outputs import is_recomputed
 from sparsebp_cli.backward.core.report import FlopEstimate
 from sparsebp_cli.backward.decoder.decoder import attention_name
+from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.policy import Rows, Selection
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class BranchCost:
     def _linears(self) -> Iterator[_Linear]:
         attention, num_rows = self.branch.attention, prod(self.batch_shape)
         for name, module, _ in self.branch.linears:
-            weight = cast("Tensor", module.weight)
+            weight = weight_of(module)
             flops = 2.0 * num_rows * weight.numel()
             yield _Linear(
                 forward=flops,
@@ -96,4 +97,4 @@ def _attention_width(branch: Branch) -> int:
     """Return heads times head width: the input width of the output projection."""
     assert branch.attention is not None
     output: nn.Module = getattr(branch.core, branch.last)
-    return int(output.nx if hasattr(output, "nx") else output.in_features)  # type: ignore[arg-type]
+    return int(getattr(output, "nx" if hasattr(output, "nx") else "in_features"))

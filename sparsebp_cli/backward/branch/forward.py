@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,8 @@ class AfterOverride(ForwardOverride):
             return _mask_gradient(output, site) if site.form == "masked" and not self.is_removed else output
         stream, call = pending
         _check_same(x, lambda: stream, f"{site.branch.name!r} and the norm after it")
-        return cast("Tensor", SparseRecompute.apply(stream, site, call, *site.branch.parameters()))  # type: ignore[no-untyped-call]
+        recomputed: Tensor = SparseRecompute.apply(stream, site, call, *site.branch.parameters())  # type: ignore[no-untyped-call]
+        return recomputed
 
 
 def _check_same(x: Tensor, shown: Callable[[], Tensor | None] | None, between: str) -> None:
@@ -143,7 +144,8 @@ def _run_masked(site: BranchSite, args: tuple[object, ...], kwargs: dict[str, ob
 
 
 def _mask_gradient(output: Tensor, site: BranchSite) -> Tensor:
-    return cast("Tensor", _MaskGradient.apply(output, site))  # type: ignore[no-untyped-call]
+    masked: Tensor = _MaskGradient.apply(output, site)  # type: ignore[no-untyped-call]
+    return masked
 
 
 @final
@@ -154,7 +156,7 @@ class _MaskGradient(Function):
     def forward(ctx: Any, output: Tensor, site: BranchSite) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.site = site
-        return output.view_as(output)
+        return output.view_as(output)  # autograd gives a node to a new tensor only, and this one costs no memory
 
     @staticmethod
     @once_differentiable

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast, final
+from typing import final
 
 from torch import Tensor, nn
 from typing_extensions import override
 
 from sparsebp_cli.backward.branch.branch import Branch, Call
-from sparsebp_cli.backward.linear.function import WeightLayout
+from sparsebp_cli.backward.linear.function import WeightLayout, weight_of
 from sparsebp_cli.backward.linear.site import run_linear
 from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
@@ -79,7 +79,7 @@ def _is_kept(branch: Branch, name: str, *, stores: bool) -> bool:
 def _replay(module: nn.Module, form: WeightLayout, kept: Tensor | None, index_K: Tensor | None, x: Tensor) -> Tensor:
     known_form = _StoredOutputLayout(form, kept, index_K)
     if not (x.requires_grad or any(p.requires_grad for p in module.parameters(recurse=False))):
-        return known_form.forward(x, cast("Tensor", module.weight), None)
+        return known_form.forward(x, weight_of(module), None)
     return run_linear(module, x, _Dense(known_form))
 
 

@@ -247,6 +247,7 @@ class SiteDecisions:
             before = _fit(before, shape, site.name)
             grad_NO = _add_where_both_are(grad_NO.view(shape), before.to(grad_NO.dtype)).view(grad_NO.shape)
         selection = policy.select(grad_NO, site, step)
+        # What is stored is what the kernel leaves out, weights included, so the sum over steps loses nothing.
         kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
         left = (grad_NO - kept_NO).view(shape)
         self.residuals[key] = left if before is None else _retain_unmatched(left, before)

@@ -157,7 +157,7 @@ class Engine:
         before the forward, since that work is not in the graph.
         """
         number = self._counter.num_backwards + 1
-        if not self.enabled or self._clock.draw or number & (number - 1):
+        if not self.enabled or self._clock.draw or number & (number - 1):  # 0 for powers of two alone
             return False
         unknown = self._counter.products.unknown
         if self.leaves_out:
@@ -326,6 +326,7 @@ class Engine:
     def detach(self) -> None:
         """Restore the model as it was before ``attach``. Further calls do nothing."""
         if self._attached:
+            # The last installed first, since an override restores the forward that it found.
             for extension in reversed(self.extensions):
                 extension.remove()
             self._adapter.remove()

@@ -29,8 +29,7 @@ def check_dtype(dtype: object) -> None:
 
 def check_max_norm(max_norm: object) -> None:
     """Raise :class:`UsageError` unless the value is a number above 0."""
-    is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
-    if not (is_number and max_norm > 0):  # type: ignore[operator]
+    if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
         raise UsageError(f"max_norm must be a number above 0, got {max_norm!r}")
 
 

@@ -56,6 +56,13 @@ class SelectionSource(Protocol):
         """Return the gradient to use and the selection of it; None for all of it."""
 
 
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a linear, which ``nn.Module`` may declare as any tensor or module."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 class WeightLayout(ABC):
     """How a linear layer stores its weight and multiplies."""
 
@@ -64,11 +71,12 @@ class WeightLayout(ABC):
 
     def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
         """Run the layer with a backward that calls the policy."""
-        weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
+        weight, bias = weight_of(module), cast("Tensor | None", module.bias)
         if torch.is_autocast_enabled(x.device.type):
             # Outside of the Function, so that autograd records the casts and returns gradients in full precision.
-            x, weight, bias = (_autocast(t) for t in (x, weight, bias))  # type: ignore[assignment]
-        return cast("Tensor", SelectedLinear.apply(x, weight, bias, decider))  # type: ignore[no-untyped-call]
+            x, weight, bias = _autocast(x), _autocast(weight), None if bias is None else _autocast(bias)
+        output: Tensor = SelectedLinear.apply(x, weight, bias, decider)  # type: ignore[no-untyped-call]
+        return output
 
     def share(self, selection: type[Selection] | None, budget: float) -> float:
         """Return the share of the dense multiplications that remains; see :func:`kernel_share`."""
@@ -158,10 +166,12 @@ class SelectedLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource) -> Tensor:
+        # A missing gradient stays None; as zeros it would be multiplied, and the policy would decide about it.
         ctx.set_materialize_grads(False)
         ctx.decider, ctx.input_shape = decider, x.shape
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.order = _order(decider.form, x, frozen=not needs_wgrad)
+        # Not as attributes: autograd checks saved tensors for changes in place, and hooks may move them to the host.
         ctx.save_for_backward(x if needs_wgrad else None, weight if needs_dgrad else None)
         # Some layouts return a view. Autograd forbids in-place changes of a view created inside a Function, so the view
         # is detached.
@@ -209,6 +219,7 @@ def _order(form: WeightLayout, x: Tensor, *, frozen: bool) -> _Order:
     if not folds:
         return _Order("batched" if frozen else "rows", flat_bias)
     x_ND = x.view(-1, x.shape[-1])
+    # A product with a transposed operand adds in another order, so its last bits differ.
     by_columns = x_ND.stride(0) == 1 and x_ND.stride(1) == x_ND.shape[0]
     return _Order("columns" if by_columns else "rows", flat_bias)
 
@@ -227,10 +238,10 @@ def _dense_bias_grad(grad: Tensor, order: _Order) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0) if order.flat_bias else grad.sum_to_size(grad.shape[-1:])
 
 
-def _autocast(tensor: Tensor | None) -> Tensor | None:
+def _autocast(tensor: Tensor) -> Tensor:
     # Autocast itself casts floating-point arguments except float64. It also caches the cast of a weight, so that the
     # gradients of a layer used twice are summed in low precision; here they are summed in full precision.
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 

@@ -30,6 +30,7 @@ from sparsebp_cli.backward.linear.function import (
     Needs,
     SelectionSource,
     WeightLayout,
+    weight_of,
 )
 from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.observe.internals import are_transforms_active
@@ -113,7 +114,7 @@ def _is_plain(module: nn.Module) -> bool:
     """Whether a layer's weight is an ordinary real tensor: not parametrized, quantised or sharded."""
     if is_parametrized(module):
         return False
-    weight = cast("Tensor", module.weight)
+    weight = weight_of(module)
     return type(weight.data) is Tensor and not weight.is_complex() and weight.numel() > 0
 
 
@@ -217,8 +218,8 @@ def _refuse_transforms(name: str) -> None:
 
 def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
     """Run a linear layer, by the same call that the module makes, with a backward that calls the policy."""
-    weight = cast("nn.Parameter", module.weight)
-    bias = cast("nn.Parameter | None", module.bias)
+    weight, bias = module.weight, cast("nn.Parameter | None", module.bias)
+    assert isinstance(weight, Tensor)
     needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not (needs_grad and torch.is_grad_enabled()):
         output: Tensor = type(module).forward(module, x)

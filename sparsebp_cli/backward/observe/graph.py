@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from sparsebp_cli.backward.observe.internals import sequence_number_of
+from sparsebp_cli.backward.observe.internals import sequence_number_of, variable_of
 from sparsebp_cli.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Graph:
         num_inputs = 0
         found: dict[Node, tuple[str, str, str | None]] = {}
         for node in leaves:
-            variable: Tensor = node.variable  # type: ignore[attr-defined]
+            variable = variable_of(node)
             parameter = parameters.get(variable)
             if parameter is None:
                 found[node] = f"input.{num_inputs}", "", None

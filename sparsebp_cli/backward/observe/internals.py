@@ -73,6 +73,12 @@ def call_after_pass(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)  # noqa: SLF001
 
 
+def variable_of(leaf: Node) -> Tensor:
+    """Return the tensor whose gradient a node accumulates; the type of nodes does not have the attribute."""
+    variable: Tensor = leaf.variable  # type: ignore[attr-defined]
+    return variable
+
+
 def version_of(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; autograd checks saved tensors by the same counter.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparsebp_cli.backward.observe.internals import hooks_after_accumulation
+from sparsebp_cli.backward.observe.internals import hooks_after_accumulation, variable_of
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -29,7 +29,7 @@ def find_leaves(outputs: Iterable[Tensor]) -> list[Tensor]:
     while waiting:
         node = waiting.pop()
         if node.name() == _LEAF:
-            variable: Tensor = node.variable  # type: ignore[attr-defined]
+            variable = variable_of(node)
             leaves[variable] = None
         for child, _ in node.next_functions:
             if child is not None and child not in found:

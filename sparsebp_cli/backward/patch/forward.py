@@ -66,7 +66,7 @@ class ForwardPatches:
             module, forward, covered = self._installed.pop()
             if isinstance(forward, ForwardOverride):
                 forward.is_removed = True
-            if module.__dict__.get("forward") is not forward:
+            if module.__dict__.get("forward") is not forward:  # deleting it would drop the other library's wrapper
                 continue
             if covered is None:
                 del module.__dict__["forward"]

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.observe.flops import FlopCount, PassEstimate
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes
@@ -101,7 +101,7 @@ class Proof:
             The proof.
         """
         linears, layers = find_linears(model).covered, LayerNumbers(model)
-        row_flops = {name: 2.0 * cast("Tensor", module.weight).numel() for name, module, _ in linears}
+        row_flops = {name: 2.0 * weight_of(module).numel() for name, module, _ in linears}
         again = {layers.part_of(name) for name in dense.flops.recomputed}
         checkpointed = frozenset(name for name in dense.flops.forward if layers.part_of(name) in again)
         owners = {site.name: layers.owner_of(site.name) for site in report.sites}

@@ -111,7 +111,7 @@ def make_plan(marks: PositionMask, labels_BT: Tensor, mode: Literal["exact", "de
     rows = RowNumbers.of(trained_BK, device)
     assert rows is not None
     label_N = labels_BT.roll(-1, 1)[trained.view_as(labels_BT).to(device)]
-    if num_trained == 0:
+    if num_trained == 0:  # the placeholder's label may be the ignored one, and the mean over no label is NaN
         label_N = label_N.clamp(min=0)
     trained_positions = carried.among(rows)
     return RowPlan(

@@ -48,6 +48,7 @@ class RowNumbers:
         if start is not None:
             position_BK = torch.arange(first, stop).expand(len(member_BT), -1)
         else:
+            # A stable sort of 0 and 1 lists members first, in order.
             position_BK = (~member_BT).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
         is_valid_BT = member_BT if valid_BT is None else member_BT & valid_BT
         valid_BK = is_valid_BT.gather(1, position_BK)
