@@ -17,6 +17,7 @@ from sparsebp_cli.errors import UsageError
 
 if TYPE_CHECKING:
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
+    from sparsebp_cli.compare.view import Kind as ViewKind
 
 
 class ComparisonFormat(StrEnum):
@@ -178,7 +179,12 @@ def _question(
 def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool, output: ComparisonFormat) -> View:
     from sparsebp_cli.compare import View
 
-    chosen = {"curves": curves is not None, "pareto": pareto, "layers": layers, "memory": memory}
+    chosen: dict[ViewKind, bool] = {
+        "curves": curves is not None,
+        "pareto": pareto,
+        "layers": layers,
+        "memory": memory,
+    }
     kinds = [kind for kind, is_chosen in chosen.items() if is_chosen]
     if len(kinds) > 1:
         raise UsageError(f"choose one of --curves, --pareto, --layers, --memory, got {len(kinds)}")
@@ -186,16 +192,7 @@ def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool,
         raise UsageError("--x goes with --curves METRIC")
     if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:
         raise UsageError(f"-o {output} holds everything: leave out --{kinds[0]}")
-    match kinds:
-        case ["curves"]:
-            return View("curves", curves, x.value)
-        case ["pareto"]:
-            return View("pareto")
-        case ["layers"]:
-            return View("layers")
-        case ["memory"]:
-            return View("memory")
-    return View()
+    return View(kinds[0] if kinds else "overview", curves, x.value)
 
 
 def _print(comparison: Comparison, output: ComparisonFormat, view: View) -> None:

@@ -18,7 +18,6 @@ class Display(ABC):
     """Shows one run."""
 
     def __init__(self, progress: Progress) -> None:
-        """Keep the progress, which this display feeds."""
         self.progress = progress
 
     def add(self, record: Record) -> None:

@@ -8,7 +8,7 @@ paired ratio, and one group beats another over the seeds that both have. Step ti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from sparsebp_cli.compare.comparison import Comparison, Group
@@ -52,15 +52,8 @@ def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
         return all(gain >= 0.0 for gain in gains) and any(gain > 0.0 for gain in gains)
 
     return [
-        Trade(
-            trade.label,
-            trade.quality,
-            trade.sd,
-            trade.costs,
-            tuple(other for other in placed if other != trade.label and beats(other, trade.label)),
-            trade.is_paired,
-        )
-        for trade in placed.values()
+        replace(trade, beaten_by=tuple(other for other in placed if other != label and beats(other, label)))
+        for label, trade in placed.items()
     ]
 
 

@@ -23,6 +23,7 @@ from sparsebp_cli.compare.trade import find_trades
 MOST_ROWS = 12
 MOST_LAYERS = 40
 SHADES = " ░▒▓█"
+Kind = Literal["overview", "curves", "pareto", "layers", "memory"]
 Along = Literal["step", "tokens", "wall_time"]
 
 
@@ -30,7 +31,7 @@ Along = Literal["step", "tokens", "wall_time"]
 class View:
     """The part of a comparison to show."""
 
-    kind: Literal["overview", "curves", "pareto", "layers", "memory"] = "overview"  # ``overview`` is everything
+    kind: Kind = "overview"  # ``overview`` is everything
     metric: str | None = None  # of ``curves``; None: the quality metric
     along: Along = "step"  # of ``curves``: the horizontal axis
 

@@ -14,8 +14,7 @@ _DEPTH = 6  # levels of nested objects; optimizer states have two
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the tensors that hold a tensor's data: itself, the parts of a wrapper (float8, sharded), or of a sparse
-    tensor.
-    """
+    tensor."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
@@ -32,10 +31,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def tensors_in(value: object, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield every tensor in a value: a tensor, a container, or an object such as a low-rank optimizer's projector.
-
-    A tensor that occurs twice is yielded twice.
-    """
+    """Yield every tensor in a value: a tensor, a container, or an object such as a low-rank optimizer's projector. A
+    tensor that occurs twice is yielded twice."""
     if isinstance(value, Tensor):
         yield value
         return

@@ -126,16 +126,8 @@ def create_command(options: DockerOptions, run_id: str, image: str, labels: dict
     for name, value in {"sparsebp.run": run_id, **labels}.items():
         words += ["--label", f"{name}={value}"]
     words += confinement_options(options)
-    return [
-        *words,
-        "--entrypoint",
-        options.python,
-        image,
-        "-P",
-        "-m",
-        options.worker,
-        f"{run_folder(run_id)}/plan.json",
-    ]
+    worker = [image, "-P", "-m", options.worker, f"{run_folder(run_id)}/plan.json"]
+    return [*words, "--entrypoint", options.python, *worker]
 
 
 def confinement_options(options: DockerOptions) -> list[str]:

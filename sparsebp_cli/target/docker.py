@@ -51,7 +51,6 @@ class DockerEngine(TargetEngine):
     """An engine of docker or podman, on this machine or elsewhere."""
 
     def __init__(self, options: DockerOptions) -> None:
-        """Keep the options; nothing is run yet."""
         self._options = options
         self._words = engine_command(options)
         self._place = options.host or options.context or options.command
@@ -145,18 +144,8 @@ class DockerEngine(TargetEngine):
             )
             yield CheckResult("ok", "reachable", f"{options.command} {server.text} on {self._place}")
             yield CheckResult("ok", "image", " ".join(self._resolve_image()))
-            words = [
-                *self._words,
-                "run",
-                "--rm",
-                *confinement_options(options),
-                "--workdir",
-                "/",
-                "--entrypoint",
-                options.python,
-                options.image,
-            ]
-            found = self._tool.run([*words, "-P", "-c", SOURCE, "/"])
+            words = [*self._words, "run", "--rm", *confinement_options(options), "--workdir", "/"]
+            found = self._tool.run([*words, "--entrypoint", options.python, options.image, "-P", "-c", SOURCE, "/"])
         except (UnreachableError, RunFailedError, UsageError) as error:
             yield CheckResult("fail", "reachable" if isinstance(error, UnreachableError) else "image", str(error))
             return

@@ -41,7 +41,6 @@ class KubernetesEngine(TargetEngine):
     slowest_seconds = 10.0
 
     def __init__(self, options: KubernetesOptions) -> None:
-        """Keep the options; nothing is run yet."""
         self._options = options
         self._words = ["kubectl"]
         self._words += ["--context", options.context] if options.context else []

@@ -60,7 +60,6 @@ class SlurmEngine(TargetEngine):
     has_queue = True
 
     def __init__(self, options: SlurmOptions) -> None:
-        """Keep the options; nothing is run yet."""
         self._options = options
         self._place = options.host or "Slurm"
         self._tool = make_tool(options.host, "Slurm")
