@@ -15,7 +15,7 @@ from typing import Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policies.child import ChildRouter
+from sparsebp_cli.policies.random_child import ChildRouter
 from sparsebp_cli.policy import Edge, Step
 
 

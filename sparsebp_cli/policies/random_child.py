@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import final
+from typing import Literal, final
 
-from sparsebp_cli.policies.child import ChildRouter
-from sparsebp_cli.policy import Edge, Step
+from pydantic import Field
+
+from sparsebp_cli.policy import Edge, EdgeRouter, Step
+
+
+class ChildRouter(EdgeRouter):
+    """A router that selects among the children that compete; a single one is always selected."""
+
+    leaves: Literal["compete", "always"] = Field(
+        "compete", description="Whether parameters compete with inputs, or always accumulate the gradient that arrives."
+    )
+
+    @property
+    def exact(self) -> bool:
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        return False
+
+    def route(self, edges: Sequence[Edge], step: Step) -> Sequence[int]:
+        leaves = [i for i, edge in enumerate(edges) if edge.is_leaf] if self.leaves == "always" else []
+        rivals = [i for i in range(len(edges)) if i not in leaves]
+        return sorted(leaves + (rivals if len(rivals) < 2 else self.choose(rivals, edges, step)))
+
+    @abstractmethod
+    def choose(self, rivals: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
+        """Return the numbers of the children that continue, out of at least two rivals."""
+
+    def draw(self, numbers: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
+        """Return one of the numbers, drawn uniformly."""
+        import torch
+
+        return [numbers[int(torch.randint(len(numbers), (1,), generator=step.generator(edges[0])))]]
 
 
 @final
