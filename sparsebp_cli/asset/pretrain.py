@@ -32,8 +32,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from sparsebp_cli.asset import austen
-from sparsebp_cli.asset.split import is_held_out
+from sparsebp_cli.asset import bundled
+from sparsebp_cli.asset.dataset import is_held_out
 
 HELD_OUT = "persuasion.txt"
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Train tokenizer and model, and write the folder. ``arguments`` of the command line; None: the process's."""
     parser = argparse.ArgumentParser(prog="python -m sparsebp_cli.asset.pretrain", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the model is written")
-    parser.add_argument("--texts", type=Path, default=austen.FOLDER, help=f"folder of *.txt; {HELD_OUT} is held out")
+    parser.add_argument(
+        "--texts", type=Path, default=bundled.AUSTEN_FOLDER, help=f"folder of *.txt; {HELD_OUT} is held out"
+    )
     parser.add_argument("--steps", type=int, default=1600, help=f"optimizer steps of {BATCH} x {LENGTH} tokens")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data order")
     options = parser.parse_args(arguments)
@@ -112,7 +114,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, books: Iterable[str]) -> Tensor:
     """Turn novels into blocks of LENGTH tokens: chapter, end token, chapter, end token; the last part is dropped."""
     stream: list[int] = []
     for book in books:
-        for chapter in austen.chapters(book):
+        for chapter in bundled.chapters(book):
             stream += [*tokenizer.encode(chapter, add_special_tokens=False), tokenizer.eos_token_id]
     whole = len(stream) // LENGTH * LENGTH
     return torch.from_numpy(np.array(stream[:whole], dtype=np.int64)).view(-1, LENGTH)

@@ -6,22 +6,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsebp_cli.asset import austen, austen_llama, pretrain
+from sparsebp_cli.asset import bundled, pretrain
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(austen_llama.folder(), local_files_only=True)
+    return AutoTokenizer.from_pretrained(bundled.austen_llama(), local_files_only=True)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return AutoModelForCausalLM.from_pretrained(austen_llama.folder(), local_files_only=True, use_safetensors=True)
+    return AutoModelForCausalLM.from_pretrained(bundled.austen_llama(), local_files_only=True, use_safetensors=True)
 
 
 @pytest.fixture(scope="module")
 def record():
-    return json.loads((austen_llama.folder() / "training.json").read_bytes())
+    return json.loads((bundled.austen_llama() / "training.json").read_bytes())
 
 
 def test_it_loads_as_a_float32_llama_of_the_stated_size(model, record):
@@ -32,11 +32,11 @@ def test_it_loads_as_a_float32_llama_of_the_stated_size(model, record):
 
 
 def test_its_loss_on_the_held_out_novel_is_the_one_on_the_card(model, tokenizer, record):
-    (novel,) = [(austen.FOLDER / austen.BOOKS["test"]).read_text(encoding="utf-8")]
+    (novel,) = [(bundled.AUSTEN_FOLDER / bundled.AUSTEN_BOOKS["test"]).read_text(encoding="utf-8")]
     blocks_BT = pretrain.pack(tokenizer, [novel])[: pretrain.QUICK_BLOCKS]
     stated = record["held_out_loss"]["first_32_blocks"]
     assert pretrain.evaluate(model, blocks_BT) == pytest.approx(stated, abs=0.005)
-    card = (austen_llama.folder() / "README.md").read_text(encoding="utf-8")
+    card = (bundled.austen_llama() / "README.md").read_text(encoding="utf-8")
     assert f"{record['held_out_loss']['all_blocks']:.2f}" in card
     assert f"{stated:.2f}" in card
 
@@ -44,7 +44,7 @@ def test_its_loss_on_the_held_out_novel_is_the_one_on_the_card(model, tokenizer,
 def test_the_log_says_which_texts_it_saw_and_that_the_test_novel_was_only_evaluated(record):
     assert "--texts" in record["command"]
     assert len(record["inputs_sha256"]) == 7
-    assert austen.BOOKS["test"] == pretrain.HELD_OUT
+    assert bundled.AUSTEN_BOOKS["test"] == pretrain.HELD_OUT
     assert [point["step"] for point in record["curve"]] == sorted(point["step"] for point in record["curve"])
     assert record["curve"][-1]["held_out"] < record["curve"][0]["held_out"] - 0.5
 
@@ -66,6 +66,6 @@ def test_it_writes_words_of_its_novels(model, tokenizer):
     prompt = tokenizer("She had been", return_tensors="pt")
     written = model.generate(**prompt, max_new_tokens=40, do_sample=False)
     words = tokenizer.decode(written[0], skip_special_tokens=True).split()
-    vocabulary = set((austen.FOLDER / austen.BOOKS["train"]).read_text(encoding="utf-8").split())
+    vocabulary = set((bundled.AUSTEN_FOLDER / bundled.AUSTEN_BOOKS["train"]).read_text(encoding="utf-8").split())
     assert len(words) > 15
     assert sum(word in vocabulary for word in words) / len(words) > 0.8

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 import sparsebp_cli.asset
-from sparsebp_cli.asset import austen_llama
+from sparsebp_cli.asset import bundled
 
 DATA = Path(sparsebp_cli.asset.__file__).parent / "data"
 PROJECT = Path(__file__).parents[2]
@@ -24,14 +24,14 @@ def test_every_shipped_file_is_in_the_manifest_with_its_sha256_and_no_other():
 
 
 def test_the_weights_have_at_most_eight_megabytes_and_all_data_at_most_ten():
-    assert (austen_llama.folder() / "model.safetensors").stat().st_size <= 8_000_000
+    assert (bundled.austen_llama() / "model.safetensors").stat().st_size <= 8_000_000
     assert sum(file.stat().st_size for file in DATA.rglob("*") if file.is_file()) <= 10_000_000
 
 
 def test_only_safetensors_hold_weights_and_no_setting_of_the_model_runs_other_code():
-    suffixes = {file.suffix for file in austen_llama.folder().iterdir()}
+    suffixes = {file.suffix for file in bundled.austen_llama().iterdir()}
     assert suffixes == {".json", ".md", ".safetensors"}
-    for file in austen_llama.folder().glob("*.json"):
+    for file in bundled.austen_llama().glob("*.json"):
         assert "auto_map" not in file.read_text(encoding="utf-8")
 
 

@@ -5,15 +5,15 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sparsebp_cli.asset import austen, pretrain
+from sparsebp_cli.asset import bundled, pretrain
 
 
 @pytest.fixture
 def texts(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
-    for book in austen.BOOKS.values():
-        text = (austen.FOLDER / book).read_text(encoding="utf-8")
+    for book in bundled.AUSTEN_BOOKS.values():
+        text = (bundled.AUSTEN_FOLDER / book).read_text(encoding="utf-8")
         (folder / book).write_text(text[:10_000], encoding="utf-8")
     return folder
 
