@@ -33,7 +33,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sparsebp_cli.asset import bundled
-from sparsebp_cli.asset.dataset import is_held_out
 
 HELD_OUT = "persuasion.txt"
 SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
@@ -63,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     if HELD_OUT not in books or len(books) < 2:
         parser.error(f"--texts {options.texts}: needs {HELD_OUT} and at least one other *.txt, got {', '.join(books)}")
     held_out = books.pop(HELD_OUT)
-    docs = [topics[name].strip() for name in sorted(topics) if not is_held_out(name)]
+    docs = [topics[name].strip() for name in sorted(topics) if not bundled.is_held_out(name)]
     tokenizer = train_tokenizer([*books.values(), *docs])
     train_BT = pack(tokenizer, books.values())
     held_out_BT = pack(tokenizer, [held_out])
