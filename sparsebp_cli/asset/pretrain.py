@@ -43,7 +43,7 @@ SHAPE = {"hidden_size": 320, "intermediate_size": 640, "num_hidden_layers": 3, "
 PEAK_RATE, FINAL_SHARE, WARMUP_STEPS = 2e-3, 0.05, 50
 QUICK_BLOCKS = 32  # of the held-out novel: for the curve, and for the test that compares with the card
 
-log = logging.getLogger("pretrain")
+log: logging.Logger = logging.getLogger("pretrain")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,22 +6,28 @@ import functools
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from sparsebp_cli.backward.observe.internals import without_torch_functions
+
+F = TypeVar("F")
+Named = Iterator[tuple[str, nn.Parameter]]
+_CLOCKED = "is_clocked"
 
 
 class FunctionPatches:
     """Replaces attributes of modules and classes, and restores them."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
+        self._before: list[tuple[object, str, object]] = []
 
-    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    def replace(self, owner: object, name: str, make: Callable[[F], F]) -> F:
         """Replace the function ``name`` of a module or class by ``make(old)``, and return the old one."""
-        old = getattr(owner, name)
+        old: F = getattr(owner, name)
         self._before.append((owner, name, old))
         setattr(owner, name, make(old))
         return old
@@ -54,16 +60,16 @@ class Hooks:
     """Wraps registered hooks with counters, and unwraps them again; ``counts`` is by name of the hooks' function."""
 
     counts: dict[str, HookCount] = field(default_factory=dict)
-    _replaced: list[tuple[MutableMapping[int, Any], int, Any, Any]] = field(default_factory=list)
+    _replaced: list[tuple[MutableMapping[int, object], int, object, object]] = field(default_factory=list)
     _running: list[set[int]] = field(default_factory=list)
     _patches: FunctionPatches = field(default_factory=FunctionPatches)
 
     def start(self) -> None:
         """Count iterations over the parameters of a module."""
 
-        def make(named_parameters: Callable[..., Any]) -> Callable[..., Any]:
+        def make(named_parameters: Callable[..., Named]) -> Callable[..., Named]:
             @functools.wraps(named_parameters)
-            def counted(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+            def counted(module: nn.Module, *args: object, **kwargs: object) -> Named:
                 for name, parameter in named_parameters(module, *args, **kwargs):
                     if self._running:
                         self._running[-1].add(id(parameter))
@@ -92,12 +98,12 @@ class Hooks:
                             hooks[number] = clocked = self._clock(hook)
                             self._replaced.append((hooks, number, clocked, hook))
 
-    def _clock(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+    def _clock(self, hook: Callable[..., object]) -> Callable[..., object]:
         name = _name(hook)
         count = self.counts.setdefault(name, HookCount(name))
         count.hooks += 1
 
-        def clocked(*args: Any, **kwargs: Any) -> Any:
+        def clocked(*args: object, **kwargs: object) -> object:
             visited: set[int] = set()
             self._running.append(visited)
             start = time.perf_counter()
@@ -111,7 +117,7 @@ class Hooks:
                 count.visits += len(visited)
 
         functools.update_wrapper(clocked, hook, assigned=("__name__", "__doc__"), updated=())
-        clocked.is_clocked = True  # type: ignore[attr-defined]
+        setattr(clocked, _CLOCKED, True)
         return clocked
 
 
@@ -123,29 +129,33 @@ class _Visits(TorchFunctionMode):
         self._visited = visited
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no public name
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        with without_torch_functions():
             for value in args:
                 if isinstance(value, nn.Parameter):
                     self._visited.add(id(value))
         return func(*args, **(kwargs or {}))
 
 
-def _is_left_out(hook: Any) -> bool:
-    if getattr(hook, "is_clocked", False) or isinstance(hook, torch.utils.hooks.RemovableHandle):
+def _is_left_out(hook: object) -> bool:
+    if getattr(hook, _CLOCKED, False) or isinstance(hook, torch.utils.hooks.RemovableHandle):
         return True
     module = getattr(_function(hook), "__module__", None) or type(hook).__module__
     return str(module).partition(".")[0] in _OURS
 
 
-def _function(hook: Any) -> Any:
+def _function(hook: object) -> object:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return hook
 
 
-def _name(hook: Any) -> str:
+def _name(hook: object) -> str:
     function = _function(hook)
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return str(name).replace(".<locals>", "").removesuffix(".<lambda>")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self, overload
+from typing import Self, overload
 
 from torch import nn
 
@@ -105,11 +105,11 @@ def audit(subject: nn.Module | None = None, *, steps: int | None = None, thresho
 
 
 @overload
-def audit(subject: Callable[[], Any], *, steps: int | None = None, threshold: float = THRESHOLD) -> AuditReport: ...
+def audit(subject: Callable[[], object], *, steps: int | None = None, threshold: float = THRESHOLD) -> AuditReport: ...
 
 
 def audit(
-    subject: nn.Module | Callable[[], Any] | None = None, *, steps: int | None = None, threshold: float = THRESHOLD
+    subject: nn.Module | Callable[[], object] | None = None, *, steps: int | None = None, threshold: float = THRESHOLD
 ) -> Audit | AuditReport:
     """Audit a training.
 

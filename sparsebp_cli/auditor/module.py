@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import TracebackType
 
 import torch
 from torch import nn
 
 from sparsebp_cli.auditor.hook import FunctionPatches
 from sparsebp_cli.backward.observe.attribution import is_left_out
+from sparsebp_cli.backward.observe.internals import is_compiled
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 
 # Names under which wrappers hold a module; they are left out of module names.
@@ -26,7 +27,9 @@ class AnyModules(ModuleTrace):
     arguments.
     """
 
-    def __init__(self, at_root: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    has_compiled: bool
+
+    def __init__(self, at_root: Callable[[nn.Module, tuple[object, ...], dict[str, object]], None]) -> None:
         super().__init__(nn.Module())
         self._at_root = at_root
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -41,11 +44,16 @@ class AnyModules(ModuleTrace):
         self._patches.replace(nn.Module, "__call__", self._watch_calls)
         return self
 
-    def __exit__(self, *trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
         """Restore it."""
         self._is_entered = False
         self._patches.restore()
-        super().__exit__(*trace)
+        super().__exit__(kind, error, trace)
 
     def add_root(self, root: nn.Module) -> bool:
         """Name a root model and its modules, keeping names given before; return whether the root is new."""
@@ -63,7 +71,7 @@ class AnyModules(ModuleTrace):
         self._roots.add(label or "model")
         for name, module in root.named_modules():
             own = [part for part in name.split(".") if part and part not in WRAPPED]
-            self.has_compiled |= hasattr(module, "_orig_mod") or module._compiled_call_impl is not None  # noqa: SLF001 - no public name
+            self.has_compiled |= hasattr(module, "_orig_mod") or is_compiled(module)
             self._names.setdefault(module, ".".join([label, *own] if label else own))
         return True
 
@@ -79,11 +87,11 @@ class AnyModules(ModuleTrace):
         """Return whether a module has no parameters, such as a loss."""
         return next(module.parameters(), None) is None
 
-    def _watch_calls(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_calls(self, call: Callable[..., object]) -> Callable[..., object]:
         enter, leave = self._enter_module, self._leave_module
 
         @functools.wraps(call)
-        def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def watched(module: nn.Module, *args: object, **kwargs: object) -> object:
             if torch.compiler.is_compiling() or not self._is_entered:
                 return call(module, *args, **kwargs)
             name = enter(module, args, kwargs)
@@ -94,7 +102,7 @@ class AnyModules(ModuleTrace):
 
         return watched
 
-    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _enter_module(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
         if not self.is_running:
             self._at_root(module, args, kwargs)
         elif module not in self._names:

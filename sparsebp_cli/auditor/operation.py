@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from sparsebp_cli.auditor.reach import UNKNOWN
+from sparsebp_cli.auditor.storage import has_died
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +50,12 @@ class OperatorTape:
     """The operators of one backward pass in order."""
 
     operations: list[Operation] = field(default_factory=list)  # except views, which compute nothing
-    references: list[Any] = field(default_factory=list)  # weak references to written storages keep addresses unique
-    dropped: dict[int, Any] = field(default_factory=dict)  # results of Functions for inputs that need no gradient
+    references: list[StorageWeakRef] = field(
+        default_factory=list
+    )  # weak references to written storages keep addresses unique
+    dropped: dict[int, StorageWeakRef] = field(
+        default_factory=dict
+    )  # results of Functions for inputs that need no gradient
     # Number of the first node that ran a backward pass of its own. The leaves of that pass are not in the graph; only
     # nodes with larger numbers can lead to it.
     hides_from: int | None = None
@@ -67,7 +74,7 @@ class OperatorTape:
     def find_dead(self) -> set[int]:
         """Return the indices of operations that worked only for a dropped gradient. A value with unknown readers (a
         custom kernel, the host) counts as used."""
-        gone = {key for key, reference in self.dropped.items() if reference.expired()}
+        gone = {key for key, reference in self.dropped.items() if has_died(reference)}
         if not gone:
             return set()
         dead: set[int] = set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sparsebp_cli.auditor.ledger import PassRecord
 from sparsebp_cli.auditor.reach import UNKNOWN
 from sparsebp_cli.auditor.storage import has_storage, key_of, refer
+from sparsebp_cli.backward.observe.internals import sparse_values, storage_key
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 22  # numbers cast at once
@@ -51,7 +51,7 @@ class Parameters:
     histories: dict[Tensor, ParameterHistory] = field(default_factory=dict)
     by_name: dict[str, ParameterHistory] = field(default_factory=dict)
     captured: int = 0  # bits of those whose gradient `torch.autograd.grad` returned
-    optimizers: dict[Any, int] = field(default_factory=dict)  # with the number of their steps
+    optimizers: dict[torch.optim.Optimizer, int] = field(default_factory=dict)  # with the number of their steps
     gathered: dict[Tensor, ParameterHistory] = field(default_factory=dict)  # parameters gathered from sharded ones
     num_steps: int = 0  # of the optimizer with most steps
     is_ahead: bool = False  # the latest step was the first with its number, and not a second optimizer's
@@ -141,7 +141,7 @@ class Parameters:
 
     def bytes(self) -> tuple[int, int]:
         """Return the bytes of parameters and of their gradients."""
-        own = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in map(_local, self.histories)}  # noqa: SLF001
+        own = {storage_key(p): p.untyped_storage().nbytes() for p in map(_local, self.histories)}
         return sum(own.values()), sum(history.grad_bytes for history in self.histories.values())
 
     def state_bytes(self, of: set[str] | None = None) -> int:
@@ -183,4 +183,4 @@ def _local(tensor: Tensor) -> Tensor:
 def _numbers(grad: Tensor) -> Tensor:
     """Return the part of a gradient that takes memory: the entries of a sparse one, the local part of a sharded one."""
     local = _local(grad)
-    return local._values() if local.layout is torch.sparse_coo else local  # noqa: SLF001 - values() refuses uncoalesced ones
+    return sparse_values(local) if local.layout is torch.sparse_coo else local

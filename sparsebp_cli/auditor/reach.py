@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from sparsebp_cli.backward.observe.graph import LEAF
+from sparsebp_cli.backward.observe.internals import leaf_of, sequence_number_of
 
 UNKNOWN = 1  # the bit of leaves that cannot be judged
 
@@ -23,7 +24,7 @@ class LeafReachability:
 
     leaves: dict[int, int] = field(default_factory=dict)  # of each node, by sequence number
     edges: dict[int, tuple[int, ...]] = field(default_factory=dict)  # leaves of each edge of a node; 0: leads nowhere
-    functions: list[Any] = field(default_factory=list)  # nodes of Python Functions
+    functions: list[Node] = field(default_factory=list)  # nodes of Python Functions
     variables: list[Tensor] = field(default_factory=list)  # all leaves
 
     def behind(self, number: int, own: int) -> int:
@@ -40,7 +41,7 @@ class LeafReachability:
 
 def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReachability:
     """Read the graph below some tensors; ``bit_of`` gives the bit of a leaf."""
-    reach, found, order = LeafReachability(), dict[Any, int](), list[Any]()
+    reach, found, order = LeafReachability(), dict[Node, int](), list[Node]()
     waiting = [(root.grad_fn, False) for root in roots if root.grad_fn is not None]
     while waiting:
         node, is_done = waiting.pop()
@@ -52,8 +53,9 @@ def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReacha
             waiting += [(child, False) for child, _ in node.next_functions if child is not None and child not in found]
     for node in order:  # children before their parents
         if node.name() == LEAF:
-            found[node] = bit_of(node.variable)
-            reach.variables.append(node.variable)
+            leaf = leaf_of(node)
+            found[node] = bit_of(leaf)
+            reach.variables.append(leaf)
             continue
         edges = tuple(0 if child is None else found[child] for child, _ in node.next_functions)
         if isinstance(node, BackwardCFunction):
@@ -62,6 +64,6 @@ def walk(roots: Sequence[Tensor], bit_of: Callable[[Tensor], int]) -> LeafReacha
         for edge in edges:
             found[node] |= edge
         found[node] |= UNKNOWN if hides else 0
-        number = node._sequence_nr()  # noqa: SLF001 - as Attribution does
+        number = sequence_number_of(node)
         reach.leaves[number], reach.edges[number] = found[node], edges
     return reach

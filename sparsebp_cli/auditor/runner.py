@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sparsebp_cli.auditor.ledger import PassRecord
@@ -16,6 +16,9 @@ from sparsebp_cli.auditor.parameter import Parameters
 from sparsebp_cli.auditor.reach import UNKNOWN, LeafReachability, walk
 from sparsebp_cli.auditor.storage import has_storage, key_of, refer
 from sparsebp_cli.auditor.watch import OperatorWatch
+from sparsebp_cli.backward.observe.internals import fsdp_state, has_fsdp_state, running_node, sequence_number_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,13 @@ class PassRunner:
         self.inputs: list[InputGradient] = []  # gradients of leaves that are no parameters, pass by pass
         self._tapes: list[OperatorTape] = []
 
-    def run(self, run: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self, run: Callable[..., T], outputs: Sequence[object], *args: object, **kwargs: object) -> T:
         """Run a pass by PyTorch's own function ``run``; a pass inside another counts as part of it."""
         is_outer = self.current is None
         current = self.current = self.current or PassRecord()
-        reach, seen = self._read_graph(outputs, args, current, is_outer=is_outer, accumulates=kwargs["accumulate_grad"])
+        reach, seen = self._read_graph(
+            outputs, args, current, is_outer=is_outer, accumulates=bool(kwargs["accumulate_grad"])
+        )
         tape = self._watch.begin(reach)
         if self._tapes:
             self._tapes[-1].hide(_current_number())
@@ -61,7 +66,13 @@ class PassRunner:
                 self._note_inputs(seen)
 
     def _read_graph(
-        self, outputs: Any, args: tuple[Any, ...], current: PassRecord, *, is_outer: bool, accumulates: bool
+        self,
+        outputs: Sequence[object],
+        args: tuple[object, ...],
+        current: PassRecord,
+        *,
+        is_outer: bool,
+        accumulates: bool,
     ) -> tuple[LeafReachability, list[tuple[int, Tensor]]]:
         """Return the graph, and its leaves that are no parameters with their bits."""
         parameters, seen = self._parameters, list[tuple[int, Tensor]]()
@@ -80,7 +91,7 @@ class PassRunner:
 
         reach = walk([output for output in outputs if isinstance(output, Tensor)], bit_of)
         asked = args[3] if len(args) > 3 else ()
-        bits = parameters.bits_of(asked or reach.variables)
+        bits = parameters.bits_of(asked if isinstance(asked, Sequence) and asked else reach.variables)
         if accumulates:
             current.collected |= bits
         else:
@@ -100,24 +111,24 @@ class PassRunner:
 class _Dropped:
     """Hook that records results of a Function for inputs that need no gradient, which autograd drops."""
 
-    def __init__(self, node: Any, dropped: dict[int, Any]) -> None:
+    def __init__(self, node: Node, dropped: dict[int, StorageWeakRef]) -> None:
         self._wanted = [child is not None for child, _ in node.next_functions]
         self._dropped = dropped
 
-    def __call__(self, returned: Any, _incoming: Any) -> None:
+    def __call__(self, returned: Sequence[Tensor | None], _incoming: object) -> None:
         for is_wanted, grad in zip(self._wanted, returned, strict=False):
             if not is_wanted and isinstance(grad, Tensor) and has_storage(grad):
                 self._dropped[key_of(grad)] = refer(grad)
 
 
 def _current_number() -> int:
-    node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; covered by tests
-    return 0 if node is None else int(node._sequence_nr())  # noqa: SLF001 - the same
+    node = running_node()
+    return 0 if node is None else sequence_number_of(node)
 
 
 def is_sharded(module: nn.Module) -> bool:
     """Return whether ``fully_shard`` was applied to a module."""
-    return hasattr(module, "_get_fsdp_state")
+    return has_fsdp_state(module)
 
 
 def find_gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -126,7 +137,7 @@ def find_gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor
         if not is_sharded(module):
             continue
         # FSDP2 has no public access to its parameter groups; covered by a test. torch 2.11 has a single group.
-        state = module._get_fsdp_state()  # type: ignore[operator] # noqa: SLF001
+        state = fsdp_state(module)
         one = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [one] if one is not None else []):
             for parameter in group.fsdp_params:

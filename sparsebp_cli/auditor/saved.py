@@ -8,16 +8,26 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from sparsebp_cli.auditor.storage import has_storage, key_of, num_bytes
+from sparsebp_cli.backward.observe.internals import (
+    Pack,
+    Unpack,
+    accepts_saved_hooks,
+    next_sequence_number,
+    pop_saved_hooks,
+    push_saved_hooks,
+    top_saved_hooks,
+)
 
 if TYPE_CHECKING:
     from sparsebp_cli.auditor.module import AnyModules
     from sparsebp_cli.auditor.storage import Weights
+
+Disable = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
@@ -40,6 +50,8 @@ class Packed:
     """A saved tensor as the graph holds it; reports when the graph releases it."""
 
     __slots__ = ("_kept", "_saved", "key", "tensor")
+    key: int
+    tensor: Tensor
 
     def __init__(self, saved: SavedTensors, kept: Kept | None, key: int, tensor: Tensor) -> None:
         self._saved, self._kept, self.key, self.tensor = saved, kept, key, tensor
@@ -63,28 +75,31 @@ class Packed:
 class SavedTensors:
     """Saved-tensor hooks of this thread; parameters are not counted."""
 
+    is_active: bool
+    has_seen: bool
+
     def __init__(self, modules: AnyModules, weights: Weights) -> None:
         self._modules, self._weights = modules, weights
         self.by_key: dict[int, Kept] = {}
         self.released: list[Kept] = []
         self.is_active = self.has_seen = False
         self.rows: tuple[int, int, float] | None = None  # B, T, share of padding
-        self._hooks: tuple[object, object] | None = None
+        self._hooks: tuple[Pack, Unpack] | None = None
 
     def start(self) -> None:
         """Install the hooks, unless any are installed."""
         if self._hooks is not None:
             self.is_active = True
-        elif _top() is None and torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]  # noqa: SLF001 - no public name
+        elif top_saved_hooks() is None and accepts_saved_hooks():
             self._hooks = (self._pack, _unpack)
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks)  # noqa: SLF001 - as the public class does
+            push_saved_hooks(*self._hooks)
             self.is_active = self.has_seen = True
 
     def stop(self) -> None:
         """Remove the hooks; if another library's are on top, they stay without effect."""
         self.is_active = False
-        if self._hooks is not None and _top() == self._hooks:
-            torch._C._autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001 - as above
+        if self._hooks is not None and top_saved_hooks() == self._hooks:
+            pop_saved_hooks()
             self._hooks = None
 
     def release(self, key: int, kept: Kept) -> None:
@@ -109,7 +124,7 @@ class SavedTensors:
             kept = self.by_key[key] = Kept(self._modules.current, num_bytes(tensor), tuple(tensor.shape))
             kept.padding_share = self._padding_share(kept.shape)
         # A node is numbered when it is created, just before it saves its tensors.
-        kept.numbers.append(torch.autograd._get_sequence_nr() - 1)  # type: ignore[attr-defined]  # noqa: SLF001
+        kept.numbers.append(next_sequence_number() - 1)
         return Packed(self, kept, key, plain)
 
     def _padding_share(self, shape: tuple[int, ...]) -> float:
@@ -122,11 +137,11 @@ class SavedTensors:
         return share if flat or apart or heads else 0.0
 
 
-def suspend_hooks(saved: SavedTensors) -> Callable[[Any], Any]:
+def suspend_hooks(saved: SavedTensors) -> Callable[[Disable], Disable]:
     """Return a replacement of ``disable_saved_tensors_hooks`` that removes the audit's hooks first. ``torch.func``
     refuses to work while any are installed, and an audit must not make a training fail."""
 
-    def make(disable: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], AbstractContextManager[None]]:
+    def make(disable: Disable) -> Disable:
         @functools.wraps(disable)
         @contextmanager
         def suspended(error_message: str) -> Iterator[None]:
@@ -142,11 +157,6 @@ def suspend_hooks(saved: SavedTensors) -> Callable[[Any], Any]:
         return suspended
 
     return make
-
-
-def _top() -> tuple[object, object] | None:
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public name
-    return None if top is None else (top[0], top[1])
 
 
 def _unpack(packed: Packed) -> Tensor:

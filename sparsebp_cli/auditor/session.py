@@ -6,13 +6,14 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from sparsebp_cli.auditor.hook import FunctionPatches, Hooks
 from sparsebp_cli.auditor.ledger import AuditLedger, PassRecord
@@ -22,10 +23,14 @@ from sparsebp_cli.auditor.runner import PassRunner, find_gathered, is_sharded
 from sparsebp_cli.auditor.saved import Kept, SavedTensors, suspend_hooks
 from sparsebp_cli.auditor.storage import Weights, has_storage
 from sparsebp_cli.auditor.watch import OperatorWatch
+from sparsebp_cli.backward.observe.internals import dispatch_modes, is_in_transform, next_sequence_number
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
 MOST_PASSES_A_STEP = 64  # without a visible optimizer, the audit ends after so many passes per wanted step
 Progress = Callable[[int, int], None]
+
+T = TypeVar("T")
+Clear = Callable[..., None]
 
 
 class Session:
@@ -34,6 +39,18 @@ class Session:
     ``on_step`` is called after each step with its number and the number of all, and may raise; ``on_end`` after the
     last.
     """
+
+    wanted: int | None
+    ledger: AuditLedger
+    weights: Weights
+    parameters: Parameters
+    hooks: Hooks
+    modules: AnyModules
+    saved: SavedTensors
+    watch: OperatorWatch
+    runner: PassRunner
+    is_running: bool
+    seconds: float
 
     def __init__(
         self, steps: int | None, on_step: Progress | None = None, on_end: Callable[[], None] | None = None
@@ -49,7 +66,7 @@ class Session:
         self.is_running = self._is_installed = self._is_due = False
         self.seconds, self._last_number = 0.0, 0
         self._since: float | None = None
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         self._patches = FunctionPatches()
         self._incomplete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -112,7 +129,7 @@ class Session:
         """Name a root model's modules and add its parameters."""
         if not self.modules.add_root(model) and model not in self._incomplete:
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # noqa: SLF001 - no public name
+        if is_in_transform():
             self._incomplete.add(model)  # tensors cannot be read inside a torch.func transform
             return
         self._incomplete.discard(model)
@@ -127,7 +144,7 @@ class Session:
                 self.parameters.add(full, parameter)
                 self.weights.add(parameter, self.parameters.histories[parameter].name)
 
-    def _on_root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _on_root(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         self.add_model(module)
         if is_in_backward():
             return  # a repeated part under checkpointing; the model's own inputs still apply
@@ -137,7 +154,7 @@ class Session:
             self._begin_clock()
             self._record_mask(module, args, kwargs)
 
-    def _record_mask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record_mask(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Record padding from a two-dimensional attention mask."""
         given = [kwargs, *(value for value in args if isinstance(value, dict))]
         mask = next((values["attention_mask"] for values in given if values.get("attention_mask") is not None), None)
@@ -155,7 +172,7 @@ class Session:
 
     def _install(self) -> None:
         """Install this thread's dispatch mode and hooks, never on top of another library's, which would remove ours."""
-        if not self._is_installed and not _modes():
+        if not self._is_installed and not dispatch_modes():
             self._is_installed = True
             self.watch.__enter__()  # type: ignore[no-untyped-call]
         self.saved.start()
@@ -163,15 +180,15 @@ class Session:
     def _uninstall(self) -> None:
         """Remove them; if another library's are on top, they stay without effect."""
         self.saved.stop()
-        if self._is_installed and _modes() and _modes()[-1] is self.watch:
+        if self._is_installed and (modes := dispatch_modes()) and modes[-1] is self.watch:
             self._is_installed = False
-            self.watch.__exit__(None, None, None)
+            self.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _begin_clock(self) -> None:
         if self._since is None:
             self._since = time.perf_counter()
 
-    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_backward(self, outputs: Sequence[object], *args: object, **kwargs: object) -> object:
         if not self.is_running or torch.compiler.is_compiling():
             return self._run(outputs, *args, **kwargs)
         self._install()
@@ -180,7 +197,7 @@ class Session:
             for model in list(self._incomplete):
                 self.add_model(model)
             self._find_sharded()
-            self._last_number = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]  # noqa: SLF001
+            self._last_number = next_sequence_number()
             self.parameters.clear_missing(self.ledger.passes)
             self.hooks.wrap_hooks(self.modules.known(), list(self.parameters.histories))
         try:
@@ -200,12 +217,12 @@ class Session:
                 self.parameters.gathered[whole] = history
                 self.weights.add(whole, history.name)
 
-    def _clearing(self, tensors_of: Callable[[Any], Iterable[Tensor]]) -> Callable[[Any], Any]:
+    def _clearing(self, tensors_of: Callable[[T], Iterable[Tensor]]) -> Callable[[Clear], Clear]:
         """Return a patch that records gradients before they are cleared."""
 
-        def make(clear: Callable[..., None]) -> Callable[..., None]:
+        def make(clear: Clear) -> Clear:
             @functools.wraps(clear)  # accelerate reads its signature
-            def cleared(owner: Any, *args: Any, **kwargs: Any) -> None:
+            def cleared(owner: T, *args: object, **kwargs: object) -> None:
                 self.parameters.clear(tensors_of(owner), self.passes)
                 clear(owner, *args, **kwargs)
 
@@ -249,10 +266,6 @@ def _count_compiled() -> int:
     return len(convert.input_codes.seen) if convert is not None else 0
 
 
-def _modes() -> list[Any]:
-    return list(torch.utils._python_dispatch._get_current_dispatch_mode_stack())  # noqa: SLF001 - no public name
-
-
 class Steps:
     """Hooks on every optimizer of this process."""
 
@@ -260,8 +273,8 @@ class Steps:
         self._session, self._has_closure = session, False
 
     def before(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> tuple[tuple[object, ...], dict[str, object]] | None:
         """Record the gradients that a step will use; for a step with a closure, when the closure returns. Returns the
         step's arguments with the closure wrapped; None without one."""
         session = self._session
@@ -278,12 +291,12 @@ class Steps:
             return args, kwargs | {"closure": watched}
         return (args[0], watched, *args[2:]), kwargs
 
-    def _watch_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[..., object]) -> Callable[..., object]:
         """Wrap a closure, which trains inside the optimizer's step; the step uses its gradients when it returns."""
         session = self._session
 
         @functools.wraps(closure)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def watched(*args: object, **kwargs: object) -> object:
             session.watch.is_updating = False
             try:
                 return closure(*args, **kwargs)
@@ -295,7 +308,7 @@ class Steps:
 
         return watched
 
-    def after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG002 - torch's
+    def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Record that a step has ended."""
         session = self._session
         if not session.is_running:

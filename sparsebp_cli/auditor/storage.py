@@ -7,12 +7,14 @@ address from being reused without keeping its data.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from sparsebp_cli.backward.observe import internals
+from sparsebp_cli.backward.observe.internals import sparse_values, storage_key
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -20,7 +22,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 def key_of(tensor: Tensor) -> int:
     """Return the key of a tensor's storage; for a wrapper (DTensor, Float8), of its first inner tensor. The tensor must
     have a storage: :func:`tensors_in` yields only such."""
-    return int(_plain(tensor).untyped_storage()._cdata)  # noqa: SLF001 - the only identity there is
+    return storage_key(_plain(tensor))
 
 
 def refer(tensor: Tensor) -> StorageWeakRef:
@@ -40,7 +42,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 def has_storage(tensor: Tensor) -> bool:
     """Return whether a tensor has a storage, unlike tensors of opaque layouts such as MKL-DNN's."""
-    return torch._C._has_storage(_plain(tensor))  # noqa: SLF001 - no public name
+    return internals.has_storage(_plain(tensor))
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -48,7 +50,7 @@ def _plain(tensor: Tensor) -> Tensor:
         names, _ = tensor.__tensor_flatten__()
         tensor = getattr(tensor, names[0])
     if tensor.layout is torch.sparse_coo:
-        return tensor._values()  # noqa: SLF001 - values() refuses uncoalesced ones
+        return sparse_values(tensor)
     return tensor.values() if tensor.layout in _COMPRESSED else tensor
 
 
@@ -57,7 +59,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: object) -> Iterator[Tensor]:
     """Yield the tensors with a storage in an operator's arguments or result."""
     if isinstance(value, Tensor):
         if has_storage(value):

@@ -22,6 +22,13 @@ from sparsebp_cli.auditor.reach import UNKNOWN, LeafReachability
 from sparsebp_cli.auditor.saved import SavedTensors
 from sparsebp_cli.auditor.storage import Weights, is_plain, key_of, refer, tensors_in
 from sparsebp_cli.backward.observe.flops import find_formula
+from sparsebp_cli.backward.observe.internals import (
+    FOREACH_NORM,
+    current_pass,
+    is_mutable,
+    running_node,
+    sequence_number_of,
+)
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 
 _ATEN = torch.ops.aten
@@ -29,12 +36,12 @@ _PRODUCTS = (_ATEN.mm, _ATEN.addmm, _ATEN.addmm_)
 _SUMS = (_ATEN.addmm, _ATEN.addmm_, _ATEN.baddbmm, _ATEN.baddbmm_, _ATEN.addbmm, _ATEN.addbmm_, _ATEN.addmv)
 
 
-def is_product(operator: Any) -> bool:
+def is_product(operator: OpOverload) -> bool:
     """Return whether an operator, as ``__torch_dispatch__`` receives it, is a matrix product, with or without a sum."""
     return operator.overloadpacket in _PRODUCTS
 
 
-def factors_of(operator: Any, args: tuple[Any, ...]) -> list[Tensor]:
+def factors_of(operator: OpOverload, args: tuple[object, ...]) -> list[Tensor]:
     """Return the tensors that an operator multiplies, without the one that the product is added to."""
     tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
     return tensors[1:] if operator.overloadpacket in _SUMS else tensors
@@ -55,7 +62,7 @@ def find_zero(left: Tensor, right: Tensor, kind: str, *, weight_is_left: bool) -
 _CLEARING = (_ATEN.zero_, _ATEN._foreach_zero_, _ATEN.fill_)
 # Clipping measures and scales the gradients of all parameters, including those that are never updated.
 _MEASURING = (
-    _ATEN._foreach_norm,  # noqa: SLF001 - an operator's name
+    FOREACH_NORM,
     _ATEN._foreach_mul_,
     _ATEN.linalg_vector_norm,
     _ATEN.norm,
@@ -66,6 +73,8 @@ _MEASURING = (
 class GradientReads:
     """Gradients of inputs and parameters, and which of them something has read."""
 
+    read_elsewhere: int
+
     def __init__(self, ledger: AuditLedger) -> None:
         self._ledger = ledger
         self.unread: set[int] = set()  # storages of the gradients of inputs
@@ -74,7 +83,7 @@ class GradientReads:
         self.gradients: dict[int, tuple[int, StorageWeakRef]] = {}
         self.read_elsewhere = 0  # bits of parameters whose gradient was read outside of optimizers, beyond its norm
 
-    def record(self, operator: Any, inputs: list[Tensor], outputs: list[Tensor], *, is_updating: bool) -> None:
+    def record(self, operator: OpOverload, inputs: list[Tensor], outputs: list[Tensor], *, is_updating: bool) -> None:
         """Record the reads of an operator outside of a backward pass; ``is_updating``: an optimizer runs it."""
         if not (self.unread or self.gradients):
             return
@@ -91,8 +100,8 @@ class GradientReads:
                 del self.gradients[key]
 
 
-def _only_clears_or_views(operator: Any, known: set[int], outputs: list[Tensor]) -> bool:
-    if operator._schema.is_mutable:  # noqa: SLF001 - not public elsewhere
+def _only_clears_or_views(operator: OpOverload, known: set[int], outputs: list[Tensor]) -> bool:
+    if is_mutable(operator):
         return operator.overloadpacket in _CLEARING
     return bool(outputs) and all(key_of(tensor) in known for tensor in outputs)
 
@@ -105,6 +114,12 @@ class OperatorWatch(TorchDispatchMode):
 
     ``shape_of`` and ``bit_of`` give the shape and the bit of a parameter by its name.
     """
+
+    ledger: AuditLedger
+    modules: AnyModules
+    weights: Weights
+    saved: SavedTensors
+    gradient_reads: GradientReads
 
     def __init__(
         self,
@@ -126,7 +141,7 @@ class OperatorWatch(TorchDispatchMode):
         self.gradient_reads = GradientReads(ledger)
         self.find_sharded: Callable[[], None] | None = None  # set if a model is sharded
         self._waiting: list[tuple[LeafReachability, OperatorTape]] = []
-        self._running: dict[int, tuple[LeafReachability, OperatorTape]] = {}
+        self._running: dict[int | None, tuple[LeafReachability, OperatorTape]] = {}
 
     def begin(self, reach: LeafReachability) -> OperatorTape:
         """Prepare for a backward pass; return the tape that its operators will be recorded on."""
@@ -154,8 +169,12 @@ class OperatorWatch(TorchDispatchMode):
         self.weights.forget()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self.is_active and isinstance(func, OpOverload) and func is not torch.ops.prim.device.default:
@@ -165,7 +184,13 @@ class OperatorWatch(TorchDispatchMode):
         return result
 
     def _record(
-        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Tensor], outputs: list[Tensor]
+        self,
+        func: OpOverload,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        result: object,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
     ) -> None:
         if self.find_sharded is not None:
             for tensor in inputs:
@@ -179,7 +204,7 @@ class OperatorWatch(TorchDispatchMode):
             return
         known = {key_of(tensor) for tensor in inputs}
         writes = [tensor for tensor in outputs if key_of(tensor) not in known]
-        if func._schema.is_mutable:  # noqa: SLF001 - not public elsewhere
+        if is_mutable(func):
             writes = outputs or inputs
         elif outputs and not writes:
             return  # a view
@@ -189,8 +214,8 @@ class OperatorWatch(TorchDispatchMode):
             return
         reach, tape = pair
         tape.references += [refer(tensor) for tensor in writes]
-        node = torch._C._current_autograd_node()  # noqa: SLF001 - no public name; covered by tests
-        number = node._sequence_nr() if node is not None else -1  # noqa: SLF001 - the same
+        node = running_node()
+        number = sequence_number_of(node) if node is not None else -1
         operation = Operation(
             reads=tuple(known),
             writes=tuple(key_of(tensor) for tensor in writes),
@@ -205,7 +230,7 @@ class OperatorWatch(TorchDispatchMode):
 
     def _find_pass(self) -> tuple[LeafReachability, OperatorTape] | None:
         """Return the innermost pass of this thread; its id is known only when its first operator runs."""
-        this = torch._C._current_graph_task_id()  # noqa: SLF001 - as above
+        this = current_pass()
         if this not in self._running:
             known = [pair[1] for pair in self._running.values()]
             free = [pair for pair in self._waiting if all(pair[1] is not tape for tape in known)]
@@ -218,11 +243,11 @@ class OperatorWatch(TorchDispatchMode):
         self,
         operation: Operation,
         reach: LeafReachability,
-        func: Any,
-        formula: Any,
-        args: Any,
-        kwargs: Any,
-        result: Any,
+        func: OpOverload,
+        formula: Callable[..., int],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        result: object,
     ) -> list[Operation]:
         """Count an operator of a backward pass and find the gradient it computes; return operations split off from
         it."""
@@ -253,7 +278,13 @@ class OperatorWatch(TorchDispatchMode):
         return []
 
     def _count_convolution(
-        self, operation: Operation, reach: LeafReachability, formula: Any, args: Any, kwargs: Any, result: Any
+        self,
+        operation: Operation,
+        reach: LeafReachability,
+        formula: Callable[..., int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, object],
+        result: object,
     ) -> list[Operation]:
         """Count the two gradients that one operator computes as two operations."""
         *rest, mask = args
@@ -287,7 +318,13 @@ class OperatorWatch(TorchDispatchMode):
         return None
 
     def _record_forward(
-        self, func: Any, args: Any, flops: int, name: str | None, inputs: list[Tensor], outputs: list[Tensor]
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        flops: int,
+        name: str | None,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
     ) -> None:
         self.gradient_reads.record(func, inputs, outputs, is_updating=self.is_updating)
         if self.is_updating:
@@ -309,7 +346,7 @@ class OperatorWatch(TorchDispatchMode):
             self._record_loss(*args[:5])
 
     def _record_loss(
-        self, logits_NV: Tensor, target_N: Tensor, _weight: Any, _reduction: int, ignore_index: int
+        self, logits_NV: Tensor, target_N: Tensor, _weight: object, _reduction: int, ignore_index: int
     ) -> None:
         self.ledger.labels += target_N.numel()
         self.ledger.ignored += int((target_N == ignore_index).sum())

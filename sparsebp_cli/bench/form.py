@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -28,7 +28,7 @@ Execution = Literal["fast", "csr", "masked", "stored", "recomputed"]
 class Form(BaseModel):
     """One form of a policy at one kind of site."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     site: Literal["linears", "branches", "nodes"]  # ``linears``, ``branches`` or ``nodes``
     label: str  # tells it from the other forms there: values of options, and the execution where there is a choice

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -16,7 +16,7 @@ LENGTH, BATCH = 128, 16
 class Request(BaseModel):
     """One benchmark."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     policy: str  # name of the policy
     forms: tuple[Form, ...]  # measured in addition to dense

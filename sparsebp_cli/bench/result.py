@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,7 +13,7 @@ from sparsebp_cli.bench.request import Request
 class BreakEven(BaseModel):
     """The share kept below which a form is faster than another computation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     site: str  # of the form
     label: str  # of the form
@@ -63,7 +63,7 @@ def find_break_even(site: str, label: str, against: str, points: Sequence[tuple[
 class Part(BaseModel):
     """Base class of the result's parts: unknown keys and NaN are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RoundQuartiles(Part):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version as installed_version
 from typing import Annotated
@@ -53,7 +54,7 @@ class Crash:
         return f"{line} (the traceback is in {file}; `sparsebp --debug` shows it)"
 
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Try which gradients are worth computing when a transformer is fine-tuned, and be told the truth about it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -61,9 +62,9 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 2 wrong recipe or usage, 100 failed, 101 not finished, 102 not found, 103 cancelled, "
     "104 diverged, 130 and 143 interrupted.",
 )
-crash = Crash()
+crash: Crash = Crash()
 
-VERBS = {
+VERBS: dict[str, tuple[Callable[..., None], ...]] = {
     "Runs": (run, resume, cancel, logs),
     "Results": (compare, runs, show, sync, ui),
     "Recipes": (validate, export, schema, policies),

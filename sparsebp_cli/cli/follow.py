@@ -103,8 +103,9 @@ def _follow(job: Job, interrupts: Interrupts, seen: int) -> None:
 
 def _show_new(job: Job, display: Display, offset: int) -> int:
     end = offset
-    for record, end in read(job.run.path, offset):  # noqa: B007 - the end of the last record is returned
+    for record, after in read(job.run.path, offset):
         display.add(record)
+        end = after
     return end
 
 

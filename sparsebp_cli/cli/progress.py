@@ -29,6 +29,12 @@ PHASES = ((FORWARD_SECONDS, "forward"), (BACKWARD_SECONDS, "backward"), (OPTIMIZ
 class Progress:
     """The latest value of every metric, and the expected time to the end."""
 
+    name: str
+    run_id: str
+    max_steps: int
+    step: int
+    phase: str
+
     def __init__(self, name: str, run_id: str, max_steps: int) -> None:
         """Start without any record; ``max_steps`` are the optimizer steps in all."""
         self.name, self.run_id, self.max_steps = name, run_id, max_steps

@@ -37,6 +37,11 @@ def plan_looks(num_seeds: int) -> tuple[int, ...]:
 class Trial:
     """The decisions so far. Each group is decided once, at the first look that can."""
 
+    looks: tuple[int, ...]
+    level: float
+    margin: float
+    worse_is_up: bool
+
     def __init__(self, groups: Sequence[str], num_seeds: int, margin: float, *, worse_is_up: bool) -> None:
         """Fix the looks and the level of each. One or more groups are compared, on at most ``num_seeds``."""
         self.looks = plan_looks(num_seeds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal, TypedDict, cast
+from typing import Annotated, ClassVar, Literal, TypedDict, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -24,7 +24,7 @@ def _as_list(value: object) -> object:
 class BackwardOptions(BaseModel):
     """How a step is executed. None of these changes which gradient is meant."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     execution: Execution = Field(
         "fast", description="fast multiplies only what was selected; reference masks the gradient and multiplies all."

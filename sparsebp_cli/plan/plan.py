@@ -8,7 +8,7 @@ import secrets
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,7 +26,7 @@ OUTSIDE_GROUP = {"name": True, "target": True, "tracking": True, "checkpoint": T
 class Plan(BaseModel):
     """One run, ready to be executed anywhere."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal[1] = 1  # version of this file
     # 12 hexadecimal digits; unchanged by a resume

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -25,7 +25,7 @@ UNKNOWN = "unknown"
 class Provenance(BaseModel):
     """The origin of a plan. It never holds remotes, environment variables or command lines, which may hold secrets."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid")
 
     sparsebp_version: str = ""  # of the package that made the plan
     recipe_file: str = ""  # name without its folder

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from typing_extensions import override
+
 from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
 
 if TYPE_CHECKING:
@@ -34,5 +36,6 @@ class Dense(GradientSelector):
     def selection(self) -> None:
         return None
 
-    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - no decision
+    @override
+    def select(self, grad_NO: torch.Tensor, site: Site, step: Step) -> Selection | None:
         return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, final
 
 from pydantic import Field
+from typing_extensions import override
 
 from sparsebp_cli.policies.structured import StructuredSelector
 from sparsebp_cli.policy import Selection, Site, Step, choice
@@ -34,7 +35,8 @@ class TopK(StructuredSelector):
         shared = self.model_dump(mode="json", include=set(StructuredSelector.model_fields))
         return None if self.exact else {"name": "random", **shared}
 
-    def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002 - same at every step
+    @override
+    def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:
         return None if self.exact else self.choose(self._score(grad_NO), grad_NO, site)
 
     def _score(self, grad_NO: Tensor) -> Tensor:

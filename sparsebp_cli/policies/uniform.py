@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from typing_extensions import override
+
 from sparsebp_cli.policies.sampled import SampledExamples
 from sparsebp_cli.policy import Examples, Step
 
@@ -24,7 +26,8 @@ class Uniform(SampledExamples):
     def unbiased(self) -> bool:
         return self.exact  # examples may have different numbers of targets, and then the mean over targets is biased
 
-    def needs_loss(self, step: Step) -> bool:  # noqa: ARG002 - never
+    @override
+    def needs_loss(self, step: Step) -> bool:
         return False
 
     def choose(self, examples: Examples, step: Step) -> Tensor | None:

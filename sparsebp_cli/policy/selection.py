@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -121,7 +123,8 @@ class Elements(Selection):
         kept_K = grad_NO.reshape(-1).index_select(0, self.index_K)
         return kept_K if self.weight == 1.0 else kept_K * self.weight
 
-    def num_kept(self, grad_NO: Tensor) -> int:  # noqa: ARG002 - the index alone gives the number
+    @override
+    def num_kept(self, grad_NO: Tensor) -> int:
         return self.index_K.numel()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -18,7 +18,7 @@ Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 class Section(BaseModel):
     """A part of a recipe: strict types, no unknown keys, no NaN."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class LoraSection(Section):
@@ -118,7 +118,7 @@ class DatasetSection(Section):
 class PolicyEntry(BaseModel):
     """A policy by name, and its options as further keys."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="allow")
     name: str = Field(description="A name that `sparsebp policies` lists.")
 
     @property
@@ -215,7 +215,7 @@ class CheckpointSection(Section):
 class TargetSection(Section):
     """The target that executes the plan. The options of its kind are further keys."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
     kind: Name = Field("local", description="A kind, or a name from targets.yaml: `sparsebp targets` lists them.")
     threads: PositiveInt | None = Field(

@@ -48,6 +48,9 @@ MOST_UNREADABLE = 4  # places that are named; a list of runs shows no more
 class JournalWriter:
     """Appends records. Opening a journal truncates a last line that a killed process left half written."""
 
+    path: Path
+    attempt: int
+
     def __init__(self, run_folder: Path, *, durable: bool = True) -> None:
         """Open the journal in an existing run folder for a new attempt; the caller holds the run's lock. If not
         ``durable``, :meth:`flush` does not wait for the disk."""

@@ -12,10 +12,11 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Self, final
+from typing import Any, ClassVar, Self, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
@@ -210,7 +211,7 @@ class DockerEngine(TargetEngine):
 class DockerTarget(RemoteTarget):
     """A container of docker or podman."""
 
-    options_class = DockerOptions
+    options_class: ClassVar[type[TargetOptions]] = DockerOptions
     engine_class = DockerEngine
 
 

@@ -10,10 +10,11 @@ import json
 import re
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.journal import FILE as JOURNAL
 from sparsebp_cli.target.archive import append_lines, merge_into_run, pack, receive, size_of
@@ -37,8 +38,8 @@ READER_SECONDS = 120.0
 class KubernetesEngine(TargetEngine):
     """A Kubernetes cluster."""
 
-    fastest_seconds = 0.5
-    slowest_seconds = 10.0
+    fastest_seconds: ClassVar[float] = 0.5
+    slowest_seconds: ClassVar[float] = 10.0
 
     def __init__(self, options: KubernetesOptions) -> None:
         self._options = options
@@ -215,7 +216,7 @@ class KubernetesEngine(TargetEngine):
 class KubernetesTarget(RemoteTarget):
     """A Job of Kubernetes."""
 
-    options_class = KubernetesOptions
+    options_class: ClassVar[type[TargetOptions]] = KubernetesOptions
     engine_class = KubernetesEngine
 
 

@@ -77,6 +77,7 @@ class LocalTarget(Target):
     """This machine."""
 
     options_class = TargetOptions
+    worker_module: str
 
     def __init__(self, options: TargetOptions | None = None) -> None:
         """Choose the worker's module; None takes the default options."""

@@ -25,6 +25,9 @@ UNREACHABLE, OVER = "unreachable", "over"
 class RemoteRun:
     """Holds the target's lock of one run. Each :meth:`poll` reads the worker's status and takes the next step."""
 
+    run: RunFolder
+    failures: int
+
     def __init__(self, run: RunFolder, engine: TargetEngine, process: int) -> None:
         """Lock the run; raises ``RunBusyError`` if another dispatcher has it. ``process`` is this process's id."""
         self.run, self._engine = run, engine

@@ -11,9 +11,10 @@ import secrets
 import shlex
 import time
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import ClassVar, final
 
 from sparsebp_cli.errors import RunBusyError, RunFailedError, UnreachableError, UsageError
+from sparsebp_cli.recipe.schema import TargetOptions
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.journal import FILE as JOURNAL
@@ -55,8 +56,8 @@ DOUBT_SECONDS = 5.0  # a job that is being requeued looks ended for a moment
 class SlurmEngine(TargetEngine):
     """A Slurm cluster, through its commands here or on its login node."""
 
-    fastest_seconds = 0.5
-    slowest_seconds = 15.0  # a controller is shared by many
+    fastest_seconds: ClassVar[float] = 0.5
+    slowest_seconds: ClassVar[float] = 15.0  # a controller is shared by many
     has_queue = True
 
     def __init__(self, options: SlurmOptions) -> None:
@@ -246,7 +247,7 @@ class SlurmEngine(TargetEngine):
 class SlurmTarget(RemoteTarget):
     """A job of Slurm."""
 
-    options_class = SlurmOptions
+    options_class: ClassVar[type[TargetOptions]] = SlurmOptions
     engine_class = SlurmEngine
 
 

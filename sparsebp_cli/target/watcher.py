@@ -38,6 +38,8 @@ from sparsebp_cli.tracking import Follower
 class LocalRun:
     """One supervised run."""
 
+    run: RunFolder
+
     def __init__(self, run: RunFolder, target: Target) -> None:
         """Lock the run; raises ``RunBusyError`` if another process works on it."""
         self.run, self._target = run, target

@@ -102,6 +102,10 @@ LOCK_SECONDS = 60.0
 class Flusher:
     """Sends the new part of one run's journal at each :meth:`flush`. Its position is kept in memory and on disk."""
 
+    plan: Plan
+    uri: str
+    points_sent: int
+
     def __init__(self, run: RunFolder, uri: str | None = None) -> None:
         """Read the plan; nothing is opened yet. Without ``uri`` the plan and the environment name the store. Raises
         ``TrackingError`` if the store's address cannot be used, ``RunNotFoundError`` if the run has no plan."""

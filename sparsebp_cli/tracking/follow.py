@@ -26,6 +26,12 @@ class Follower:
     Start the worker before the follower: on systems where niceness belongs to the process, children inherit it.
     """
 
+    run: RunFolder
+    every: float
+    within: float
+    warn: Callable[[str], None] | None
+    result: SyncResult
+
     def __init__(
         self, run: RunFolder, *, every: float = 10.0, within: float = 30.0, warn: Callable[[str], None] | None = None
     ) -> None:

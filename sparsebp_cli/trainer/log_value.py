@@ -14,6 +14,7 @@ from torch import distributed
 
 from sparsebp_cli.backward import Engine, FlopCount, ModuleTrace, count_flops
 from sparsebp_cli.backward.core.report import Chosen
+from sparsebp_cli.backward.observe import internals
 from sparsebp_cli.run import metric
 from sparsebp_cli.worker.trial_step import Mode, TrialStep, freezes_parameters
 
@@ -56,7 +57,7 @@ def is_compiled(model: nn.Module) -> bool:
     """Return whether part of a model is compiled; under counters it would stay uncompiled for good (torch 2.13)."""
     from torch._dynamo.eval_frame import OptimizedModule  # private; public torch names no class of compiled modules
 
-    return any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())  # noqa: SLF001 - the same
+    return any(isinstance(module, OptimizedModule) or internals.is_compiled(module) for module in model.modules())
 
 
 def _forward() -> Tensor:

@@ -53,7 +53,8 @@ def load_state(file: Path, device: torch.device | str = "cpu") -> dict[str, Any]
     try:
         with safe_open(file, "pt") as opened:
             header = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys() if name}  # noqa: SIM118 - no mapping
+            names = opened.keys()  # it cannot be iterated itself
+            tensors = {name: opened.get_tensor(name) for name in names if name}
         text = header["state"]
         if header["format"] != str(_FORMAT) or header["sha256"] != _digest(text, tensors):
             raise ValueError("it does not match its checksum")

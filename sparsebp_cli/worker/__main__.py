@@ -14,7 +14,6 @@ import sys
 import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 from sparsebp_cli.errors import ChangedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
@@ -93,7 +92,7 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
     return _end(journal, 0, State.FINISHED, training.step, "")
 
 
-def _end(journal: JournalWriter, code: int, status: State, step: int, text: str, **more: Any) -> int:
+def _end(journal: JournalWriter, code: int, status: State, step: int, text: str, **more: object) -> int:
     """Write the run's final status and return the exit code, which is nonzero if the journal could not be written."""
     try:
         journal.write("end", status=status, step=step, text=text, **more)

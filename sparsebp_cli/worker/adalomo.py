@@ -8,11 +8,11 @@ updated is left to the user.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from pytorch_optimizer import AdaLOMO
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from sparsebp_cli.worker.separate import SeparateOptimizer
 
@@ -38,7 +38,7 @@ class AdaLomo(SeparateOptimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
         clip_threshold: float = 1.0,

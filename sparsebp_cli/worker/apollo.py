@@ -10,12 +10,12 @@ rank.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from sparsebp_cli.policy import Step
 from sparsebp_cli.worker.separate import SeparateOptimizer, check_not_negative
@@ -51,7 +51,7 @@ class Apollo(SeparateOptimizer):
 
     def __init__(  # noqa: PLR0913 - the paper's
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-2,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -98,7 +98,8 @@ class Apollo(SeparateOptimizer):
         self._number = {parameter: number for number, parameter in enumerate(parameters)}
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, gradient = self.state[parameter], cast("Tensor", parameter.grad)
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None  # step() leaves the others out
         state["step"] = state.get("step", 0) + 1
         if gradient.dim() != 2:
             update = _adam(gradient.to(_wide(gradient)), state, group)

@@ -20,6 +20,13 @@ PAD_TO = 8  # padded lengths are multiples of this, so that kernels are called w
 class BatchOrder:
     """Endless sequence of micro-batches: a new permutation each epoch, and no example dropped between epochs."""
 
+    examples: Sequence[Example]
+    seed: int
+    pad_token_id: int
+    batch_size: int
+    num_ranks: int
+    columns: Collection[str]
+
     def __init__(
         self,
         examples: Sequence[Example],

@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
@@ -122,7 +123,9 @@ def build_training(
     return parts, snapshot
 
 
-def save_model(model: nn.Module, tokenizer: Any, run: RunFolder, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_model(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, run: RunFolder, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the trained model and tokenizer to the run's folder as transformers does, atomically. ``weights`` is the
     complete state_dict of a sharded model."""
     place, part = run.path / "model", run.path / ".part-model"
@@ -160,7 +163,7 @@ def _note_start(
 
 def _load_data(
     recipe: Recipe, policies: Sequence[Policy], accelerator: Accelerator, journal: JournalWriter
-) -> tuple[Any, Reference]:
+) -> tuple[PreTrainedTokenizerBase, Reference]:
     set_seed(recipe.training.seed)
     with accelerator.main_process_first():  # the first rank downloads and fills the caches that the others then read
         tokenizer = build_tokenizer(recipe.model)
@@ -187,8 +190,8 @@ def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:
     return accelerator
 
 
-def _check_fit(model: Any, tokenizer: Any, recipe: Recipe) -> None:
-    refuse_mismatch(len(tokenizer), model.get_input_embeddings().num_embeddings)
+def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe) -> None:
+    refuse_mismatch(len(tokenizer), model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
         refuse_too_long({"max_position_embeddings": longest}, recipe.dataset.max_seq_length)
@@ -196,7 +199,7 @@ def _check_fit(model: Any, tokenizer: Any, recipe: Recipe) -> None:
         raise DataError(f"dataset.max_seq_length: {error}") from None
 
 
-def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -> dict[str, Any]:
+def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -> dict[str, object]:
     recipe, found = plan.recipe, find_policies()
     policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policy]
     tokens = sum(len(example.input_ids) for example in data.train) / len(data.train)

@@ -47,11 +47,14 @@ class Snapshot:
     optimizer: dict[str, Any]  # the optimizer's state_dict()
     rest: dict[str, Any]  # JSON content: schedule, policy state, counters
     ranks: list[RankState]  # one entry a process, by rank
-    seal: dict[str, Any] | None = None  # recipe, code and data as JSON; None: an older version wrote it
+    seal: dict[str, object] | None = None  # recipe, code and data as JSON; None: an older version wrote it
 
 
 class CheckpointFolder:
     """The checkpoints of one run."""
+
+    folder: Path
+    keep_last: int
 
     def __init__(self, folder: Path, keep_last: int, *, writes: bool = True) -> None:
         """Open the folder and delete what a killed process left half written. ``keep_last``, at least 1, is how many
@@ -150,7 +153,7 @@ def _remove(path: Path) -> None:
 
 def _write(part: Path, snapshot: Snapshot) -> None:
     tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
+    plain: dict[str, object] = {}
     for number, values in snapshot.optimizer["state"].items():
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -183,7 +186,7 @@ def _write(part: Path, snapshot: Snapshot) -> None:
 
 def _read(place: Path) -> Snapshot:
     state = json.loads((place / "state.json").read_bytes())
-    by_number: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, object]] = {}
     for key, value in (load_file(place / "optimizer.safetensors") | state["optimizer_plain"]).items():
         number, _, name = key.partition(".")
         by_number.setdefault(int(number), {})[name] = value

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -30,7 +30,24 @@ from sparsebp_cli.worker.token_mask import mask_tokens
 
 IGNORED = -100  # the label that transformers' losses ignore
 
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[dict[str, object]]
+
+
+class Split(Protocol):
+    """The rows of a split, read one by one."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int, /) -> dict[str, object]: ...
+
+
+class Table(Split, Protocol):
+    """A split of ``datasets``."""
+
+    @property
+    def features(self) -> Mapping[str, object]: ...
+    def remove_columns(self, names: list[str], /) -> Split: ...
+
+
 Item = TypeVar("Item")
 
 
@@ -152,7 +169,7 @@ def _prompt(example: Example) -> np.ndarray:
     return example.input_ids[example.labels == IGNORED] if example.labels.ndim else example.input_ids
 
 
-def _load_splits(section: DatasetSection) -> dict[str, Any]:
+def _load_splits(section: DatasetSection) -> dict[str, Split]:
     source = find_source(section.name, DATASETS)
     if callable(source):
         return dict(source())
@@ -182,7 +199,7 @@ def _load_splits(section: DatasetSection) -> dict[str, Any]:
         raise DataError(f"dataset {section.name}: {reason}") from None
 
 
-def _keep_readable(rows: Any, section: DatasetSection) -> Any:
+def _keep_readable(rows: Table, section: DatasetSection) -> Split:
     """Drop columns of images, audio and the like: reading a row would open and decode the files that it names."""
     wanted = {section.text_column, section.label_column, section.prompt_column, section.completion_column}
     kinds = {name: type(feature).__name__ for name, feature in rows.features.items() if not _is_plain(feature)}
@@ -191,7 +208,7 @@ def _keep_readable(rows: Any, section: DatasetSection) -> Any:
     return rows.remove_columns(list(kinds))
 
 
-def _is_plain(feature: Any) -> bool:
+def _is_plain(feature: object) -> bool:
     """Return whether reading a feature of ``datasets``, including nested ones, decodes no file."""
     if isinstance(feature, dict):
         return all(map(_is_plain, feature.values()))
@@ -202,7 +219,7 @@ def _is_plain(feature: Any) -> bool:
     return type(feature).__name__ in TEXT_FEATURES
 
 
-def _pick(splits: dict[str, Any], name: str, max_examples: int | None) -> Rows:
+def _pick(splits: dict[str, Split], name: str, max_examples: int | None) -> Rows:
     if name not in splits:
         raise missing_split(name, splits)
     rows = splits[name]
@@ -210,13 +227,13 @@ def _pick(splits: dict[str, Any], name: str, max_examples: int | None) -> Rows:
     return [rows[i] for i in range(count)]
 
 
-def _column(rows: Rows, name: str) -> list[Any]:
+def _column(rows: Rows, name: str) -> list[object]:
     if rows and name not in rows[0]:
         raise missing_column(name, rows[0])
     return [row[name] for row in rows]
 
 
-def _texts(rows: Rows, name: str) -> list[Any]:
+def _texts(rows: Rows, name: str) -> list[object]:
     """Return a column of texts. A list or a mapping is refused, because ``str()`` would turn it into Python syntax."""
     texts = _column(rows, name)
     for number, text in enumerate(texts):
@@ -224,7 +241,7 @@ def _texts(rows: Rows, name: str) -> list[Any]:
     return texts
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Any]) -> list[list[int]]:
+def _ids(tokenizer: PreTrainedTokenizerBase, texts: Iterable[object]) -> list[list[int]]:
     texts = ["" if text is None else str(text) for text in texts]
     if not texts:
         return []
@@ -285,10 +302,11 @@ def _complete(
 
 def _label_names(rows: Rows, column: str) -> list[str]:
     labels = set(_column(rows, column))
-    if all(isinstance(label, int) for label in labels) and labels:
-        if min(labels) < 0:
-            raise DataError(f"column {column!r}: labels must be 0 or more, got {min(labels)}")
-        return [str(i) for i in range(max(labels) + 1)]
+    numbers = [label for label in labels if isinstance(label, int)]
+    if numbers and len(numbers) == len(labels):
+        if min(numbers) < 0:
+            raise DataError(f"column {column!r}: labels must be 0 or more, got {min(numbers)}")
+        return [str(i) for i in range(max(numbers) + 1)]
     return sorted(str(label) for label in labels)
 
 

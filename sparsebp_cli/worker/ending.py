@@ -10,7 +10,6 @@ import errno
 import os
 import signal
 from dataclasses import dataclass
-from types import FrameType
 from typing import Self
 
 from sparsebp_cli.errors import DivergedError, SparseBPError, UsageError
@@ -30,7 +29,7 @@ class StopRequest:
             signal.signal(number, request._receive)
         return request
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature of a handler
+    def _receive(self, number: int, *_: object) -> None:
         if self.signal is not None and number == signal.SIGINT:
             os._exit(130)
         self.signal = self.signal or signal.Signals(number)

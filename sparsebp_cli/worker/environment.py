@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -15,7 +14,7 @@ from sparsebp_cli.entry_point import entry_points
 PACKAGES = ("sparsebp", "torch", "transformers", "accelerate", "peft", "datasets", "numpy", "safetensors", "tokenizers")
 
 
-def describe_environment() -> dict[str, Any]:
+def describe_environment() -> dict[str, object]:
     """Return the versions and hardware that another person needs in order to judge a run's numbers."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {

@@ -7,13 +7,14 @@ optimizer's state, so that it is counted, saved and loaded like the moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytorch_optimizer
 import torch
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from sparsebp_cli.worker.separate import evaluate
 
@@ -34,7 +35,7 @@ class GaLore(pytorch_optimizer.GaLore):  # type: ignore[misc]
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),

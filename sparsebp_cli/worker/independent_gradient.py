@@ -53,6 +53,8 @@ class IndependentComparison:
     """Comparison of the policy's gradients, draw by draw, and of dense ones of a smaller batch, with the gradient of
     other examples. The trial step must be entered."""
 
+    policy: GradientComparison
+
     def __init__(self, trial: TrialStep, batches: IndependentBatches) -> None:
         self._trial, self._batches = trial, batches
         self._large = self._run(*batches.others())

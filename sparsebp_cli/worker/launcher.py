@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
@@ -24,6 +24,9 @@ from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.worker.ending import StopRequest, signal_of_message, stop_message
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import Reason
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 # The caller decides how long to wait for the checkpoint of a stopped run; torchrun would kill the ranks after 30 s.
 STOP_SECONDS = 24 * 3600
@@ -85,7 +88,8 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             **patience,
         )
-        asked, failures = None, dict[int, Any]()
+        asked: signal.Signals | None = None
+        failures: Mapping[int, ProcessFailure] = {}
         try:
             elastic_launch(config, sys.executable)("-P", "-m", "sparsebp_cli.worker", str(run.plan_file))
         except SignalException as error:
@@ -95,7 +99,7 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
         return asked, _find_reason(Path(folder), failures, count)
 
 
-def _find_reason(folder: Path, failures: Mapping[int, Any], count: int) -> Reason | None:
+def _find_reason(folder: Path, failures: Mapping[int, ProcessFailure], count: int) -> Reason | None:
     """Return the first cause: an error of a rank itself, else the signal or exit code that ended one, else the loss of
     a peer."""
     told = []

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -92,7 +94,7 @@ def _folder_or_id(name: str) -> str | Path:
     return source() if callable(source) else source
 
 
-def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, int]) -> Any:
+def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, int]) -> PreTrainedConfig:
     model_type = values["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise DataError(f"config.model_type: unknown {model_type!r}{did_you_mean(model_type, CONFIG_MAPPING.keys())}")
@@ -103,7 +105,9 @@ def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, in
     return AutoConfig.for_model(**({"vocab_size": vocab_size} | values | labels))
 
 
-def _refuse_incomplete(source: object, model: Any, found: dict[str, Any], *, is_classification: bool) -> list[str]:
+def _refuse_incomplete(
+    source: object, model: PreTrainedModel, found: LoadingInfo, *, is_classification: bool
+) -> list[str]:
     """Return the tensors of a new classification head, and refuse any other tensor that the files lack or that has
     another shape. transformers would fill them with random values; it leaves tied tensors out of both lists itself."""
     missing = sorted(found["missing_keys"])
@@ -121,18 +125,26 @@ def _refuse_incomplete(source: object, model: Any, found: dict[str, Any], *, is_
     return new
 
 
+class LoadingInfo(TypedDict):
+    """What transformers reports of the tensors of a model that it loaded."""
+
+    missing_keys: Iterable[str]
+    mismatched_keys: Iterable[Sequence[object]]
+
+
 def _list(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _with_adapters(model: PreTrainedModel, section: LoraSection, num_labels: int | None) -> Any:
+def _with_adapters(model: PreTrainedModel, section: LoraSection, num_labels: int | None) -> PreTrainedModel:
     from peft import LoraConfig, get_peft_model
 
     task = "CAUSAL_LM" if num_labels is None else "SEQ_CLS"
     try:
-        return get_peft_model(model, LoraConfig(task_type=task, **section.model_dump()))
+        adapted: PreTrainedModel = get_peft_model(model, LoraConfig(task_type=task, **section.model_dump()))
     except ValueError as error:
         raise DataError(f"model.lora: {_first_line(error)}") from None
+    return adapted
 
 
 def _explain(what: str, error: Exception) -> Exception:
@@ -154,7 +166,7 @@ MULTIPLE = 16  # float8 matmuls of a GPU need both widths of a weight to be mult
 LOWEST_CAPABILITY = (8, 9)  # of CUDA devices with such units
 
 
-def convert_to_float8(model: Any, how: Literal["emulated", "native"]) -> None:
+def convert_to_float8(model: PreTrainedModel, how: Literal["emulated", "native"]) -> None:
     """Replace linears by torchao's ``Float8Linear`` in place; parameters keep their names. The output head and linears
     with a width that is no multiple of 16 keep their precision. ``native`` uses the GPU's float8 units; ``emulated``
     rounds to the same values and multiplies in high precision on any device."""
@@ -166,7 +178,7 @@ def convert_to_float8(model: Any, how: Literal["emulated", "native"]) -> None:
         raise DataError("model.float8: native needs a GPU of compute capability 8.9 or more; use emulated")
     head = model.get_output_embeddings()
 
-    def fits(module: Any, name: str) -> bool:  # noqa: ARG001 - torchao's signature
+    def fits(module: nn.Linear, *_: object) -> bool:
         return module is not head and all(size % MULTIPLE == 0 for size in module.weight.shape)
 
     convert_to_float8_training(model, config=Float8LinearConfig(emulate=how == "emulated"), module_filter_fn=fits)

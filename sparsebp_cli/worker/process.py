@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
+T = TypeVar("T")
 LONGEST_WAIT = timedelta(minutes=30)  # for another rank, such as the first one while it writes a checkpoint
 
 
@@ -66,7 +67,7 @@ class Ranks:
         """Wait until every rank has called this."""
         self.all_max([0.0])
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return one picklable value of each rank, by rank, on the first rank; an empty list on the others."""
         if self.count == 1:
             return [value]
@@ -76,7 +77,7 @@ class Ranks:
         distributed.gather_object(value, found)
         return found or []
 
-    def broadcast(self, value: Any) -> Any:
+    def broadcast(self, value: T) -> T:
         """Return the first rank's picklable value on every rank; the values of the others are ignored."""
         if self.count == 1:
             return value

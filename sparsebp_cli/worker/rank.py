@@ -10,7 +10,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
@@ -49,11 +49,13 @@ def write_reason(rank: int, text: str, code: int) -> Reason:
 class SilentJournal(JournalWriter):
     """A journal that writes nothing, for every rank but the first."""
 
+    path: Path
+
     def __init__(self, run_folder: Path) -> None:
         """Keep the path of the journal for reading, and open nothing."""
         self.path = run_folder / FILE
 
-    def write(self, kind: str, **fields: Any) -> None:
+    def write(self, kind: str, **fields: object) -> None:
         """Write nothing."""
 
     def flush(self) -> None:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Reference:
     data: Data  # training examples have the column reference_loss if scores are cached
     # argument reference of attach(): the model, "batch", or None without a reference
     attached: nn.Module | Literal["batch"] | None = None
-    facts: dict[str, Any] | None = None  # for the journal
+    facts: dict[str, object] | None = None  # for the journal
     columns: frozenset[str] = frozenset()  # further columns that a batch must include
 
 
@@ -62,7 +62,7 @@ def build_reference(
     model: nn.Module = build_model(section, tokenizer, None)
     model.eval().requires_grad_(False).to(accelerator.device)
     digest = _digest(model)
-    facts: dict[str, Any] = {"name": policy.reference, "digest": digest, "scores": policy.reference_scores}
+    facts: dict[str, object] = {"name": policy.reference, "digest": digest, "scores": policy.reference_scores}
     if policy.reference_scores == "fly":
         return Reference(data, model, facts)
     precision = (

@@ -24,6 +24,8 @@ class ResumeCheck:
     """Compares a resumed run with its checkpoint. Each difference is refused, allowed by the user, or free because no
     number depends on it."""
 
+    seal: Seal
+
     def __init__(
         self, plan: Plan, run: RunFolder, journal: JournalWriter, ranks: Ranks, snapshot: Snapshot | None
     ) -> None:

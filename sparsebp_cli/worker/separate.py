@@ -44,7 +44,7 @@ def refuse_sparse(gradient: Tensor, name: str) -> None:
         raise UnsupportedError(f"{name} does not take sparse gradients: make the embedding with sparse=False")
 
 
-def check_not_negative(values: Mapping[str, Any]) -> None:
+def check_not_negative(values: Mapping[str, object]) -> None:
     """Raise ValueError for an option, by name, that is not a number of 0 or more."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0.0:

@@ -98,7 +98,7 @@ def copy_full(mine: Tensor, given: Tensor) -> None:
 def gather_optimizer(optimizer: torch.optim.Optimizer, *, keep: bool) -> dict[str, Any]:
     """Return an optimizer's state_dict with whole tensors; without ``keep``, no sharded ones. Collective."""
     state = optimizer.state_dict()
-    by_number: dict[int, dict[str, Any]] = {}
+    by_number: dict[int, dict[str, object]] = {}
     for number, values in state["state"].items():
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         by_number[number] = values | gather(tensors, keep=keep)
@@ -117,7 +117,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     keep_precision(optimizer, cut)
 
 
-def _shard_state(parameter: Tensor, value: Any) -> Any:
+def _shard_state(parameter: Tensor, value: object) -> object:
     """Shard a moment as its parameter is; step counts and other values are returned unchanged."""
     return _shard_like(parameter, value) if isinstance(value, Tensor) and value.shape == parameter.shape else value
 

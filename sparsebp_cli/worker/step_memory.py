@@ -12,9 +12,9 @@ import resource
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
 from sparsebp_cli.backward import Engine, Route
@@ -58,7 +58,7 @@ class StepMemoryRecorder:
     journal: JournalWriter
     model: nn.Module
     engine: Engine
-    optimizer: Any
+    optimizer: AcceleratedOptimizer
     device: torch.device
     peak: PeakMemory
     watches: bool = True  # False on all ranks but the first
@@ -109,6 +109,8 @@ class PeakMemory:
     without it, pauses count as well. Memory that the C library keeps after a pause counts, because the process holds
     it."""
 
+    device: torch.device
+
     def __init__(self, device: torch.device) -> None:
         self.device, self._before, self._is_paused = device, 0, False
 
@@ -154,7 +156,7 @@ class PeakMemory:
             return
 
 
-def memory_metrics(model: nn.Module, optimizer: Any, peak: PeakMemory) -> dict[str, float]:
+def memory_metrics(model: nn.Module, optimizer: AcceleratedOptimizer, peak: PeakMemory) -> dict[str, float]:
     """Return the bytes of weights and optimizer state on this rank, and its peak memory since the run began."""
     state = tensors_in(dict(optimizer.state))
     name = metric.PEAK_ALLOCATED_BYTES if peak.device.type == "cuda" else metric.PEAK_RESIDENT_BYTES

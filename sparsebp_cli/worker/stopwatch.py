@@ -13,6 +13,8 @@ import torch
 class Stopwatch:
     """Sums seconds by phase."""
 
+    device: torch.device
+
     def __init__(self, device: torch.device, at_phase: Callable[[str], None] | None = None) -> None:
         """Start at zero. The device is synchronised before each reading of the clock; ``at_phase`` is called with each
         phase when it begins."""

@@ -20,8 +20,8 @@ from sparsebp_cli.policy.error_text import shorten
 
 def mask_tokens(
     tokenizer: PreTrainedTokenizerBase,
-    parts: Sequence[Sequence[Any]],
-    column: Sequence[Any],
+    parts: Sequence[Sequence[object]],
+    column: Sequence[object],
     name: str,
     *,
     start: int = 0,
@@ -41,12 +41,12 @@ def mask_tokens(
     ]
     marked = []
     for row, spans in enumerate(column):
-        _check(spans, name, row)
+        checked = _check(spans, name, row)
         borders, begin = [np.zeros((0, 2), dtype=np.int64)], 0
         for part, of_part in zip(texts, offsets, strict=True):
             borders.append(np.array(of_part[row], dtype=np.int64).reshape(-1, 2) + begin)
             begin += len(part[row])
-        marked.append(_mark(np.concatenate(borders), spans or [], begin, start, end))
+        marked.append(_mark(np.concatenate(borders), checked, begin, start, end))
     return marked
 
 
@@ -59,7 +59,8 @@ def _mark(borders: np.ndarray, spans: Sequence[Sequence[int]], length: int, star
     return np.concatenate([np.array(first, dtype=np.int64), inside, np.array(last, dtype=np.int64)])
 
 
-def _check(spans: Any, name: str, row: int) -> None:
+def _check(spans: Any, name: str, row: int) -> Sequence[Sequence[int]]:
+    """Return the spans of a row, none where it has none."""
     good = spans is None or (
         isinstance(spans, Sequence)
         and not isinstance(spans, str)
@@ -75,3 +76,4 @@ def _check(spans: Any, name: str, row: int) -> None:
         raise DataError(
             f"column {name!r}, row {row}: must be a list of [start, end] in characters, got {shorten(repr(spans))}"
         )
+    return spans or []

@@ -8,12 +8,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine
 from sparsebp_cli.plan import Plan
@@ -65,13 +67,13 @@ class Training:
     accelerator: Accelerator
     model: nn.Module  # prepared by accelerate, with the engine attached
     engine: Engine
-    optimizer: Any  # prepared by accelerate
+    optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     order: BatchOrder
     held_out: list[Example]  # validation examples
     test: list[Example]  # may be empty
     checkpoints: CheckpointFolder
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     seal: Seal  # recipe, code and data that its checkpoints record
     ranks: Ranks = field(default_factory=Ranks)
     step: int = 0  # optimizer steps done

@@ -39,6 +39,10 @@ class TrialStep:
     without gradients; ``forward`` returns the loss of a micro-batch, and ``backward`` differentiates it without the
     engine."""
 
+    model: nn.Module
+    engine: Engine
+    forward: Callable[[], Tensor]
+
     def __init__(
         self, model: nn.Module, engine: Engine, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
     ) -> None:

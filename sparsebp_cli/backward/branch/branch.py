@@ -16,7 +16,7 @@ from sparsebp_cli.backward.branch.dropout import DropoutRecorder, DropoutTape
 from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.decoder.layout import AttentionLayout
-from sparsebp_cli.backward.linear.function import weight_of
+from sparsebp_cli.backward.linear.function import WeightLayout, weight_of
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import call_module
 from sparsebp_cli.backward.patch.rng import capture_generators
@@ -51,6 +51,18 @@ class Branch:
         attention: The attention's linears; None for a core that computes each position independently.
         layer: Number of the decoder layer.
     """
+
+    name: str
+    core: nn.Module
+    before: nn.Module | None
+    after: nn.Module | None
+    last: str
+    attention: AttentionLayout | None
+    layer: int | None
+    linears: tuple[tuple[str, nn.Module, WeightLayout], ...]
+    keeps_keys: bool
+    parts: list[nn.Module]
+    dropouts: DropoutRecorder
 
     def __init__(
         self,

@@ -39,6 +39,8 @@ class DropoutTape:
 class DropoutRecorder:
     """The dropouts of one branch: idle, recording, or replaying a tape."""
 
+    modules: list[nn.Dropout]
+
     def __init__(self, *root: nn.Module) -> None:
         self.modules = [m for part in root for m in part.modules() if type(m) is nn.Dropout]
         self.tape: DropoutTape | None = None
@@ -84,6 +86,9 @@ class DropoutRecorder:
 
 class DropoutOverride(ForwardOverride):
     """The ``forward`` of one dropout module."""
+
+    module: nn.Dropout
+    recorder: DropoutRecorder
 
     def __init__(self, module: nn.Dropout, recorder: DropoutRecorder) -> None:
         self.module, self.recorder = module, recorder

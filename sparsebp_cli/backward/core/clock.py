@@ -20,6 +20,10 @@ class Clock:
     ``on_advance`` is called at the start of each step, before anything of it is computed.
     """
 
+    index: int
+    micro_batch: int
+    draw: int
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer | None,

@@ -154,6 +154,9 @@ class SiteDecisions:
     layers.
     """
 
+    has_selectors: bool
+    counters: SiteCounters
+
     def __init__(self, selectors: Sequence[GradientSelector], num_layers: int) -> None:
         self.residuals: dict[str, Tensor] = {}  # what error feedback adds later, by site, micro-batch and call
         self.has_selectors = bool(selectors)

@@ -53,6 +53,15 @@ class Engine:
         extensions: Carry out policies that do not decide at sites, or run the pass in another way.
     """
 
+    decisions: SiteDecisions
+    reference: bool
+    stores: bool
+    extensions: tuple[EngineExtension, ...]
+    enabled: bool
+    notes: dict[str, str]
+    leaves_out: bool
+    eager: RunsPass | None
+
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
         adapter: SiteAdapter,

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 class RecordedKV(Exception):  # noqa: N818 - not an error: it ends a forward early and carries its result
     """Ends an attention's forward once its keys and values are computed."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
         self.keys, self.values = keys, values
@@ -27,6 +30,9 @@ class RecordKV:
 
 class FixedKV:
     """A cache that returns the given keys and values, each (B, H, T, D), whatever is added to it."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values = keys, values

@@ -19,6 +19,8 @@ class LayerNumbers:
         names: The name of each.
     """
 
+    names: list[str]
+
     def __init__(self, model: nn.Module) -> None:
         self._names = {name for name, _ in model.named_modules(remove_duplicate=False)}
         self._stacks = _find_stacks(model)

@@ -58,6 +58,8 @@ class Lookahead:
     it.
     """
 
+    largest: Node | None
+
     def __init__(self, loss: Tensor, graph: Graph, router: EdgeRouter) -> None:
         leaves = list(graph.parameters)
         gradients = torch.autograd.grad(

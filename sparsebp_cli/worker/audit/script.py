@@ -27,6 +27,8 @@ RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 class ScriptAudit:
     """The audit of this process. ``settings`` has the keys ``steps``, ``threshold`` and ``stop``."""
 
+    rank: int
+
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self._folder, self._stops = folder, bool(settings["stop"])
         self._pid, self._is_written = os.getpid(), False

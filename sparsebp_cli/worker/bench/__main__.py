@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import traceback
-from typing import Any
 
 # As for training: see sparsebp_cli/worker/__main__.py.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -27,7 +26,7 @@ def main() -> int:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
         os.dup2(2, 1)
 
-        def send(kind: str, **values: Any) -> None:
+        def send(kind: str, **values: object) -> None:
             print(json.dumps({"kind": kind} | values), file=channel, flush=True)
 
         try:

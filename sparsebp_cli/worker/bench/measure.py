@@ -4,7 +4,6 @@ summarises."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import psutil
 import torch
@@ -107,7 +106,7 @@ def list_cases(request: Request) -> list[BenchCase]:
     return found
 
 
-def _describe(subject: Subject, request: Request) -> dict[str, Any]:
+def _describe(subject: Subject, request: Request) -> dict[str, object]:
     parameters = list(subject.model.parameters())
     return {
         "class": type(subject.model).__name__,

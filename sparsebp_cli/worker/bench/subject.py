@@ -57,6 +57,11 @@ class Subject:
     """A model in training mode, a batch with labels, and an optimizer with learning rate 0, so that every variant
     computes the same gradients. ``autocast`` is the dtype of matmuls; None: that of the weights."""
 
+    model: nn.Module
+    batch: dict[str, Tensor]
+    autocast: torch.dtype | None
+    device: torch.device
+
     def __init__(self, model: nn.Module, batch: Mapping[str, Tensor], autocast: torch.dtype | None = None) -> None:
         self.model, self.batch, self.autocast = model, dict(batch), autocast
         self.device = next(model.parameters()).device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -47,12 +47,20 @@ class Variant:
                 return
             own = "none" if self.checkpointing == "full" else self.checkpointing
             policies = [] if self.policy is None else [self.policy]
-            options: dict[str, Any] = {"checkpointing": own, "exclude": self.exclude, "seed": self.seed}
-            yield stack.enter_context(attach(model, policies, sites=self.sites, execution=self.execution, **options))
+            engine = attach(
+                model,
+                policies,
+                sites=self.sites,
+                execution=self.execution,
+                checkpointing=own,
+                exclude=self.exclude,
+                seed=self.seed,
+            )
+            yield stack.enter_context(engine)
 
 
 @contextmanager
-def _checkpointing(model: Any) -> Iterator[None]:
+def _checkpointing(model: nn.Module) -> Iterator[None]:
     checkpoint_activations(model)
     try:
         yield

@@ -23,6 +23,8 @@ class PerParameterStep:
     object that is no torch optimizer, or whose step needs a closure.
     """
 
+    optimizer: torch.optim.Optimizer
+
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         inner = getattr(optimizer, "optimizer", optimizer)
         if not isinstance(inner, torch.optim.Optimizer):

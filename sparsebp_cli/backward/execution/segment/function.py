@@ -20,6 +20,10 @@ class SegmentWork:
     ``checked`` collects segments, by their last layer, that were found to use only their own tensors.
     """
 
+    recorded: RecordedForward
+    places: tuple[int, ...]
+    num_given: int
+
     def __init__(self, recorded: RecordedForward, places: tuple[int, ...], num_given: int, checked: set[str]) -> None:
         self.recorded, self.places, self.num_given, self._checked = recorded, places, num_given, checked
 

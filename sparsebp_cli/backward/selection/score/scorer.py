@@ -41,6 +41,8 @@ class Scorer:
     unless the model is a transformers model with a language-modelling head and ``logits_to_keep``.
     """
 
+    model: nn.Module
+
     def __init__(self, model: nn.Module, what: str) -> None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)

@@ -47,7 +47,7 @@ class TokenChooser:
             self._reference = Scorer(reference, f"{what} by a reference")
             check_vocabulary(model, self._reference)
         by_batch = self._needs_reference and self._reference is None
-        self.columns = self._reads | (frozenset({REFERENCE_COLUMN}) if by_batch else frozenset())
+        self.columns: frozenset[str] = self._reads | (frozenset({REFERENCE_COLUMN}) if by_batch else frozenset())
 
     def install(self, engine: EngineView) -> None:
         """Count choices with this engine; before, nothing is counted."""

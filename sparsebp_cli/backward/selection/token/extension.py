@@ -87,6 +87,10 @@ class TokenExtension(EstimatesFlops):
     is overridden already.
     """
 
+    policy: TokenSelector
+    decoder: Decoder
+    chooser: TokenChoiceSource
+
     def __init__(self, policy: TokenSelector, decoder: Decoder, chooser: TokenChoiceSource, prefix: str = "") -> None:
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
         self._prefix = prefix
@@ -140,6 +144,9 @@ class TokenExtension(EstimatesFlops):
 
 class DecoderOverride(ForwardOverride):
     """The ``forward`` of a causal language model."""
+
+    extension: TokenExtension
+    engine: EngineView
 
     def __init__(self, extension: TokenExtension, engine: EngineView) -> None:
         self.extension, self.engine = extension, engine

@@ -12,6 +12,8 @@ import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 class TorchFinder:
     """A meta path finder that imports torch as Python would, then installs the hooks of :func:`wait`."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002 - Python's signature
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         """Return torch's spec; None for everything else."""
         if name != "torch":
             return None
@@ -46,7 +48,7 @@ class TorchFinder:
         return spec
 
 
-def wait(torch: Any) -> None:
+def wait(torch: ModuleType) -> None:
     """Start the audit at the first module call with gradients enabled, or the first backward pass. Until then nothing
     is imported that the process would not import itself, because it may still configure libraries."""
     call, run = torch.nn.Module.__call__, torch.autograd._engine_run_backward
@@ -57,14 +59,14 @@ def wait(torch: Any) -> None:
             begin()
 
     @functools.wraps(call)
-    def first_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def first_call(module: Callable[..., object], *args: object, **kwargs: object) -> object:
         if not torch.is_grad_enabled():
             return call(module, *args, **kwargs)
         begin_once()
         return module(*args, **kwargs)
 
     @functools.wraps(run)
-    def first_run(*args: Any, **kwargs: Any) -> Any:
+    def first_run(*args: object, **kwargs: object) -> object:
         begin_once()
         return torch.autograd._engine_run_backward(*args, **kwargs)
 
@@ -95,7 +97,7 @@ def begin() -> None:
 
 
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != FOLDER]
-this = sys.modules.pop(__name__)
+this: ModuleType = sys.modules.pop(__name__)
 try:
     importlib.import_module(__name__)
 except ImportError:
