@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.errors import UnsupportedError, UsageError
+from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Rows, Selection, Site, Step, choice
 from tests.selector import Promises
 
@@ -65,7 +65,7 @@ class OwnLinear(nn.Linear):
         ({"segments": 4}, UsageError, "segments must be 1 to 3, the number of layers, or a list of .* names, got 4"),
         ({"execution": "quick"}, UsageError, "execution: got 'quick', allowed: 'fast', 'reference'"),
         ({"policies": [ROWS, sbp.make_policy("dense")]}, UnsupportedError, "Random and Dense make the same decision"),
-        ({"policies": ["topk"]}, UnsupportedError, "'topk'.*built: GradientSelector"),
+        ({"policies": ["topk"]}, PolicyError, "policy 'topk': keep: missing"),
         ({"exclude": ["3"]}, UsageError, "exclude: '3' matches no linear"),
         ({"exclude": ["lm_haed"], "model": "llama"}, UsageError, r"'lm_haed' matches no .*did you mean lm_head\?"),
         ({"model": nn.Tanh()}, UsageError, "Tanh has no linear to attach to"),
