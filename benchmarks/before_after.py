@@ -5,8 +5,8 @@
     python benchmarks/before_after.py ../before . --ways branches --steps 300
 
 Two processes differ by several per cent on the same code, by where their memory lies. Here both checkouts share one; a
-ratio is of two steps that follow each other, in alternating order, in CPU time of one thread. A llama of 4 layers, d 128,
-with topk along rows, keep 0.25, is small, so that the package's own work is a large part of a step.
+ratio is of two steps that follow each other, in alternating order, in CPU time of one thread. The model, a llama of 4
+layers, d 128, with topk along rows, keep 0.25, is small, so that the package's own work is a large part of a step.
 """
 
 from __future__ import annotations

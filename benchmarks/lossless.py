@@ -170,9 +170,8 @@ def measure(model: nn.Module, batch: Batch, rounds: int) -> list[dict[str, objec
 
 def show(name: str, rows: list[dict[str, object]]) -> None:
     """Print the table of one case."""
-    print(
-        f"\n{name}\n{'way':14}{'seconds':>9}{'speed-up':>10}{'ratio, quartiles':>22}{'FLOPs':>8}{'realised':>10}{'peak MB':>9}"
-    )
+    head = f"{'way':14}{'seconds':>9}{'speed-up':>10}{'ratio, quartiles':>22}{'FLOPs':>8}{'realised':>10}{'peak MB':>9}"
+    print(f"\n{name}\n{head}")
     for row in rows:
         ratio, seconds = row["ratio"], row["seconds"]
         assert isinstance(ratio, dict)
