@@ -14,6 +14,7 @@ FLOPs' share), both over *padded*.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import platform
 import random
@@ -117,38 +118,49 @@ def forward(model: nn.Module, batch: Batch, way: str) -> Tensor:
     return row_loss(model, {"input_ids": batch.ids[real][None], "position_ids": positions}, labels)
 
 
-def step(model: nn.Module, batch: Batch, way: str) -> float:
-    """Run a step, and return its seconds."""
-    model.zero_grad(set_to_none=True)
-    if way != "lossless":
+@dataclass(frozen=True)
+class Arms:
+    """The model, and a copy of it with the engine attached."""
+
+    model: nn.Module
+    packed: nn.Module
+    engine: sbp.Engine
+
+    def step(self, batch: Batch, way: str) -> float:
+        """Run a step, and return its seconds."""
+        model = self.packed if way == "lossless" else self.model
+        model.zero_grad(set_to_none=True)
         start = time.perf_counter()
-        forward(model, batch, way).backward()
-        return time.perf_counter() - start
-    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
-        start = time.perf_counter()
-        engine.backward(forward(model, batch, way))
+        loss = forward(model, batch, way)
+        if way == "lossless":
+            self.engine.backward(loss)
+        else:
+            loss.backward()
         return time.perf_counter() - start
 
 
-def count(model: nn.Module, batch: Batch, way: str) -> tuple[int, int]:
-    """Return the FLOPs of a step, and its peak of live bytes beside the weights."""
+def count(arms: Arms, batch: Batch, way: str) -> tuple[int, int]:
+    """Return the FLOPs of a step, and its peak of live bytes, weights included."""
+    model = arms.packed if way == "lossless" else arms.model
     with FlopCounterMode(display=False) as counter:
-        step(model, batch, way)
+        arms.step(batch, way)
     model.zero_grad(set_to_none=True)
     with sbp.memory_trace(model) as trace:
-        step(model, batch, way)
+        arms.step(batch, way)
     return int(counter.get_total_flops()), trace.peak.split.total
 
 
 def measure(model: nn.Module, batch: Batch, rounds: int) -> list[dict[str, object]]:
     """Return a row for each way."""
     order, seconds = random.Random(0), {way: [] for way in WAYS}  # type: dict[str, list[float]]
+    packed = copy.deepcopy(model)
+    arms = Arms(model, packed, sbp.attach(packed, sbp.make_policy("lossless", verify="never")))
     for number in range(rounds + 1):
         for way in order.sample(WAYS, len(WAYS)):
-            taken = step(model, batch, way)
+            taken = arms.step(batch, way)
             if number:
                 seconds[way].append(taken)
-    counts = {way: count(model, batch, way) for way in WAYS}
+    counts = {way: count(arms, batch, way) for way in WAYS}
     rows: list[dict[str, object]] = []
     for way in WAYS:
         ratio = quartiles([own / plain for own, plain in zip(seconds[way], seconds["padded"], strict=True)])
@@ -189,6 +201,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="timed rounds of each case")
+    parser.add_argument("--only", default="", help="measure the cases whose name contains this, and write nothing")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short examples: a test of this script")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "lossless-cpu.json")
     args = parser.parse_args()
@@ -196,9 +209,11 @@ def main() -> None:
     model = LlamaForCausalLM(LlamaConfig(**(TINY if args.tiny else FULL), tie_word_embeddings=True)).train()
     found = {}
     for name, batch in make_cases(model.config.vocab_size, 8 if args.tiny else 1).items():
+        if args.only not in name:
+            continue
         found[name] = measure(model, batch, 2 if args.tiny else args.rounds)
         show(name, found[name])
-    if not args.tiny:
+    if not args.tiny and not args.only:
         machine = {"machine": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
         versions = {name: version(name) for name in ("torch", "transformers")}
         about = machine | versions | {"parameters": sum(p.numel() for p in model.parameters())}
