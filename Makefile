@@ -36,7 +36,7 @@ test-fast: .venv/develop  ## the tests that need no model
 	$(BIN)/pytest --fast -n 2 --dist loadfile
 
 test: .venv/develop  ## all tests
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadgroup --durations 30 --durations-min 10
 
 wheel-test: .venv/develop  ## the quickstart with a built wheel, away from the checkout
 	bash tests/wheel.sh
