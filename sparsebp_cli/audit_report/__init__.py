@@ -1,17 +1,22 @@
 """The result of an audit: findings, the work of each module, and their rendering as text and HTML."""
 
-from sparsebp_cli.audit_report.kind import KINDS, Kind
+from sparsebp_cli.audit_report.applied import Applied, StepTimes
+from sparsebp_cli.audit_report.kind import BY_LOSSLESS, KINDS, LOSSLESS_ADVICE, Kind
 from sparsebp_cli.audit_report.page import render_page, write_page
 from sparsebp_cli.audit_report.report import SCHEMA, THRESHOLD, AuditReport, Finding, ModuleWork
 
 __all__ = [
+    "BY_LOSSLESS",
     "KINDS",
+    "LOSSLESS_ADVICE",
     "SCHEMA",
     "THRESHOLD",
+    "Applied",
     "AuditReport",
     "Finding",
     "Kind",
     "ModuleWork",
+    "StepTimes",
     "render_page",
     "write_page",
 ]

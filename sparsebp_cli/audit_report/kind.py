@@ -14,6 +14,9 @@ class Kind:
     exact: bool = True  # whether all of it can be removed without changing any used result
 
 
+BY_LOSSLESS = ("ignored-logits", "padding", "zero-rows", "shared-prefix")  # left out by the policy of that name
+LOSSLESS_ADVICE = "; the policy lossless does this for you: sparsebp audit --apply tries it"
+
 KINDS: dict[str, Kind] = {
     "frozen-wgrad": Kind(
         "weight gradients of frozen parameters",
@@ -39,6 +42,10 @@ KINDS: dict[str, Kind] = {
     "zero-rows": Kind(
         "products with rows of the gradient that are exactly zero",
         "cut each batch after its last trained position; what is left of it, only a backward that skips rows can save",
+    ),
+    "shared-prefix": Kind(
+        "prefixes that examples of a batch share",
+        "compute each prefix once: it has the same hidden states in every example that begins with it",
     ),
     "unread-saved": Kind(
         "tensors saved for the backward that it never reads",

@@ -109,6 +109,7 @@ def render_page(report: AuditReport, command: str = "") -> str:
         summary=summary(report),
         cards=[_make_card(finding) for finding in report.findings],
         notes=notes,
+        applied=[] if report.applied is None else report.applied.lines(),
         columns=[COLUMNS[place] for place in used],
         rows=[[row[place] for place in used] for row in cells],
         bound=BOUND,

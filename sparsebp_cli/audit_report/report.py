@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sparsebp_cli.audit_report.applied import Applied
+
 SCHEMA = 1  # of the JSON; increased when a field changes its meaning or is removed
 THRESHOLD = 0.005  # share of the step above which a finding is shown
 
@@ -98,6 +100,7 @@ class AuditReport:
         findings: Those above it, the largest first.
         notes: What is needed although it may look like waste, and what could not be judged.
         modules: Every module that computed or saved anything, the most work first.
+        applied: What ``--apply`` left out while the training ran on; None without it.
         schema: Of these fields.
     """
 
@@ -120,6 +123,7 @@ class AuditReport:
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     modules: tuple[ModuleWork, ...]
+    applied: Applied | None = None
     schema: int = field(default=SCHEMA)
 
     @property
@@ -162,4 +166,5 @@ class AuditReport:
         plain = dict(content)
         plain["findings"] = tuple(Finding(**(item | {"modules": tuple(item["modules"])})) for item in plain["findings"])
         plain["modules"] = tuple(ModuleWork(**item) for item in plain["modules"])
+        plain["applied"] = None if plain.get("applied") is None else Applied.from_dict(plain["applied"])
         return cls(**(plain | {"notes": tuple(plain["notes"])}))

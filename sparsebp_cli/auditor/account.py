@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from sparsebp_cli.audit_report import KINDS, AuditReport, Finding, ModuleWork
+from torch import nn
+
+from sparsebp_cli.audit_report import BY_LOSSLESS, KINDS, LOSSLESS_ADVICE, AuditReport, Finding, ModuleWork
 from sparsebp_cli.auditor.hook import HookCount
 from sparsebp_cli.auditor.judge import Verdict, Waste, judge_leaves, judge_work
 from sparsebp_cli.auditor.operation import AGAIN, DGRAD, OTHER, WGRAD
 from sparsebp_cli.auditor.session import Session
+from sparsebp_cli.backward.packing.refusal import find_model
+from sparsebp_cli.backward.packing.script import refusal_of
+from sparsebp_cli.errors import UnsupportedError
 
 FEWEST_VISITS = 4  # parameters per call: a hook that reads fewer is not scanning
 MANY_IGNORED = 0.05  # share of ignored labels, and of rows needed in spite of it, above which a note explains
@@ -31,8 +37,9 @@ def make_report(session: Session, threshold: float) -> AuditReport:
     work = {kind: _by_module(session, kind) for kind in (DGRAD, WGRAD, OTHER, AGAIN)}
     flops = (ledger.forward.total() + sum(count.total() for count in work.values())) / steps
     total_bytes = parameter_bytes + gradient_bytes + optimizer_bytes + saved.total() / passes
+    refusal = find_refusal(session)
     found = [
-        _finding(session, kind, waste, verdict, (steps, passes), (flops, total_bytes))
+        _finding(session, kind, waste, verdict, (steps, passes), (flops, total_bytes), refusal)
         for kind in KINDS
         if kind != "scanning-hooks"
     ]
@@ -58,9 +65,31 @@ def make_report(session: Session, threshold: float) -> AuditReport:
         wasted_bytes_share=sum(finding.bytes_share for finding in exact),
         num_below=len(found) - len(shown),
         findings=shown,
-        notes=tuple(_notes(session, verdict, waste)),
+        notes=(*_notes(session, verdict, waste), *_note_refusal(shown, refusal)),
         modules=_modules(session, work, saved, waste, steps, passes),
     )
+
+
+def find_refusal(session: Session) -> str | None:
+    """Return why the policy ``lossless`` does not go with the trained model, empty if it does, None without a model
+    of transformers."""
+    if "transformers.modeling_utils" not in sys.modules:
+        return None
+    refusals = [refusal_of(root) for root in session.trained if _holds_transformer(root)]
+    return next((refusal for refusal in refusals if refusal), "") if refusals else None
+
+
+def _holds_transformer(root: nn.Module) -> bool:
+    try:
+        find_model(root)
+    except UnsupportedError:
+        return False
+    return True
+
+
+def _note_refusal(shown: tuple[Finding, ...], refusal: str | None) -> Iterable[str]:
+    if refusal and any(finding.kind in BY_LOSSLESS for finding in shown):
+        yield f"the policy lossless does not go with this training: {refusal}"
 
 
 def _by_module(session: Session, kind: str) -> Counter[str]:
@@ -79,6 +108,7 @@ def _finding(
     verdict: Verdict,
     counts: tuple[int, int],
     totals: tuple[float, float],
+    refusal: str | None,
 ) -> Finding:
     flops = {name: value / counts[0] for name, value in waste.flops[kind].items() if value}
     saved = {name: value / counts[1] for name, value in waste.saved[kind].items() if value}
@@ -92,7 +122,7 @@ def _finding(
         kind=kind,
         title=known.title,
         detail=_detail(session, kind, waste, names, len(order)),
-        advice=known.advice,
+        advice=known.advice + (LOSSLESS_ADVICE if kind in BY_LOSSLESS and refusal == "" else ""),
         exact=known.exact,
         modules=tuple(order),
         flops=sum(flops.values()),
@@ -115,12 +145,14 @@ def _detail(session: Session, kind: str, waste: Waste, names: list[str], num_mod
         return f"{ignored}; {rows} have a gradient of zero"
     if kind == "padding" and ledger.positions:
         return f"{ledger.padded / ledger.positions:.1%} of the positions are padding, and their gradient is zero"
-    if kind == "zero-rows":
-        return f"{waste.body_share:.1%} of the rows below the head are zero, padding included; {where}"
     if kind == "discarded":
         lost = sum(one.discarded != 0 for one in ledger.passes)
         return f"of {lost} of {len(ledger.passes)} backward passes; {where}"
-    return where
+    others = {
+        "shared-prefix": f"{ledger.shared:,} of {ledger.real:,} positions are in a prefix of an earlier example",
+        "zero-rows": f"{waste.body_share:.1%} of the rows below the head are zero, padding included; {where}",
+    }
+    return others.get(kind, where)
 
 
 def _list(names: Iterable[str]) -> str:

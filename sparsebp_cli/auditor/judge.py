@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from sparsebp_cli.auditor.ledger import Account, AccountFlops, PassRecord
+from sparsebp_cli.auditor.ledger import Account, AccountFlops, AuditLedger, PassRecord
 from sparsebp_cli.auditor.operation import DGRAD, WGRAD
 from sparsebp_cli.auditor.parameter import ParameterHistory
 from sparsebp_cli.auditor.runner import InputGradient
@@ -123,6 +123,7 @@ def judge_work(session: Session, verdict: Verdict) -> Waste:
                 products[account.module].add(work)
     _judge_rows(session, waste, products)
     _judge_saved(session, verdict, waste, products)
+    _judge_prefixes(session, waste, products)
     return waste
 
 
@@ -181,6 +182,10 @@ def _judge_rows(session: Session, waste: Waste, products: dict[str, AccountFlops
     for name in ledger.heads:
         waste.head_share[name] = shares.get(name, 0.0)
         waste.flops["ignored-logits"][name] += waste.head_share[name] * ledger.forward[name]
+    if ledger.unread:  # their backward has rows of zeros, counted above
+        for name, flops in ledger.products.items():
+            if name not in ledger.heads:
+                waste.flops["zero-rows"][name] += ledger.unread / ledger.real * flops * (1.0 - _padded_share(ledger))
     if not ledger.padded or not any(work.padding for work in products.values()):
         return
     padded = ledger.padded / ledger.positions
@@ -188,6 +193,23 @@ def _judge_rows(session: Session, waste: Waste, products: dict[str, AccountFlops
         if name not in ledger.heads:
             share = _share(products[name].padding, products[name]) if name in products else padded
             waste.flops["padding"][name] += min(share, padded) * flops
+
+
+def _padded_share(ledger: AuditLedger) -> float:
+    return ledger.padded / ledger.positions if ledger.positions else 0.0
+
+
+def _judge_prefixes(session: Session, waste: Waste, products: dict[str, AccountFlops]) -> None:
+    """Judge the rows that several examples share, of the products that no other finding counts."""
+    ledger = session.ledger
+    if not ledger.shared:
+        return
+    share = ledger.shared / (ledger.real - ledger.unread)
+    for name, flops in ledger.products.items():
+        if name not in ledger.heads:
+            wasted = sum(by_module.get(name, 0.0) for by_module in waste.flops.values())
+            work = flops + (products[name].flops if name in products else 0.0)
+            waste.flops["shared-prefix"][name] += share * max(0.0, work - wasted)
 
 
 def _share(part: float, work: AccountFlops) -> float:

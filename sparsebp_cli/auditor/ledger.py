@@ -79,6 +79,9 @@ class AuditLedger:
     ignored: int = 0  # labels that a loss ignored
     positions: int = 0  # of all attention masks
     padded: int = 0  # positions of padding
+    real: int = 0  # positions without padding, of batches whose labels or token ids are known
+    unread: int = 0  # of them, after the last label of their example
+    shared: int = 0  # of the others, in a prefix that another example of the batch begins with as well
     passes: list[PassRecord] = field(default_factory=list)  # outermost backward passes
     visited: set[int] = field(default_factory=set)  # numbers of nodes that a backward ran
 

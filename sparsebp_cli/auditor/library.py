@@ -70,6 +70,11 @@ class Audit:
         self._session.close()
 
     @property
+    def session(self) -> Session:
+        """What watches."""
+        return self._session
+
+    @property
     def has_seen_backward(self) -> bool:
         """Whether a backward pass has ended since the start."""
         return bool(self._session.ledger.passes)

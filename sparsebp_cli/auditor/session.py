@@ -25,6 +25,7 @@ from sparsebp_cli.auditor.storage import Weights, has_storage
 from sparsebp_cli.auditor.watch import OperatorWatch
 from sparsebp_cli.backward.observe.internals import dispatch_modes, is_in_transform, next_sequence_number
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
+from sparsebp_cli.backward.packing.script import count_leftover
 
 MOST_PASSES_A_STEP = 64  # without a visible optimizer, the audit ends after so many passes per wanted step
 Progress = Callable[[int, int], None]
@@ -68,6 +69,7 @@ class Session:
         self._since: float | None = None
         self._handles: list[RemovableHandle] = []
         self._patches = FunctionPatches()
+        self.trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # root models called in training mode
         self._incomplete: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def start(self) -> None:
@@ -153,6 +155,19 @@ class Session:
             self._install()
             self._begin_clock()
             self._record_mask(module, args, kwargs)
+            if module.training and not self.modules.has_no_parameters(module):
+                self._record_rows(module, kwargs)
+
+    def _record_rows(self, module: nn.Module, kwargs: dict[str, object]) -> None:
+        """Count what packing would leave out of a batch of a causal language model."""
+        self.trained.add(module)
+        if "transformers" not in sys.modules:
+            return
+        left = count_leftover(module, kwargs)
+        if left is not None:
+            self.ledger.real += left.real
+            self.ledger.unread += left.unread
+            self.ledger.shared += left.shared
 
     def _record_mask(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Record padding from a two-dimensional attention mask."""

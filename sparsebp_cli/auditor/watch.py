@@ -81,6 +81,7 @@ class GradientReads:
         self.read: set[int] = set()  # of them, those that something read
         # Unread gradients of parameters by storage: the parameter's bit, and a reference that keeps the key valid.
         self.gradients: dict[int, tuple[int, StorageWeakRef]] = {}
+        self.measured_elsewhere = 0  # bits of those whose norm was taken or that were scaled, outside of optimizers
         self.read_elsewhere = 0  # bits of parameters whose gradient was read outside of optimizers, beyond its norm
 
     def record(self, operator: OpOverload, inputs: list[Tensor], outputs: list[Tensor], *, is_updating: bool) -> None:
@@ -94,6 +95,7 @@ class GradientReads:
             return
         bits = sum(self.gradients[key][0] for key in touched)
         self._ledger.use(bits)
+        self.measured_elsewhere |= 0 if is_updating else bits
         if not is_updating and operator.overloadpacket not in _MEASURING:
             self.read_elsewhere |= bits
             for key in touched:

@@ -21,12 +21,20 @@ WHAT, GATE, FILE = "What is watched", "For CI", "Result"
 SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python train.py --epochs 3."
 
 
-def audit(
+def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
     words: Annotated[list[str], typer.Argument(metavar="RECIPE|COMMAND...", help=SUBJECT)],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are watched.", rich_help_panel=WHAT)] = 3,
     changes: Changes = None,
     stop: Annotated[
         bool, typer.Option("--stop", help="End the command when its steps are watched.", rich_help_panel=WHAT)
+    ] = False,
+    apply: Annotated[
+        bool,
+        typer.Option(
+            "--apply",
+            help="Then leave out what can be left out exactly while the command trains on, and measure its steps.",
+            rich_help_panel=WHAT,
+        ),
     ] = False,
     threshold: Annotated[
         float, typer.Option(metavar="SHARE", help="Findings below this share of a step are not shown.")
@@ -56,9 +64,11 @@ def audit(
         check_path(html)
     from sparsebp_cli.cli.audit_process import run_audited
 
-    settings = {"steps": steps, "threshold": threshold, "stop": stop}
+    settings = {"steps": steps, "threshold": threshold, "stop": stop, "apply": apply}
     with tempfile.TemporaryDirectory(prefix="sparsebp-audit-") as place:
         is_recipe = Path(words[0]).suffix in {".yaml", ".yml"}
+        if is_recipe and apply:
+            raise UsageError("--apply changes how a command trains; in a recipe write policy: lossless")
         command = _train_command(words, changes, steps, Path(place)) if is_recipe else words
         if not is_recipe and changes:
             raise UsageError("--set changes a recipe; give the command its own options")

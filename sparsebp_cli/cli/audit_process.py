@@ -31,10 +31,10 @@ class AuditedCommand:
 def run_audited(
     command: list[str], settings: Mapping[str, float], place: Path, give: Callable[[AuditReport], None], *, quiet: bool
 ) -> AuditedCommand:
-    """Run a command to its end. ``settings`` are ``steps``, ``threshold`` and ``stop``; its processes write to the
-    empty folder ``place``. ``give`` is called with the first rank's report as soon as it exists; at the end with
-    another rank's, if only that exists. ``quiet`` sends its standard output to standard error. Raises ``UsageError`` if
-    there is no such program."""
+    """Run a command to its end. ``settings`` are ``steps``, ``threshold``, ``stop`` and ``apply``; its processes write
+    to the empty folder ``place``. ``give`` is called with the first rank's report as soon as it exists, with ``apply``
+    at the end; at the end with another rank's, if only that exists. ``quiet`` sends its standard output to standard
+    error. Raises ``UsageError`` if there is no such program."""
     found = place / "found"
     found.mkdir()
     path = os.pathsep.join(part for part in (str(SITE), os.environ.get("PYTHONPATH", "")) if part)
@@ -53,7 +53,7 @@ def run_audited(
         report, num_handled = None, 0
         try:
             while (code := _poll(process)) is None:
-                if report is None and (report := _read(found, "report-0-*.json")) is not None:
+                if report is None and not settings["apply"] and (report := _read(found, "report-0-*.json")):
                     give(report)
                 if interrupts.received[num_handled:]:
                     num_handled = len(interrupts.received)

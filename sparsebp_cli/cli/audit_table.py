@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from sparsebp_cli.audit_report import AuditReport, Finding
+from sparsebp_cli.audit_report import Applied, AuditReport, Finding
 from sparsebp_cli.audit_report.page import BOUND, COLUMNS, count, rows, summary, where
 from sparsebp_cli.cli.screen import console, make_table, print_line
 
@@ -35,9 +35,18 @@ def print_audit(report: AuditReport) -> None:
         print_line(f"and {len(cells) - MOST_MODULES} more")
     if report.findings:
         console().print(BOUND)
+    if report.applied is not None:
+        _print_applied(report.applied)
     if report.num_below:
         print_line(f"{report.num_below} more below {100 * report.threshold:g} % of a step")
     print_line(report.verdict)
+
+
+def _print_applied(applied: Applied) -> None:
+    headline, *others = applied.lines()
+    console().print(Text.assemble(("lossless", "bold"), f" {headline}"))
+    for line in others:
+        console().print(f"  {line}")
 
 
 def _cells(finding: Finding) -> tuple[str, ...]:

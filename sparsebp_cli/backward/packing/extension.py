@@ -10,9 +10,10 @@ Shape letters: B examples, T positions, N computed rows, R rows of the head, V v
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import Any, Protocol, cast, final
 
 import numpy as np
 import torch
@@ -35,10 +36,21 @@ from sparsebp_cli.backward.patch.forward import (
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, PackedSize, Step
 
-if TYPE_CHECKING:
-    from sparsebp_cli.backward.core.extension import EngineView
-
 IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
+
+
+class PackingEngine(Protocol):
+    """What packing needs of an engine."""
+
+    enabled: bool
+    notes: dict[str, str]
+
+    @property
+    def reference(self) -> bool:
+        """Whether to run the plain forward."""
+
+    def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
+        """Return a context that scales the counts at sites."""
 
 
 @final
@@ -72,7 +84,7 @@ class PackingExtension:
         """Set the labels of the next batches, which the script does not pass to the model, until the next call."""
         self.given_labels = columns.get("labels")
 
-    def install(self, engine: EngineView) -> None:
+    def install(self, engine: PackingEngine) -> None:
         self.engine = engine
         self._switch.on()
         self._patches.install(self.model, PackedForward(self))

@@ -1,9 +1,9 @@
 """Audit of the training in the current process, with the report written to a folder.
 
 Environment variables configure it, so that the command's child processes inherit them: ``SPARSEBP_AUDIT_FOLDER`` and
-``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``). It writes ``report-RANK-PID.json``, atomically, after the
-last audited step or when the process ends; ``steps-RANK-PID`` with the number of steps so far; and ``idle-PID`` in a
-process that imported torch and ran no backward pass.
+``SPARSEBP_AUDIT`` (JSON: ``steps``, ``threshold``, ``stop``, ``apply``). It writes ``report-RANK-PID.json``,
+atomically, after the last audited step or when the process ends, with ``apply`` both; ``steps-RANK-PID`` with the
+number of steps so far; and ``idle-PID`` in a process that imported torch and ran no backward pass.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ import signal
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from sparsebp_cli.audit_report import AuditReport
 from sparsebp_cli.auditor import Audit
+from sparsebp_cli.auditor.application import Application
 
 RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 class ScriptAudit:
-    """The audit of this process. ``settings`` has the keys ``steps``, ``threshold`` and ``stop``."""
+    """The audit of this process. ``settings`` has the keys ``steps``, ``threshold``, ``stop`` and ``apply``."""
 
     rank: int
 
@@ -33,12 +38,19 @@ class ScriptAudit:
         self._folder, self._stops = folder, bool(settings["stop"])
         self._pid, self._is_written = os.getpid(), False
         self.rank = next((int(os.environ[name]) for name in RANKS if os.environ.get(name, "").isdigit()), 0)
+        self._application: Application | None = None
+        self._report: AuditReport | None = None
         self._audit = Audit(
             steps=settings["steps"], threshold=settings["threshold"], on_step=self._tell, on_end=self._end
         )
+        if settings["apply"]:
+            self._application = Application(self._audit.session, self._say, self._finish)
 
     def start(self) -> None:
         """Start auditing; the report is written when the process ends, at the latest."""
+        if self._application is not None:  # first, so that it does not count the last step that is watched
+            application = self._application
+            register_optimizer_step_post_hook(lambda optimizer, *_: application.after_step(optimizer))
         self._audit.start()
         self._thread, self._leave = threading.get_ident(), os._exit
         os._exit = self._exit  # type: ignore[assignment] # os._exit skips atexit handlers, which write the report
@@ -58,11 +70,20 @@ class ScriptAudit:
         try:
             self._audit.stop()
             if self._audit.has_seen_backward:
-                self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._audit.report().to_dict()))
+                self._save_report()
             else:
                 self._save(f"idle-{self._pid}", "")
         except Exception:  # an error in the audit must not end the training
             self._save(f"failed-{self._pid}", traceback.format_exc())
+
+    def _save_report(self) -> None:
+        if self._report is None:  # once: packing changes what a report says about the model
+            self._report = self._audit.report()
+        if self._application is not None:
+            self._report = replace(self._report, applied=self._application.result())
+            if self._is_written:
+                self._application.stop()
+        self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._report.to_dict()))
 
     def _let_go(self) -> None:
         self._is_written, os._exit = True, self._leave
@@ -81,17 +102,29 @@ class ScriptAudit:
 
     def _tell(self, step: int, steps: int) -> None:
         self._save(f"steps-{self.rank}-{self._pid}", str(step))
+        self._say(f"step {step} of {steps}")
+
+    def _say(self, line: str) -> None:
         if self.rank == 0:
-            print(f"sparsebp audit: step {step} of {steps}", file=sys.stderr, flush=True)
+            print(f"sparsebp audit: {line}", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
         # Do not call Audit.stop: it would remove the optimizer's hooks while one of them is running.
-        self._let_go()
+        if self._application is None:
+            self._let_go()
         try:
-            self._save(f"report-{self.rank}-{self._pid}.json", json.dumps(self._audit.report().to_dict()))
+            self._save_report()
+            if self._application is not None:
+                self._application.start()
         except Exception:
             self._save(f"failed-{self._pid}", traceback.format_exc())
+        if self._stops and self._application is None:
+            sys.exit(0)
+
+    def _finish(self) -> None:
+        """End the command with ``stop``, when all that was applied is measured."""
         if self._stops:
+            self.write()
             sys.exit(0)
 
     def _save(self, name: str, text: str) -> None:
