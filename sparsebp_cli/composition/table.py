@@ -288,17 +288,23 @@ _TRAINER_RULES = (
     ),
     Rule(f"{_TRAINER}{{lomo}}: it updates weights inside the backward", options={"lomo": GIVEN}, blame="lomo"),
     *(
-        Rule(f"{_TRAINER_CHOOSER}{what}", policy=_SHORTENS, options={name: condition})
-        for name, condition, what in (
+        Rule(f"{_TRAINER_CHOOSER}{what}", policy=policy, options={name: condition})
+        for name, condition, policy, what in (
             (
                 "fused_head",
                 (True,),
+                _CHOOSER,
                 "trl's fused head: the trainer computes the loss from the log-probabilities of all labels, whatever "
                 "was selected",
             ),
-            ("torch_compile", (True,), "torch_compile: the forward's computation differs from step to step"),
-            ("label_smoothing_factor", GIVEN, f"{{label_smoothing_factor}}, {_READS_LOGITS}"),
+            ("torch_compile", (True,), _SHORTENS, "torch_compile: the forward's computation differs from step to step"),
+            ("label_smoothing_factor", GIVEN, _CHOOSER, f"{{label_smoothing_factor}}, {_READS_LOGITS}"),
         )
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}{{neftune_noise_alpha}}: the noise depends on how the batch is arranged",
+        policy=_PACKER,
+        options={"neftune_noise_alpha": GIVEN},
     ),
     Rule(
         f"{_TRAINER_CHOOSER}compute_loss_func, {_READS_LOGITS}, or override compute_loss",

@@ -24,7 +24,7 @@ from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, PolicyLike, make_policies
-from sparsebp_cli.trainer.log_value import count_step, interval_values, total_values
+from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import mask_noncandidates, model_of, pass_columns, refuse_unsupported
 from sparsebp_cli.trainer.state import check_same, load_state, save_state
@@ -245,9 +245,14 @@ class PolicyCallback(TrainerCallback):
         *args: object,
         **kwargs: object,
     ) -> T:
-        if self._counts_next and self.engine is not None:
+        # A trainer that generates its micro-batches (trl's GRPOTrainer) gets prompts here, and counts its steps inside.
+        if self._counts_next and self.engine is not None and isinstance(inputs, Mapping):
             self._counts_next = False
-            self._counted = count_step(model, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs))
+            assert self._trainer is not None  # only its wrapped methods ask
+            with restored_counters(self._trainer):
+                self._counted = count_step(
+                    model, self.engine, inputs, lambda copied: step(model, copied, *args, **kwargs)
+                )
         return step(model, inputs, *args, **kwargs)
 
     def _compute_loss(

@@ -7,7 +7,9 @@ the input, whatever the backward skips.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import distributed
@@ -20,6 +22,7 @@ from sparsebp_cli.worker.trial_step import Mode, TrialStep, freezes_parameters
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from transformers import Trainer
 
 
 def count_step(
@@ -40,6 +43,27 @@ def count_step(
         metric.BACKWARD_EXECUTED.name: _backward_flops(counts["policy"]),
     }
     return values | ({metric.BACKWARD_DENSE.name: _backward_flops(counts["dense"])} if "dense" in counts else {})
+
+
+@contextmanager
+def restored_counters(trainer: Trainer) -> Iterator[None]:
+    """Restore what a trainer of another library counts in attributes of its own, such as the tokens it has seen."""
+    before = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_counter(value)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if vars(trainer).get(name) != value:
+                setattr(trainer, name, value)
+
+
+def _is_counter(value: object) -> bool:
+    """Return whether a value is a number, or a container of nothing else."""
+    if isinstance(value, Mapping):
+        return all(_is_counter(one) for one in value.values())
+    if isinstance(value, list | deque):
+        return all(_is_counter(one) for one in value)
+    return isinstance(value, int | float)
 
 
 def _modes(engine: Engine) -> tuple[Mode, ...]:

@@ -23,6 +23,11 @@ def attach_inside(
     function that detaches it and restores the model."""
     place = model.__dict__
     prepared = place.pop("forward", None) if "_original_forward" in place else None
+    replaced = None  # what another library had made of the forward before accelerate wrapped it
+    if prepared is not None:
+        before = place["_original_forward"]
+        if getattr(before, "__func__", before) is not type(model).forward:
+            replaced = place["forward"] = before
     try:
         engine = attach()
     except BaseException:
@@ -32,6 +37,7 @@ def attach_inside(
     if prepared is None:
         return engine, engine.detach
     own = place.get("forward")
+    own = None if own is replaced else own
     place["forward"] = prepared if own is None else _in_precision(own, model, accelerator)
 
     def detach() -> None:

@@ -55,6 +55,7 @@ def _describe(trainer: Trainer) -> Mapping[str, object]:
         "fused_head": any("fused_lm_head" in (getattr(f, "__kwdefaults__", None) or {}) for f in forwards),
         "torch_compile": bool(args.torch_compile),
         "label_smoothing_factor": args.label_smoothing_factor or None,
+        "neftune_noise_alpha": args.neftune_noise_alpha or None,
         "compute_loss_func": trainer.compute_loss_func is not None,
     }
 

@@ -109,6 +109,12 @@ def differing(one: dict[str, Tensor], two: dict[str, Tensor]) -> list[str]:
     return [name for name, value in one.items() if not torch.equal(value, two[name])]
 
 
+def distance(one: dict[str, Tensor], two: dict[str, Tensor]) -> float:
+    """The 2-norm of the difference of all weights, relative to that of the weights."""
+    squares = sum(float((value - two[name]).double().square().sum()) for name, value in one.items())
+    return float((squares / sum(float(value.double().square().sum()) for value in one.values())) ** 0.5)
+
+
 def is_free(trainer: Any) -> bool:
     """Whether nothing of the engine is left in a trainer's model and accelerator."""
     bound = [name for name, module in trainer.model.named_modules() if "forward" in vars(module)]

@@ -40,6 +40,9 @@ def test_two_processes_train_as_trainer_does_and_resume(tmp_path: Path) -> None:
         assert one["wrapped"] == "DistributedDataParallel"
         assert one["dense"] == one["resumed"] == []
         assert one["changed"] > 0
+        assert one["packed"] < 1e-5
+        assert "gradient compared" in one["packing"]
+        assert " 0 in a shared prefix" not in one["packing"]
         assert one["state"] == ["sparsebp-0.safetensors", "sparsebp-1.safetensors"]
         assert all(flops for flops in one["flops"][:-1])
     assert found[0]["sums"] == found[1]["sums"]  # the same weights on both

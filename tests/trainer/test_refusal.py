@@ -31,8 +31,7 @@ def refuse(
 @pytest.mark.parametrize(
     ("policies", "kind", "match"),
     [
-        ("topk", UsageError, "policies must be a list, got 'topk'"),
-        (ROWS, UsageError, "policies must be a list"),
+        ("topk", PolicyError, "policy 'topk': keep: missing"),
         (["topp"], PolicyError, "unknown policy 'topp'.*did you mean topk"),
         ([{**ROWS, "keep": 1.5}], PolicyError, "policy 'topk': keep: .*1.5"),
         ([{"keep": 0.5}], PolicyError, "needs its name"),

@@ -12,7 +12,9 @@ import torch
 from transformers import Trainer
 
 from sparsebp_cli.trainer import PolicyTrainer
-from tests.trainer.conftest import differing, make_arguments, make_examples, make_model, weights
+from tests.trainer.conftest import differing, distance, make_arguments, make_examples, make_model, weights
+from tests.trainer.test_lossless import collate
+from tests.trainer.test_lossless import make_examples as make_completions
 
 ROWS = [{"name": "random", "keep": 0.5, "along": "rows", "within": "example", "error_feedback": True}]
 TOKENS = [{"name": "tokens", "score": "random", "keep": 0.5, "within": "example", "mode": "detach"}]
@@ -21,9 +23,9 @@ TOKENS = [{"name": "tokens", "score": "random", "keep": 0.5, "within": "example"
 def main(folder: Path) -> dict[str, Any]:
     """Train plainly, densely through the engine, and with a policy: in one go and resumed."""
 
-    def train(kind: type[Trainer], name: str, resume: Path | None = None, **options: Any) -> Any:
+    def train(kind: type[Trainer], name: str, resume: Path | None = None, dropout: float = 0.1, **options: Any) -> Any:
         trainer = kind(
-            model=make_model(attention_dropout=0.1),
+            model=make_model(attention_dropout=dropout),
             args=make_arguments(
                 folder / name,
                 max_steps=4,
@@ -33,8 +35,7 @@ def main(folder: Path) -> dict[str, Any]:
                 ddp_backend="gloo",
                 logging_steps=2,
             ),
-            train_dataset=make_examples(32),
-            **options,
+            **({"train_dataset": make_examples(32)} | options),
         )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         return trainer
@@ -45,13 +46,18 @@ def main(folder: Path) -> dict[str, Any]:
     chosen: dict[str, Any] = {"policies": TOKENS, "log_flops_every": None}
     tokens = train(PolicyTrainer, "tokens", **chosen)
     tokens_again = train(PolicyTrainer, "tokens-again", folder / "tokens" / "checkpoint-2", **chosen)
+    data: dict[str, Any] = {"train_dataset": make_completions(header=True), "data_collator": collate, "dropout": 0.0}
+    completions = train(Trainer, "completions", **data)
+    packed = train(PolicyTrainer, "packed", policies="lossless", **data)
     return {
+        "packed": distance(weights(completions.model), weights(packed.model)),
+        "packing": packed.engine.notes["packing"],
         "wrapped": type(whole.model_wrapped).__name__,
         "dense": differing(weights(plain.model), weights(dense.model)),
         "resumed": differing(weights(whole.model), weights(again.model))
         + differing(weights(tokens.model), weights(tokens_again.model)),
         "changed": len(differing(weights(plain.model), weights(whole.model))),
-        "sums": [sum(w.double().sum().item() for w in weights(one.model).values()) for one in (whole, tokens)],
+        "sums": [sum(w.double().sum().item() for w in weights(one.model).values()) for one in (whole, tokens, packed)],
         "state": sorted(file.name for file in (folder / "rows" / "checkpoint-2").glob("sparsebp-*")),
         "flops": [log.get("flops/backward_executed") for log in whole.state.log_history],
     }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Protocol, cast, final
+from typing import Any, NoReturn, Protocol, cast, final
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
 from sparsebp_cli.backward.packing.batch import BATCH, Batch, Counts, find_begins, read_mask, read_positions
+from sparsebp_cli.backward.packing.fused import ARGUMENT, has_fused_head, run_fused
 from sparsebp_cli.backward.packing.layout import Bools, make_layout
 from sparsebp_cli.backward.packing.refusal import find_head, find_model, refuse_arguments, refuse_inexact
 from sparsebp_cli.backward.packing.verify import Check, compare_gradients
@@ -66,8 +67,9 @@ class PackingExtension:
         self.head = find_head(self.model)
         self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
         refuse_inexact(self.model)
-        for name, module in (("the model", self.model), ("the base model", self.stack)):
-            check_free(name, module)
+        if not has_fused_head(self.model):
+            check_free("the model", self.model)
+        check_free("the base model", self.stack)
         self._switch = Switch(self.model)
         self._switch.refuse_unknown()
         self._patches = ForwardPatches()
@@ -243,7 +245,7 @@ class PackedForward(ForwardOverride):
     def _pack(self, arguments: dict[str, Any]) -> Any:
         extension, counts = self.extension, self.extension.counts
         given = {name: value for name, value in arguments.items() if value is not None}
-        refuse_arguments(given)
+        refuse_arguments(given, known={ARGUMENT} if self.covered is not None else ())
         counts.batches += 1
         plain = partial(self.run_covered, self._model, **arguments)
         batch = extension.plan(given, self._read(given))
@@ -349,6 +351,8 @@ class PackedForward(ForwardOverride):
     def _compute_causal(self, batch: Batch, given: dict[str, Any], options: dict[str, Any]) -> Any:
         extension = self.extension
         rows = _rows(batch)
+        if given.get(ARGUMENT):
+            return self._compute_fused(batch, given, options, rows)
         index, inverse = rows, torch.arange(len(rows), device=rows.device)
         if batch.layout.num_shared:
             index, inverse = torch.unique(rows, return_inverse=True)
@@ -377,6 +381,17 @@ class PackedForward(ForwardOverride):
             loss = logits.sum() * 0.0
         output = _changed(output, loss=loss, logits=None)
         return _with_logits(output, partial(_spread_logits, logits.detach(), inverse, batch, kept))
+
+    def _compute_fused(self, batch: Batch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
+        extension = self.extension
+        extension.counts.head += batch.read_BT.numel() - len(row_R)
+        options = options | {"num_items_in_batch": given.get("num_items_in_batch")}
+
+        def run(shift_labels: Tensor) -> Any:
+            run_model = partial(self.run_covered, self._model, **options, shift_labels=shift_labels)
+            return extension.run_stack(batch, given, lambda taken: run_model(**taken))
+
+        return run_fused(extension.stack, batch, row_R, given["labels"], run)
 
 
 def _run_head(head: nn.Module, covered: Callable[..., Any] | None, index: Tensor, hidden: Tensor) -> Tensor:
@@ -416,9 +431,16 @@ def _with_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
     kind = type(output)
     made: list[Tensor] = []
 
+    def refuse(_: Tensor) -> NoReturn:
+        raise UnsupportedError(
+            "the loss reads the logits of a forward that was given labels, which have no gradient here: leave the "
+            "labels out of the forward"
+        )
+
     def get(_: object) -> Tensor:
         if not made:
-            made.append(compute())
+            made.append(compute().requires_grad_())
+            made[0].register_hook(refuse)
         return made[0]
 
     lazy = type(kind.__name__, (kind,), {"logits": property(get, lambda *_: None)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -40,10 +40,10 @@ def refuse_inexact(model: nn.Module) -> None:
                 )
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
+def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
     """Raise :class:`UnsupportedError` for an argument of the forward that may say something about single positions."""
     for name, value in given.items():
-        if name not in KNOWN and (isinstance(value, Tensor) or value):
+        if name not in KNOWN and name not in known and (isinstance(value, Tensor) or value):
             raise UnsupportedError(f"packing does not know what to do with {name} in training")
 
 

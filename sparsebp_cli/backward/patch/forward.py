@@ -6,6 +6,7 @@ class, parameters and state_dict keys do not change, and removing the entry rest
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class ForwardOverride(NotCopyable, ABC):
 
     covered: Callable[..., object] | None = None  # the instance's forward before; None: its class's forward applied
     is_removed = False
+    __signature__: inspect.Signature
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Any, so that each override has its module's own signature
@@ -57,6 +59,8 @@ class ForwardPatches:
         covered = module.__dict__.get("forward")
         if isinstance(forward, ForwardOverride):
             forward.covered = covered
+            # transformers' generate passes what the forward takes: without position_ids it miscounts left padding.
+            forward.__signature__ = inspect.signature(module.forward)
         self._installed.append((module, forward, covered))
         module.forward = forward
 

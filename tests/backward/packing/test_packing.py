@@ -176,7 +176,8 @@ def test_logits_beside_a_loss_are_there_for_whoever_reads_them() -> None:
         assert "logits" not in output.keys()  # noqa: SIM118 - a transformers output is no plain mapping
         torch.testing.assert_close(output.logits[:, :-1][trained], expected)
         assert output.logits.shape == (6, 44, 64)
-        assert not output.logits.requires_grad
+        with pytest.raises(UnsupportedError, match="leave the labels out of the forward"):
+            (output.loss + output.logits.sum()).backward()
 
 
 def test_labels_that_the_script_keeps_can_be_given_to_the_engine() -> None:
