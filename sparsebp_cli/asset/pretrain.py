@@ -39,7 +39,6 @@ SPECIAL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
 VOCABULARY = 2048
 LENGTH = 256  # T
 BATCH = 8  # B
-SHAPE = {"hidden_size": 320, "intermediate_size": 640, "num_hidden_layers": 3, "num_attention_heads": 5}
 PEAK_RATE, FINAL_SHARE, WARMUP_STEPS = 2e-3, 0.05, 50
 QUICK_BLOCKS = 32  # of the held-out novel: for the curve, and for the test that compares with the card
 
@@ -128,7 +127,10 @@ def make_config() -> LlamaConfig:
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
-        **SHAPE,  # type: ignore[arg-type]
+        hidden_size=320,
+        intermediate_size=640,
+        num_hidden_layers=3,
+        num_attention_heads=5,
     )
 
 

@@ -97,7 +97,7 @@ def _by_module(session: Session, kind: str) -> Counter[str]:
     for one in session.ledger.passes:
         for account, work in one.work.items():
             if account.kind == kind:
-                count[account.module] += work.flops  # type: ignore[assignment] # halves do not occur
+                count[account.module] += int(work.flops)  # a whole number: halves do not occur
     return count
 
 

@@ -19,7 +19,7 @@ MOST_EXAMPLES = 10_000  # about 200 kB of journal
 
 
 @dataclass(frozen=True)
-class Split:
+class HeldOutSplit:
     """A held-out split: its name in the journal and the metrics of its loss and accuracy."""
 
     name: str
@@ -27,8 +27,8 @@ class Split:
     accuracy: Metric
 
 
-VALIDATION = Split("validation", metric.EVAL_LOSS, metric.EVAL_ACCURACY)
-TEST = Split("test", metric.TEST_LOSS, metric.TEST_ACCURACY)
+VALIDATION = HeldOutSplit("validation", metric.EVAL_LOSS, metric.EVAL_ACCURACY)
+TEST = HeldOutSplit("test", metric.TEST_LOSS, metric.TEST_ACCURACY)
 
 
 @dataclass
@@ -83,7 +83,7 @@ def evaluate(
     device: torch.device,
     examples: ExampleLosses | None = None,
     ranks: Ranks | None = None,
-    split: Split = VALIDATION,
+    split: HeldOutSplit = VALIDATION,
 ) -> dict[str, float]:
     """Return a split's loss in nats a target, and its accuracy for a classification. ``examples`` collects the loss of
     every example on the first rank; None saves that work. The model is left in training mode."""

@@ -30,7 +30,7 @@ from sparsebp_cli.worker.evaluate import (
     TEST,
     VALIDATION,
     ExampleLosses,
-    Split,
+    HeldOutSplit,
     evaluate,
     evaluation_batches,
     select_examples,
@@ -238,7 +238,7 @@ class Training:
         values = self._evaluate_on(select_examples(recipe, self.held_out, ranks), VALIDATION)
         return values | (self._evaluate_on(self.test, TEST) if self.is_done and self.test else {})
 
-    def _evaluate_on(self, examples: Sequence[Example], split: Split) -> dict[str, float]:
+    def _evaluate_on(self, examples: Sequence[Example], split: HeldOutSplit) -> dict[str, float]:
         batches = evaluation_batches(self.plan.recipe, examples, self.order.pad_token_id, self.ranks.count)
         losses = ExampleLosses() if self.is_done else None
         values = evaluate(self.model, batches, self.accelerator.device, losses, self.ranks, split)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Self
@@ -361,10 +360,11 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 def _name(names: Sequence[str], shares: Mapping[str, float] | None = None) -> str:
     """Return the names with the largest shares of the whole backward; the same name in all layers counts as one."""
-    together = Counter[str]()
+    together: dict[str, float] = {}
     for name in names:
-        known = {} if shares is None else shares
-        together[_NUMBER.sub(".*", name)] += known.get(name, known.get(f"{name}.weight", 0.0))  # type: ignore[assignment]
-    shown = [f"{name} ({share:.1%})" if share else name for name, share in together.most_common(3)]
+        known, pattern = {} if shares is None else shares, _NUMBER.sub(".*", name)
+        together[pattern] = together.get(pattern, 0.0) + known.get(name, known.get(f"{name}.weight", 0.0))
+    largest = sorted(together.items(), key=lambda pair: -pair[1])[:3]
+    shown = [f"{name} ({share:.1%})" if share else name for name, share in largest]
     more = len(together) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -18,7 +18,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.packing.layout import Group, PackedLayout
+from sparsebp_cli.backward.packing.layout import PackedLayout, SegmentGroup
 from sparsebp_cli.errors import UnsupportedError
 
 PREFIX = "packed_"  # of the names under which our functions are registered
@@ -76,7 +76,7 @@ class PackedMask:
             self._masks[key] = self._make(self.layout.groups[number], implementation, dtype)
         return self._masks[key]
 
-    def _make(self, group: Group, implementation: str, dtype: torch.dtype) -> Tensor | None:
+    def _make(self, group: SegmentGroup, implementation: str, dtype: torch.dtype) -> Tensor | None:
         queries, keys = group.query_GL, group.key_GK
         if group.num_segments > 1 and (keys == keys[:1]).all():
             queries, keys = queries[:1], keys[:1]
@@ -199,13 +199,13 @@ def _attend(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
 
 
-def _split(rows_1HND: Tensor, group: Group) -> Tensor:
+def _split(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
     """Return the rows of a group as (G, H, L, D)."""
     _, num_heads, _, size = rows_1HND.shape
     return rows_1HND[0].reshape(num_heads, group.num_segments, group.length, size).transpose(0, 1)
 
 
-def _before(rows_1HND: Tensor, group: Group) -> Tensor:
+def _before(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
     """Return the rows before each segment as (G, H, A, D)."""
     if group.has_one_parent or group.num_segments == 1:
         return rows_1HND.index_select(2, group.ancestor_GA[0]).expand(group.num_segments, -1, -1, -1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Batch:
+class PackedBatch:
     """What is computed of one batch."""
 
     layout: PackedLayout
@@ -70,7 +70,8 @@ def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:
     mask = inputs.get("attention_mask")
     if mask is None:
         return np.ones(size, bool)
-    return cast("Bools", mask.cpu().numpy().astype(bool)) if mask.shape == size else None
+    real: Bools = mask.cpu().numpy().astype(bool)
+    return real if real.shape == size else None
 
 
 def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int, int]) -> Ints | None:
@@ -79,17 +80,22 @@ def read_positions(stack: nn.Module, inputs: Mapping[str, Any], size: tuple[int,
     if given is not None:
         if given.dim() != 2 or given.shape[1] != size[1]:
             return None
-        return cast("Ints", given.expand(size).cpu().numpy().astype(np.int64))
+        positions: Ints = given.expand(size).cpu().numpy().astype(np.int64)
+        return positions
     for module in stack.modules():
         # As RoBERTa and its family: the token that stands for padding is not counted.
         make = getattr(module, "create_position_ids_from_input_ids", None)
         if make is not None:
             ids = inputs.get("input_ids")
-            return None if ids is None else cast("Ints", make(ids, cast("Any", module).padding_idx).cpu().numpy())
+            if ids is None:
+                return None
+            counted: Ints = make(ids, getattr(module, "padding_idx", None)).cpu().numpy()
+            return counted
         # As OPT and its family: what the mask covers is not counted.
         mask = inputs.get("attention_mask")
         if mask is not None and isinstance(module, nn.Embedding) and "attention_mask" in argument_names(module):
-            return cast("Ints", (mask.long().cumsum(1) * mask - 1).long().cpu().numpy())
+            covered: Ints = (mask.long().cumsum(1) * mask - 1).long().cpu().numpy()
+            return covered
     return np.broadcast_to(np.arange(size[1]), size).copy()
 
 
@@ -101,4 +107,5 @@ def find_begins(inputs: Mapping[str, Any], position_BT: Ints, *, uses_cache: boo
     """
     if inputs.get("attention_mask") is not None or inputs.get("position_ids") is None or uses_cache:
         return None
-    return cast("Bools", np.diff(position_BT, axis=1, prepend=position_BT[:, :1] - 1) != 1)
+    begins: Bools = np.diff(position_BT, axis=1, prepend=position_BT[:, :1] - 1) != 1
+    return begins

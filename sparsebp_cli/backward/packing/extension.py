@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, cast, final
+from typing import Any, NoReturn, Protocol, final
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
-from sparsebp_cli.backward.packing.batch import BATCH, Batch, Counts, find_begins, read_mask, read_positions
+from sparsebp_cli.backward.packing.batch import BATCH, Counts, PackedBatch, find_begins, read_mask, read_positions
 from sparsebp_cli.backward.packing.fused import ARGUMENT, has_fused_head, run_fused
 from sparsebp_cli.backward.packing.layout import Bools, make_layout
 from sparsebp_cli.backward.packing.refusal import find_head, find_model, refuse_arguments, refuse_inexact
@@ -33,6 +33,7 @@ from sparsebp_cli.backward.patch.forward import (
     call_module,
     check_free,
     replace_forwards,
+    uncompiled,
 )
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, PackedSize, Step
@@ -63,7 +64,7 @@ class PackingExtension:
 
     def __init__(self, policy: BatchPacker, model: nn.Module) -> None:
         self.policy, self.model = policy, find_model(model)
-        self.stack = cast("nn.Module", cast("Any", self.model).base_model)
+        self.stack = self.model.base_model
         self.head = find_head(self.model)
         self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
         refuse_inexact(self.model)
@@ -79,7 +80,7 @@ class PackingExtension:
         self.is_causal: bool | None = None  # of the attention; None before the first forward
         self.counts, self.failure = Counts(), ""
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
-        self.last: Batch | None = None
+        self.last: PackedBatch | None = None
         self.given_labels: Tensor | None = None
 
     def set_columns(self, **columns: Tensor) -> None:
@@ -101,7 +102,7 @@ class PackingExtension:
     def start_step(self, step: Step) -> None:
         """Do nothing: rows are arranged in the forward."""
 
-    def plan(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> Batch | None:
+    def plan(self, inputs: Mapping[str, Any], read_BT: Bools | None) -> PackedBatch | None:
         """Arrange the rows of a batch; None if the plain forward does as little.
 
         ``read_BT`` marks the positions that the caller reads; None: all that are not padding.
@@ -135,13 +136,13 @@ class PackingExtension:
         self.counts.padding += int((~real).sum()) if self.policy.padding else 0
         self.counts.unread += int((real & ~needed).sum())
         self.counts.shared += layout.num_shared
-        return Batch(layout, torch.from_numpy(read).to(device))
+        return PackedBatch(layout, torch.from_numpy(read).to(device))
 
     def _uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
         given = inputs.get("use_cache")
         if given is None:
-            given = getattr(cast("Any", self.model).config.get_text_config(), "use_cache", False)
+            given = getattr(self.model.config.get_text_config(), "use_cache", False)
         return bool(given) and not (self.stack.training and getattr(self.stack, "gradient_checkpointing", False))
 
     def _needed(self, real_BT: Bools, read_BT: Bools, alone_BT: Bools, *, causal: bool) -> Bools:
@@ -155,7 +156,7 @@ class PackingExtension:
         needed[empty, np.where(real_BT[empty].any(1), real_BT[empty].argmax(1), 0)] = True
         return needed & ~alone_BT
 
-    def must_verify(self, batch: Batch) -> bool:
+    def must_verify(self, batch: PackedBatch) -> bool:
         """Return whether this batch is to be compared with the plain step."""
         if self.policy.verify == "never":
             return False
@@ -183,7 +184,7 @@ class PackingExtension:
                 )
         self.engine.notes["packing"] = self.failure or self.counts.describe()
 
-    def run_stack(self, batch: Batch, inputs: Mapping[str, Any], run: Callable[[dict[str, Any]], Any]) -> Any:
+    def run_stack(self, batch: PackedBatch, inputs: Mapping[str, Any], run: Callable[[dict[str, Any]], Any]) -> Any:
         """Run something on the rows of a batch; ``run`` gets the base model's arguments."""
         layout = batch.layout
         taken: dict[str, Any] = {
@@ -229,7 +230,7 @@ class PackedForward(ForwardOverride):
         self._model = extension.model
         self._names = argument_names(self._model)
         # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
-        self._run: Callable[..., Any] = cast("Any", torch.compiler).disable(self._pack)
+        self._run = uncompiled(self._pack)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""
@@ -283,12 +284,12 @@ class PackedForward(ForwardOverride):
             return None
         first = next(given[name] for name in BATCH if name in given)
         mask = given.get("attention_mask")
-        real = np.ones(first.shape[:2], bool) if mask is None else mask.cpu().numpy().astype(bool)
+        real: Bools = np.ones(first.shape[:2], bool) if mask is None else mask.cpu().numpy().astype(bool)
         columns = np.zeros(first.shape[1], bool)
         columns[slice(-kept, None) if isinstance(kept, int) else kept.cpu().numpy()] = True
-        return cast("Bools", real & columns)
+        return real & columns
 
-    def _verify(self, batch: Batch, given: dict[str, Any], plain: Callable[[], Any]) -> bool:
+    def _verify(self, batch: PackedBatch, given: dict[str, Any], plain: Callable[[], Any]) -> bool:
         """Compare the gradients of one scalar of the output: the loss, or a random sum of what the caller reads."""
         extension = self.extension
         generator = torch.Generator().manual_seed(0)
@@ -298,8 +299,9 @@ class PackedForward(ForwardOverride):
         def scalar(output: Any) -> Tensor:
             nonlocal mask, weight
             if getattr(output, "loss", None) is not None:
-                return cast("Tensor", output.loss)
-            tensor = cast("Tensor", output[0])
+                loss: Tensor = output.loss
+                return loss
+            tensor: Tensor = output[0]
             if weight is None:
                 weight = torch.randn(tensor.shape, generator=generator).to(tensor)
             rows = batch.layout.computed_BT
@@ -318,7 +320,7 @@ class PackedForward(ForwardOverride):
         extension.note(check)
         return check.passed
 
-    def _compute(self, batch: Batch, given: dict[str, Any]) -> Any:
+    def _compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
         extension = self.extension
         options = {
             name: value
@@ -330,7 +332,7 @@ class PackedForward(ForwardOverride):
                 return self._compute_spread(batch, given, options)
             return self._compute_causal(batch, given, options)
 
-    def _compute_spread(self, batch: Batch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    def _compute_spread(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
         """Pack the base model alone, and let what lies above it see (B, T, D)."""
         extension, stack = self.extension, self.extension.stack
 
@@ -348,7 +350,7 @@ class PackedForward(ForwardOverride):
         with replace_forwards([(stack, run_stack)]):
             return call_module(self._model, **given | options)
 
-    def _compute_causal(self, batch: Batch, given: dict[str, Any], options: dict[str, Any]) -> Any:
+    def _compute_causal(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
         extension = self.extension
         rows = _rows(batch)
         if given.get(ARGUMENT):
@@ -359,7 +361,8 @@ class PackedForward(ForwardOverride):
         if not len(rows):  # the head needs one row; its loss is multiplied by 0
             index = rows.new_zeros(1)
         extension.counts.head += batch.read_BT.numel() - len(index)
-        head = cast("nn.Module", extension.head)
+        head = extension.head
+        assert head is not None
         cut = partial(_run_head, head, head.__dict__.get("forward"), index)
         with replace_forwards([(head, cut)]):
             output = extension.run_stack(batch, given, lambda taken: call_module(self._model, **options | taken))
@@ -370,7 +373,7 @@ class PackedForward(ForwardOverride):
         if len(rows):
             chosen = logits.index_select(0, inverse) if batch.layout.num_shared else logits
             target = labels.flatten()[1:].index_select(0, batch.read_BT.flatten()[:-1].nonzero().flatten())[None]
-            loss = cast("Any", self._model).loss_function(
+            loss = self._model.loss_function(
                 chosen[None],
                 target,
                 logits.shape[-1],
@@ -382,7 +385,7 @@ class PackedForward(ForwardOverride):
         output = _changed(output, loss=loss, logits=None)
         return _with_logits(output, partial(_spread_logits, logits.detach(), inverse, batch, kept))
 
-    def _compute_fused(self, batch: Batch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
+    def _compute_fused(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
         extension = self.extension
         extension.counts.head += batch.read_BT.numel() - len(row_R)
         options = options | {"num_items_in_batch": given.get("num_items_in_batch")}
@@ -396,10 +399,11 @@ class PackedForward(ForwardOverride):
 
 def _run_head(head: nn.Module, covered: Callable[..., Any] | None, index: Tensor, hidden: Tensor) -> Tensor:
     rows_1RD = hidden[:, index]
-    return cast("Tensor", call_module(head, rows_1RD) if covered is None else covered(rows_1RD))
+    logits: Tensor = call_module(head, rows_1RD) if covered is None else covered(rows_1RD)
+    return logits
 
 
-def _spread_first(stack: nn.Module, batch: Batch) -> list[tuple[nn.Module, Callable[..., Any]]]:
+def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """Return a replacement of the pooler of an encoder, which reads the first position of each example."""
     pooler = getattr(stack, "pooler", None)
     if not isinstance(pooler, nn.Module):
@@ -408,12 +412,12 @@ def _spread_first(stack: nn.Module, batch: Batch) -> list[tuple[nn.Module, Calla
     return [(pooler, lambda hidden: covered(batch.layout.spread(hidden[0])))]
 
 
-def _rows(batch: Batch) -> Tensor:
+def _rows(batch: PackedBatch) -> Tensor:
     """Return the row of each position that is read, position by position."""
     return batch.layout.row_BT.flatten().index_select(0, batch.read_BT.flatten().nonzero().flatten())
 
 
-def _spread_logits(logits_RV: Tensor, inverse: Tensor, batch: Batch, kept: int | Tensor | None) -> Tensor:
+def _spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: int | Tensor | None) -> Tensor:
     """Return logits (B, T or as many as are kept, V) for a loss of the caller's own, zeros where none are read."""
     number_BT = torch.zeros(batch.read_BT.shape, dtype=torch.long, device=logits_RV.device)
     number_BT[batch.read_BT] = inverse

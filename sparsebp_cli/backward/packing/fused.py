@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.packing.batch import Batch
+from sparsebp_cli.backward.packing.batch import PackedBatch
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 ARGUMENT = "fused_lm_head"
@@ -29,7 +29,9 @@ def has_fused_head(model: nn.Module) -> bool:
     return ARGUMENT in (getattr(model.__dict__.get("forward"), "__kwdefaults__", None) or {})
 
 
-def run_fused(stack: nn.Module, batch: Batch, row_R: Tensor, labels_BT: Tensor, run: Callable[[Tensor], Any]) -> Any:
+def run_fused(
+    stack: nn.Module, batch: PackedBatch, row_R: Tensor, labels_BT: Tensor, run: Callable[[Tensor], Any]
+) -> Any:
     """Run trl's forward on packed rows, and return what it returns of the whole batch.
 
     ``row_R`` are the rows of the positions that have a label. ``run`` calls the forward with shifted labels (1, R).

@@ -37,7 +37,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Group:
+class SegmentGroup:
     """Segments whose attention is one call. Their rows are contiguous: segment by segment."""
 
     start: int  # first row
@@ -68,7 +68,7 @@ class PackedLayout:
     position_N: Tensor  # position number of each row
     row_BT: Tensor  # row of each position; 0 where it is not computed
     computed_BT: Tensor  # whether a position has a row
-    groups: tuple[Group, ...]
+    groups: tuple[SegmentGroup, ...]
     is_causal: bool  # whether rows were left out because only later positions attend to them, or were shared
     num_shared: int = 0  # positions that have the row of another example
 
@@ -209,7 +209,7 @@ def _arrange(
         ancestor = np.stack(chains)
         keys = np.concatenate((ancestor, own), 1)
         groups.append(
-            Group(
+            SegmentGroup(
                 int(own[0, 0]),
                 len(numbers),
                 length,

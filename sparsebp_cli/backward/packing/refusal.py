@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.packing.batch import KNOWN
 from sparsebp_cli.errors import UnsupportedError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Other types, such as convolutions and recurrences, mix neighbouring rows.
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 
 
-def refuse_inexact(model: nn.Module) -> None:
+def refuse_inexact(model: PreTrainedModel) -> None:
     """Raise :class:`UnsupportedError`, by name, for a model whose rows depend on how the batch is arranged."""
-    name, config = type(model).__name__, cast("Any", model).config
+    name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name} is an encoder and a decoder: packing is built for one of them alone")
     if not getattr(model, "_supports_attention_backend", False):
@@ -47,17 +50,18 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> N
             raise UnsupportedError(f"packing does not know what to do with {name} in training")
 
 
-def find_model(model: nn.Module) -> nn.Module:
+def find_model(model: nn.Module) -> PreTrainedModel:
     """Return the model of transformers in a model or wrapper, such as peft's."""
     loaded = sys.modules.get("transformers.modeling_utils")
     for module in model.modules():
         if loaded is not None and isinstance(module, loaded.PreTrainedModel):
-            return module  # type: ignore[no-any-return]
+            found: PreTrainedModel = module
+            return found
     raise UnsupportedError(f"rows are packed in a model of transformers, got {type(model).__name__}")
 
 
-def find_head(model: nn.Module) -> nn.Module | None:
+def find_head(model: PreTrainedModel) -> nn.Module | None:
     """Return the head of a causal language model with transformers' loss; None for any other model."""
     function = getattr(model, "loss_function", None)
     causal = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
-    return cast("Any", model).get_output_embeddings() if function is causal else None
+    return model.get_output_embeddings() if function is causal else None

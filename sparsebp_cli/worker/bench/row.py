@@ -90,7 +90,9 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
     variant, form = case.variant, case.form
     ratio = ratios(passes, plain_passes, lambda one: one.both)
     highest, realised = bound(count, plain, ratio.median)
-    has_peaks = count.peak_bytes is not None and plain.peak_bytes
+    peak_ratio = None
+    if count.peak_bytes is not None and plain.peak_bytes:
+        peak_ratio = round(count.peak_bytes / plain.peak_bytes, 4)
     note = ""
     if form is not None and form.execution == "csr" and count.backward_flops >= plain.backward_flops:
         note = "ran masked: there is no product in CSR for this dtype here"
@@ -113,7 +115,7 @@ def make_row(case: BenchCase, count: Count, passes: list[Pass], plain: Count, pl
         saved_bytes=count.saved_bytes,
         saved_ratio=round(count.saved_bytes / plain.saved_bytes, 4),
         peak_bytes=count.peak_bytes,
-        peak_ratio=round(count.peak_bytes / plain.peak_bytes, 4) if has_peaks else None,  # type: ignore[operator]
+        peak_ratio=peak_ratio,
         kept_share=None if count.kept_share is None or form is None else round(count.kept_share, 6),
         cost_ratio=round(gain.cost_ratio, 4),
         unit_worth=None if gain.unit_worth is None else round(gain.unit_worth, 4),
