@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -250,11 +250,15 @@ def _phase_of(event: _Event, *, in_node: bool) -> Phase | None:
     return "forward" if event.extra_fields.sequence_number >= 0 else None
 
 
+_PHASES: dict[str, Phase] = {phase: phase for phase in get_args(Phase)}
+_NOTES: dict[str, Part | Literal["gone"]] = {"gone": "gone", **{part: part for part in get_args(Part)}}
+
+
 def _parse(time: int, text: str) -> Event | int:
     kind, *rest = text.split("::")
     if kind == "start":
         return time
     if kind == "turn":
-        return PhaseStart(time, rest[0])  # type: ignore[arg-type]  # written above, from a phase
+        return PhaseStart(time, _PHASES[rest[0]])
     address, num_bytes = rest
-    return Note(time, int(address), int(num_bytes), kind)  # type: ignore[arg-type]  # the same
+    return Note(time, int(address), int(num_bytes), _NOTES[kind])
