@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: test-fast wheel-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
+.PHONY: coverage test-fast wheel-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -37,6 +37,9 @@ test-fast: .venv/develop  ## the tests that need no model
 
 test: .venv/develop  ## all tests
 	$(BIN)/pytest -n 2 --dist loadgroup --durations 30 --durations-min 10
+
+coverage: .venv/develop  ## the tests that need no model, and the share of lines that they run, with a floor
+	$(BIN)/pytest --fast -n 2 --dist loadfile --cov sparsebp_cli --cov-report term:skip-covered --cov-fail-under 45
 
 wheel-test: .venv/develop  ## the quickstart with a built wheel, away from the checkout
 	bash tests/wheel.sh
