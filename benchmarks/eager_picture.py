@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from sparsebp_cli.run.memory import MemoryCurve
-from sparsebp_cli.run.picture import COLOURS, OPTIONS, WORDS, draw_curves, save
+from sparsebp_cli.run.picture import OPTIONS, PART_COLOURS, PART_WORDS, draw_memory_curves, save
 
 LIMIT = 1.3  # the idea's author reached it with a low-rank optimizer
 
@@ -22,7 +22,7 @@ def draw(result: dict[str, Any], curves: dict[str, MemoryCurve], path: Path) -> 
         bars, hooks = left.subplots(2, 1)
         _draw_bars(bars, result["memory"])
         _draw_hooks(hooks, result["hook_seconds"])
-        draw_curves(right, list(curves.items()))
+        draw_memory_curves(right, list(curves.items()))
         save(figure, path)
 
 
@@ -32,7 +32,7 @@ def _draw_bars(axes: Any, memory: dict[str, Any]) -> None:
     places = list(range(len(rows)))
     for part, key in (("weights", "weight_bytes"), ("gradients", "gradient_bytes"), ("optimizer", "optimizer_bytes")):
         heights = [row[key] / row["weight_bytes"] for _, _, row in rows]
-        axes.bar(places, heights, bottom=bottom, color=COLOURS[part], label=WORDS[part])
+        axes.bar(places, heights, bottom=bottom, color=PART_COLOURS[part], label=PART_WORDS[part])
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     for place, height in zip(places, bottom, strict=True):
         axes.annotate(f"{height:.2f}", (place, height), ha="center", va="bottom")
