@@ -32,8 +32,8 @@ class BatchPacker(Policy):
 
     labels: bool = Field(
         True,
-        description="Leave out the head and the loss of positions without a label, and what follows the last label of "
-        "an example.",
+        description="Leave out what follows the last label of an example. The head of a language model runs for "
+        "positions with a label only, whatever this says.",
     )
     padding: bool = Field(True, description="Leave out padding, forward and backward.")
     prefixes: Literal["share", "separate"] = Field(

@@ -22,7 +22,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.worker.ending import StopRequest, signal_of_message, stop_message
-from sparsebp_cli.worker.process import process_options
+from sparsebp_cli.worker.process import MEETING_FILE, process_options
 from sparsebp_cli.worker.rank import Reason
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
     # PyTorch 2.11 has no such argument and gives ranks 30 seconds.
     patience: Any = {"shutdown_timeout": STOP_SECONDS} if "shutdown_timeout" in LaunchConfig.__annotations__ else {}
     with TemporaryDirectory(prefix="sparsebp-") as folder:
+        os.environ[MEETING_FILE] = str(Path(folder) / "meeting")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

@@ -5,6 +5,7 @@ These values go over gloo, on the host. Gradients and weights are exchanged by D
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +16,9 @@ from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(minutes=30)  # for another rank, such as the first one while it writes a checkpoint
+# Names the file through which ranks of one machine find each other. torchrun offers a port that was free before;
+# the first rank would bind it seconds later, when another program may have taken it.
+MEETING_FILE = "SPARSEBP_MEETING_FILE"
 
 
 def process_options(recipe: Recipe) -> TargetOptions:
@@ -47,7 +51,13 @@ class Ranks:
             raise DataError(
                 f"target.processes: {options.processes}, but torch finds {torch.cuda.device_count()} CUDA devices here"
             )
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo", timeout=LONGEST_WAIT)
+        distributed.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+            store=distributed.FileStore(os.environ[MEETING_FILE], options.processes),
+            rank=int(os.environ["RANK"]),
+            world_size=options.processes,
+            timeout=LONGEST_WAIT,
+        )
         return cls(distributed.get_rank(), distributed.get_world_size(), options.sharding == "fsdp2")
 
     @property

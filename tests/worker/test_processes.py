@@ -210,7 +210,8 @@ def ranks_of(process: Any) -> list[psutil.Process]:
 
 
 def wait_for_steps(run: RunFolder, process: Any, steps: int) -> None:
-    while process.is_alive() and len(History.load(run.path).series("train/loss")) < steps:
+    while len(History.load(run.path).series("train/loss")) < steps:
+        assert process.is_alive(), (process.exitcode, (run.path / "worker.log").read_text())
         time.sleep(0.02)
 
 
@@ -260,10 +261,13 @@ def test_ranks_end_with_the_worker_that_started_them(make_recipe, prepared) -> N
     process = start(run)
     wait_for_steps(run, process, 2)
     ranks = ranks_of(process)
+    bound = {place.laddr.port for rank in ranks for place in rank.net_connections() if place.status == "LISTEN"}
+    chosen = int(ranks[0].environ()["MASTER_PORT"])  # was free; another program may take it
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert (len(ranks), alive) == (2, [])
+    assert chosen not in bound
     assert run.state() is State.INTERRUPTED
     files = {file.name for file in run.path.iterdir()}
     assert files == {"plan.json", "journal.jsonl", "checkpoints", "worker.log", "worker.lock", "rank.lock"}

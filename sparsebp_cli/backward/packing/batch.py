@@ -20,6 +20,22 @@ KNOWN = {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch
 KNOWN |= {"use_cache", "return_dict"}
 
 
+@dataclass(frozen=True)
+class PackedBatch:
+    """What is computed of one batch."""
+
+    layout: PackedLayout
+    read_BT: Tensor  # positions whose output the caller reads
+    padding: int = 0  # positions left out as padding
+    unread: int = 0  # positions left out after the last label of their example
+
+    @property
+    def signature(self) -> tuple[bool, ...]:
+        """The kinds of rows that were left out."""
+        layout = self.layout
+        return (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
+
+
 @dataclass
 class Counts:
     """Positions of all batches so far."""
@@ -33,6 +49,20 @@ class Counts:
     head: int = 0  # rows of the head that were left out
     error: float = 0.0  # largest relative error that verification found
     checks: int = 0
+
+    def add_plain(self, num_positions: int) -> None:
+        """Count a batch that was left as it is."""
+        self.batches += 1
+        self.positions += num_positions
+
+    def add(self, batch: PackedBatch, head_rows: int) -> None:
+        """Count a packed batch; ``head_rows``: rows of the head that were computed, 0 without such a head."""
+        self.add_plain(batch.read_BT.numel())
+        self.packed += 1
+        self.padding += batch.padding
+        self.unread += batch.unread
+        self.shared += batch.layout.num_shared
+        self.head += batch.read_BT.numel() - head_rows if head_rows else 0
 
     def describe(self) -> str:
         """Return a sentence for the report."""
@@ -49,20 +79,6 @@ class Counts:
                 f"; gradient compared with the plain one {self.checks} times, largest relative error {self.error:.1e}"
             )
         return text
-
-
-@dataclass(frozen=True)
-class PackedBatch:
-    """What is computed of one batch."""
-
-    layout: PackedLayout
-    read_BT: Tensor  # positions whose output the caller reads
-
-    @property
-    def signature(self) -> tuple[bool, ...]:
-        """The kinds of rows that were left out."""
-        layout = self.layout
-        return (bool(layout.num_shared), bool((~layout.computed_BT).any()), len(layout.groups) > 1, layout.is_causal)
 
 
 def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:

@@ -133,10 +133,9 @@ class PackingExtension:
         head_rows = int(read.sum()) if self.head is not None else needed.size
         if not self.policy.packs(PackedSize(needed.size, layout.num_rows, head_rows)):
             return None
-        self.counts.padding += int((~real).sum()) if self.policy.padding else 0
-        self.counts.unread += int((real & ~needed).sum())
-        self.counts.shared += layout.num_shared
-        return PackedBatch(layout, torch.from_numpy(read).to(device))
+        padding = int((~(real | alone)).sum()) if self.policy.padding else 0
+        unread = int((real & ~needed).sum())
+        return PackedBatch(layout, torch.from_numpy(read).to(device), padding, unread)
 
     def _uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
@@ -247,15 +246,13 @@ class PackedForward(ForwardOverride):
         extension, counts = self.extension, self.extension.counts
         given = {name: value for name, value in arguments.items() if value is not None}
         refuse_arguments(given, known={ARGUMENT} if self.covered is not None else ())
-        counts.batches += 1
         plain = partial(self.run_covered, self._model, **arguments)
         batch = extension.plan(given, self._read(given))
         extension.last = batch
-        counts.positions += next(given[name] for name in BATCH if name in given).shape[:2].numel()
         if batch is None:
+            counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
             extension.note()
             return plain()
-        counts.packed += 1
         try:
             if extension.must_verify(batch) and not self._verify(batch, given, plain):
                 return plain()
@@ -264,9 +261,9 @@ class PackedForward(ForwardOverride):
             if extension.is_causal is False:
                 raise
             extension.is_causal = False  # found out by its first mask
-            counts.batches, counts.packed = counts.batches - 1, counts.packed - 1
             return self._pack(arguments)
         extension.is_causal = batch.layout.is_causal
+        counts.add(batch, 0 if extension.head is None else len(torch.unique(_rows(batch))))
         extension.note()
         return output.to_tuple() if given.get("return_dict") is False else output
 
@@ -293,11 +290,10 @@ class PackedForward(ForwardOverride):
         """Compare the gradients of one scalar of the output: the loss, or a random sum of what the caller reads."""
         extension = self.extension
         generator = torch.Generator().manual_seed(0)
-        mask: Tensor | None = None
         weight: Tensor | None = None
 
         def scalar(output: Any) -> Tensor:
-            nonlocal mask, weight
+            nonlocal weight
             if getattr(output, "loss", None) is not None:
                 loss: Tensor = output.loss
                 return loss
@@ -360,7 +356,6 @@ class PackedForward(ForwardOverride):
             index, inverse = torch.unique(rows, return_inverse=True)
         if not len(rows):  # the head needs one row; its loss is multiplied by 0
             index = rows.new_zeros(1)
-        extension.counts.head += batch.read_BT.numel() - len(index)
         head = extension.head
         assert head is not None
         cut = partial(_run_head, head, head.__dict__.get("forward"), index)
@@ -387,7 +382,6 @@ class PackedForward(ForwardOverride):
 
     def _compute_fused(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
         extension = self.extension
-        extension.counts.head += batch.read_BT.numel() - len(row_R)
         options = options | {"num_items_in_batch": given.get("num_items_in_batch")}
 
         def run(shift_labels: Tensor) -> Any:

@@ -65,7 +65,8 @@ def test_activation_checkpointing_computes_the_packed_rows_again(*, reentrant: b
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 def test_adapters_of_peft_get_the_same_gradient() -> None:
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = peft.LoraConfig(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj", "down_proj"])
     model = peft.get_peft_model(llama(), config)
     for name, parameter in model.named_parameters():
