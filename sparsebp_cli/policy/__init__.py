@@ -1,6 +1,6 @@
 """PUBLIC. The contract between policies and the engine, and discovery of policies. A plugin imports nothing else."""
 
-from sparsebp_cli.policy import choice
+from sparsebp_cli.policy import choice, sampling
 from sparsebp_cli.policy.contract import GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.example import Examples, ExampleSelector
@@ -41,4 +41,5 @@ __all__ = [
     "find_policies",
     "make_policies",
     "make_policy",
+    "sampling",
 ]
