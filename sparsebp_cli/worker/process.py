@@ -53,7 +53,7 @@ class Ranks:
             )
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-            store=distributed.FileStore(os.environ[MEETING_FILE], options.processes),
+            init_method=f"file://{os.environ[MEETING_FILE]}",
             rank=int(os.environ["RANK"]),
             world_size=options.processes,
             timeout=LONGEST_WAIT,
