@@ -75,7 +75,7 @@ def attach(
         The engine; as a context manager it detaches at the end.
 
     Raises:
-        PolicyError: A policy's name is unknown, or an option of it wrong.
+        PolicyError: A policy's name is unknown, an option of it wrong, or it could keep state by itself.
         UnsupportedError: The combination is not built: a kind of policy, two policies with one question, options that
             exclude each other, or a model that is attached already or offloaded.
         UsageError: A choice is unknown or not allowed, ``exclude`` matches nothing, or the model has no linear.

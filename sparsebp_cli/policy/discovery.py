@@ -16,6 +16,7 @@ from sparsebp_cli.errors import PolicyError, did_you_mean
 from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.policy.field_error import describe_errors
+from sparsebp_cli.policy.hidden_state import find_hidden_state, refuse_hidden_state
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
@@ -133,7 +134,8 @@ def make_policies(given: PolicyLike | Iterable[PolicyLike]) -> tuple[Policy, ...
         The policies, in the same order.
 
     Raises:
-        PolicyError: One is neither of these, its name is unknown, the plugin broken, or an option wrong.
+        PolicyError: One is neither of these, its name is unknown, the plugin broken, an option wrong, or it could keep
+            state by itself.
     """
     if isinstance(given, str | Policy | Mapping):
         given = [given]
@@ -144,6 +146,7 @@ def make_policies(given: PolicyLike | Iterable[PolicyLike]) -> tuple[Policy, ...
 
 def _make_one(policy: PolicyLike) -> Policy:
     if isinstance(policy, Policy):
+        refuse_hidden_state(policy)
         return policy
     if isinstance(policy, str):
         return make_policy(policy)
@@ -181,7 +184,7 @@ def _find_problem(policy_class: object) -> str:
         return "makes no decision: derive it from a kind, such as GradientSelector, not from Policy"
     if "name" in policy_class.model_fields:
         return "has an option called name: recipes use that key for the policy itself"
-    return ""
+    return find_hidden_state(policy_class)
 
 
 def _find_kinds(policy_class: type[Policy]) -> list[type[Policy]]:

@@ -21,6 +21,7 @@ from sparsebp_cli.policy import (
     find_policies,
     make_policy,
 )
+from sparsebp_cli.policy.hidden_state import find_hidden_state
 from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
@@ -107,7 +108,8 @@ def _check_control(policy: Policy) -> None:
 def _check_options(policy_class: type[Policy], options: dict[str, object]) -> Policy:
     name = policy_class.__name__
     policy = _make(policy_class, options)
-    require(bool(policy_class.model_config.get("frozen")), f"{name}: its options can be changed: keep frozen=True")
+    problem = find_hidden_state(policy_class)
+    require(not problem, f"{name} {problem}")
     try:
         _make(policy_class, options | {"an_option_that_nobody_has": 1})
     except ValidationError:

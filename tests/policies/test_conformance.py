@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import random as python_random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -164,22 +164,30 @@ class _ChangesGradient(_Half):
         return super().select(grad_NO, site, step)
 
 
-class _Forgets(_Half):
+class _Counts(_Half):
     _count: int = PrivateAttr(0)
 
+
+class _HasAList(_Half):
+    seen: ClassVar[list[int]] = []
+
+
+_CALLS: list[int] = []  # where nothing but the suite can find it
+_FIRST: dict[int, tuple[object, int]] = {}  # by policy
+
+
+class _Forgets(_Half):
     def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
-        self._count += 1
-        return (torch.arange((len(grad_NO) + 1) // 2) + self._count) % len(grad_NO)
+        _CALLS.append(step.index)
+        return (torch.arange((len(grad_NO) + 1) // 2) + len(_CALLS)) % len(grad_NO)
 
 
 class _Remembers(_Half):
     """Decides as at the first step that it saw: right when asked twice, wrong after a resume."""
 
-    _first: int | None = PrivateAttr(None)
-
     def index(self, grad_NO: torch.Tensor, site: Site, step: Step) -> torch.Tensor:
-        self._first = step.index if self._first is None else self._first
-        return (torch.arange((len(grad_NO) + 1) // 2) + self._first) % len(grad_NO)
+        _, first = _FIRST.setdefault(id(self), (self, step.index))
+        return (torch.arange((len(grad_NO) + 1) // 2) + first) % len(grad_NO)
 
 
 class _SameAtEveryStep(_Half):
@@ -287,6 +295,8 @@ def test_half_keeps_the_contract() -> None:
         (_UsesGlobalGenerator, "global random generator"),
         (_UsesPythonRandom, "global random generator"),
         (_ChangesGradient, "changes the gradient"),
+        (_Counts, "_Counts keeps state in its private attribute '_count', which no checkpoint holds"),
+        (_HasAList, r"_HasAList has a class attribute 'seen' that can change \(list\)"),
         (_Forgets, "decides differently when called again"),
         (_Remembers, "a resumed run decides differently"),
         (_SameAtEveryStep, "draws the same for every index"),

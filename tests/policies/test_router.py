@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import Field, PrivateAttr
+from pydantic import Field
 
 from sparsebp_cli.policy import Edge, EdgeRouter, Step, find_policies, make_policy
 from sparsebp_cli.testing import check_policy
@@ -98,22 +98,22 @@ class _NotExact(Nothing, _All):
     """Keeps it too, and promises less."""
 
 
-class _Forgets(_NotExact):
-    _count: int = PrivateAttr(0)
+_CALLS: list[int] = []  # where nothing but the suite can find it
+_FIRST: dict[int, tuple[object, int]] = {}  # by policy
 
+
+class _Forgets(_NotExact):
     def choose(self, edges: Sequence[Edge], step: Step) -> list[int]:
-        self._count += 1
-        return [self._count % len(edges)]
+        _CALLS.append(step.index)
+        return [len(_CALLS) % len(edges)]
 
 
 class _Remembers(_NotExact):
     """Decides as at the first step that it saw: right when asked twice, wrong after a resume."""
 
-    _first: int | None = PrivateAttr(None)
-
     def choose(self, edges: Sequence[Edge], step: Step) -> list[int]:
-        self._first = step.index if self._first is None else self._first
-        return [self._first % len(edges)]
+        _, first = _FIRST.setdefault(id(self), (self, step.index))
+        return [first % len(edges)]
 
 
 class _SameAtEveryStep(_NotExact):
