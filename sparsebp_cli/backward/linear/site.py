@@ -79,12 +79,17 @@ class LinearAdapter(SiteAdapter):
     """The outputs of all covered linears; see :class:`~sparsebp_cli.backward.core.extension.SiteAdapter`.
 
     ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
-    that do not decide here. Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and
+    that do not decide here. Without ``installs`` no linear is a site and none is changed: counting alone costs up to a
+    twentieth of a step. Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and
     :class:`UnsupportedError` if the model is attached or offloaded.
     """
 
-    def __init__(self, model: nn.Module, exclude: Iterable[str] = (), *, may_be_empty: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, exclude: Iterable[str] = (), *, may_be_empty: bool = False, installs: bool = True
+    ) -> None:
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
+        if not installs:
+            self._found = FoundLinears((), (), ())
         self.names = tuple(name for name, _, _ in self._found.covered)
         self._time_first = find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded

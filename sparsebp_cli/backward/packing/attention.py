@@ -32,6 +32,7 @@ class PackedState:
     """One packed forward."""
 
     layout: PackedLayout
+    shortens: bool = True  # whether the last layer runs the rows that are read alone, if the layout has these
     num_calls: int = 0  # of attention layers
 
 
@@ -40,6 +41,14 @@ _state: ContextVar[PackedState | None] = ContextVar("state", default=None)
 
 class LooksAheadError(UnsupportedError):
     """Positions attend to later ones, so none can be left out or shared."""
+
+
+class ReachedAttention(Exception):  # noqa: N818 - no error: it ends the first of two runs of the last layer
+    """A layer whose keys and values are wanted calls attention."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        super().__init__()
+        self.key, self.value = key, value
 
 
 class ReadsMaskError(UnsupportedError, AttributeError):
@@ -55,6 +64,9 @@ class PackedMask:
 
     state: PackedState
     allowed: MaskFunction
+    groups: tuple[SegmentGroup, ...]
+    ends: bool = False  # whether the layer ends at attention, by ReachedAttention
+    kept: tuple[Tensor, Tensor] | None = None  # keys and values of all rows, where the layer has some rows alone
     _masks: dict[tuple[int, str, torch.dtype | None], Tensor | None] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -68,12 +80,21 @@ class PackedMask:
         """The rows."""
         return self.state.layout
 
+    def ending_at_attention(self) -> PackedMask:
+        """Return the mask of a run that is to end there."""
+        return PackedMask(self.state, self.allowed, self.groups, ends=True)
+
+    def with_keys(self, key: Tensor, value: Tensor) -> PackedMask:
+        """Return the mask of a run with the rows that are read, which attend to these keys of all rows."""
+        assert self.layout.read is not None
+        return PackedMask(self.state, self.allowed, self.layout.read.groups, kept=(key, value))
+
     def of_group(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
         """Return the mask (G or 1, 1, L, K) of a group in the form that the implementation takes; None: causal, or
         everything."""
         key = (number, implementation, dtype if implementation == "eager" else None)
         if key not in self._masks:
-            self._masks[key] = self._make(self.layout.groups[number], implementation, dtype)
+            self._masks[key] = self._make(self.groups[number], implementation, dtype)
         return self._masks[key]
 
     def _make(self, group: SegmentGroup, implementation: str, dtype: torch.dtype) -> Tensor | None:
@@ -97,9 +118,9 @@ class PackedMask:
 
 
 @contextmanager
-def packed(layout: PackedLayout) -> Iterator[PackedState]:
+def packed(layout: PackedLayout, *, shortens: bool) -> Iterator[PackedState]:
     """Let models that were switched build masks for these rows inside the block."""
-    state = PackedState(layout)
+    state = PackedState(layout, shortens)
     token = _state.set(state)
     try:
         yield state
@@ -149,7 +170,7 @@ def _register(implementation: str) -> None:
         state = _state.get()
         if state is None:
             return own_mask(*args, **kwargs)
-        return PackedMask(state, cast("MaskFunction", kwargs["mask_function"]))
+        return PackedMask(state, cast("MaskFunction", kwargs["mask_function"]), state.layout.groups)
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: object
@@ -181,18 +202,24 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Call an attention function once a group; query, key and value are (1, H, N, D), the result is (1, N, H, D)."""
     query, key, value = tensors
-    num_rows = mask.layout.num_rows
+    read, num_rows = mask.layout.read, mask.layout.num_rows
+    if mask.kept is not None and read is not None:
+        num_rows = len(read.row_M)
     if key.shape[2] != num_rows or query.shape[2] != num_rows or kwargs.get("position_bias") is not None:
         raise UnsupportedError(f"{type(module).__name__} attends to other rows than those of its own input")
+    if mask.ends:
+        raise ReachedAttention(key, value)
     mask.state.num_calls += 1
     outputs = []
-    for number, group in enumerate(mask.layout.groups):
+    for number, group in enumerate(mask.groups):
         own = slice(group.start, group.end)
-        queries, keys, values = (_split(tensor[:, :, own], group) for tensor in tensors)
-        if group.ancestor_GA.shape[1]:
-            keys, values = (
-                torch.cat((_before(whole, group), part), 2) for whole, part in ((key, keys), (value, values))
-            )
+        queries = _split(query[:, :, own], group)
+        if mask.kept is not None:
+            keys, values = (_before(whole, group) for whole in mask.kept)
+        else:
+            keys, values = _split(key[:, :, own], group), _split(value[:, :, own], group)
+            if group.ancestor_GA.shape[1]:
+                keys, values = torch.cat((_before(key, group), keys), 2), torch.cat((_before(value, group), values), 2)
         allowed = mask.of_group(number, implementation, query.dtype)
         output, _ = function(module, queries, keys, values, allowed, **kwargs)
         outputs.append(output.reshape(1, -1, *output.shape[2:]))

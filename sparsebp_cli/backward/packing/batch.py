@@ -47,6 +47,7 @@ class Counts:
     unread: int = 0  # after the last label of an example
     shared: int = 0
     head: int = 0  # rows of the head that were left out
+    late: int = 0  # rows that the last layer left out, of those that were computed
     error: float = 0.0  # largest relative error that verification found
     checks: int = 0
 
@@ -55,13 +56,14 @@ class Counts:
         self.batches += 1
         self.positions += num_positions
 
-    def add(self, batch: PackedBatch, head_rows: int) -> None:
-        """Count a packed batch; ``head_rows``: rows of the head that were computed, 0 without such a head."""
+    def add(self, batch: PackedBatch, head_rows: int, last_rows: int | None) -> None:
+        """Count a packed batch, with the rows that the head (0: there is none) and the last layer (None: all) ran."""
         self.add_plain(batch.read_BT.numel())
         self.packed += 1
         self.padding += batch.padding
         self.unread += batch.unread
         self.shared += batch.layout.num_shared
+        self.late += 0 if last_rows is None else batch.layout.num_rows - last_rows
         self.head += batch.read_BT.numel() - head_rows if head_rows else 0
 
     def describe(self) -> str:
@@ -69,10 +71,11 @@ class Counts:
         if not self.packed:
             return f"nothing to leave out in {self.batches} batches"
         share = (self.padding + self.unread + self.shared) / self.positions
+        late = f" and {self.late / self.positions:.0%} of the last layer's" if self.late else ""
         text = (
             f"{share:.0%} of the positions not computed ({self.padding:,} padding, {self.unread:,} after the last "
-            f"label, {self.shared:,} in a shared prefix), and {self.head / self.positions:.0%} of the head's rows, in "
-            f"{self.packed} of {self.batches} batches"
+            f"label, {self.shared:,} in a shared prefix), and {self.head / self.positions:.0%} of the head's rows"
+            f"{late}, in {self.packed} of {self.batches} batches"
         )
         if self.checks:
             text += (

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, Protocol, final
 
 import numpy as np
 import torch
@@ -24,9 +24,11 @@ from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
 from sparsebp_cli.backward.packing.batch import BATCH, Counts, PackedBatch, find_begins, read_mask, read_positions
 from sparsebp_cli.backward.packing.fused import ARGUMENT, has_fused_head, run_fused
+from sparsebp_cli.backward.packing.head import kept_columns, read_rows, run_head, spread_logits, with_logits
+from sparsebp_cli.backward.packing.last_layer import install_last_layer
 from sparsebp_cli.backward.packing.layout import Bools, make_layout
 from sparsebp_cli.backward.packing.refusal import find_head, find_model, refuse_arguments, refuse_inexact
-from sparsebp_cli.backward.packing.verify import Check, compare_gradients
+from sparsebp_cli.backward.packing.verify import Check, compare_gradients, limit_of
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
     ForwardPatches,
@@ -81,6 +83,8 @@ class PackingExtension:
         self.counts, self.failure = Counts(), ""
         self._seen: dict[tuple[bool, ...], tuple[int, int]] = {}
         self.last: PackedBatch | None = None
+        self.last_layer: nn.Module | None = None  # None: it runs all rows
+        self.shortens: bool | None = None  # whether the last layer runs the rows that are read alone; None: not tried
         self.given_labels: Tensor | None = None
 
     def set_columns(self, **columns: Tensor) -> None:
@@ -91,6 +95,8 @@ class PackingExtension:
         self.engine = engine
         self._switch.on()
         self._patches.install(self.model, PackedForward(self))
+        if self.head is not None:
+            self.last_layer = install_last_layer(self._patches, self.stack)
 
     def remove(self) -> None:
         self._patches.remove()
@@ -129,6 +135,7 @@ class PackingExtension:
             is_causal=causal,
             alone_BT=alone,
             begins_BT=find_begins(inputs, position, uses_cache=self._uses_cache(inputs)),
+            read_BT=None if self.last_layer is None or self.shortens is False else read,
         )
         head_rows = int(read.sum()) if self.head is not None else needed.size
         if not self.policy.packs(PackedSize(needed.size, layout.num_rows, head_rows)):
@@ -183,8 +190,18 @@ class PackingExtension:
                 )
         self.engine.notes["packing"] = self.failure or self.counts.describe()
 
-    def run_stack(self, batch: PackedBatch, inputs: Mapping[str, Any], run: Callable[[dict[str, Any]], Any]) -> Any:
-        """Run something on the rows of a batch; ``run`` gets the base model's arguments."""
+    def run_stack(
+        self,
+        batch: PackedBatch,
+        inputs: Mapping[str, Any],
+        run: Callable[[dict[str, Any]], Any],
+        *,
+        shortens: bool | None = None,
+    ) -> Any:
+        """Run something on the rows of a batch; ``run`` gets the base model's arguments.
+
+        ``shortens``: whether the last layer runs the rows that are read alone; None: if that was found to be right.
+        """
         layout = batch.layout
         taken: dict[str, Any] = {
             name: inputs[name].flatten(0, 1).index_select(0, layout.source_N)[None]
@@ -195,7 +212,7 @@ class PackingExtension:
         # With a mask given, transformers does not search the position numbers for packed examples.
         taken["attention_mask"] = torch.ones_like(layout.position_N)[None]
         taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
-        with packed(layout) as state:
+        with packed(layout, shortens=bool(self.shortens) if shortens is None else shortens) as state:
             output = run(taken)
         if not state.num_calls or state.num_calls % self._attention_layers:
             raise UnsupportedError(
@@ -210,13 +227,19 @@ class PackingExtension:
             return PassEstimate()
         layout = self.last.layout
         size = layout.shape[0] * layout.shape[1]
-        rows, pairs = layout.num_rows / size, layout.num_pairs / (size * layout.shape[1])
         shares = {}
         for name, module in self.model.named_modules():
             if module is self.head:
-                shares[name] = len(torch.unique(_rows(self.last))) / size
+                shares[name] = len(torch.unique(read_rows(self.last))) / size
+            elif hasattr(module, "is_causal"):
+                shares[name] = layout.num_pairs / (size * layout.shape[1])
             else:
-                shares[name] = pairs if hasattr(module, "is_causal") else rows
+                shares[name] = layout.num_rows / size
+        if self.shortens and layout.read is not None and self.last_layer is not None:
+            # All of attention counts as for all rows, though its queries and output have those that are read alone.
+            inside = {m for a in self.last_layer.modules() if hasattr(a, "is_causal") for m in a.modules()}
+            above = {m for m in self.last_layer.modules() if m not in inside}
+            shares |= {n: len(layout.read.row_M) / size for n, m in self.model.named_modules() if m in above}
         named = {f"{self._prefix}{name}": share for name, share in shares.items()}
         return PassEstimate(backward=named, forward=named, recomputed=named)
 
@@ -263,7 +286,9 @@ class PackedForward(ForwardOverride):
             extension.is_causal = False  # found out by its first mask
             return self._pack(arguments)
         extension.is_causal = batch.layout.is_causal
-        counts.add(batch, 0 if extension.head is None else len(torch.unique(_rows(batch))))
+        read = batch.layout.read if extension.shortens else None
+        head_rows = 0 if extension.head is None else len(torch.unique(read_rows(batch)))
+        counts.add(batch, head_rows, None if read is None else len(read.row_M))
         extension.note()
         return output.to_tuple() if given.get("return_dict") is False else output
 
@@ -302,7 +327,7 @@ class PackedForward(ForwardOverride):
                 weight = torch.randn(tensor.shape, generator=generator).to(tensor)
             rows = batch.layout.computed_BT
             if extension.head is not None:
-                rows = batch.read_BT[:, _columns(given.get("logits_to_keep"))]
+                rows = batch.read_BT[:, kept_columns(given.get("logits_to_keep"))]
             if tensor.shape[:2] == rows.shape:  # otherwise one output an example
                 tensor = tensor.masked_fill(~rows.view(*rows.shape, *[1] * (tensor.dim() - 2)), 0)
             return (tensor * weight).sum()
@@ -348,7 +373,9 @@ class PackedForward(ForwardOverride):
 
     def _compute_causal(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any]) -> Any:
         extension = self.extension
-        rows = _rows(batch)
+        rows = read_rows(batch)
+        if extension.shortens is None and batch.layout.read is not None:
+            extension.shortens = self._try_last_layer(batch, given, options, rows)
         if given.get(ARGUMENT):
             return self._compute_fused(batch, given, options, rows)
         index, inverse = rows, torch.arange(len(rows), device=rows.device)
@@ -358,13 +385,13 @@ class PackedForward(ForwardOverride):
             index = rows.new_zeros(1)
         head = extension.head
         assert head is not None
-        cut = partial(_run_head, head, head.__dict__.get("forward"), index)
+        cut = partial(run_head, head, head.__dict__.get("forward"), partial(batch.layout.take, row_R=index))
         with replace_forwards([(head, cut)]):
             output = extension.run_stack(batch, given, lambda taken: call_module(self._model, **options | taken))
         logits = output.logits[0]
         labels, kept = given.get("labels"), given.get("logits_to_keep")
         if labels is None:
-            return _changed(output, logits=_spread_logits(logits, inverse, batch, kept))
+            return _changed(output, logits=spread_logits(logits, inverse, batch, kept))
         if len(rows):
             chosen = logits.index_select(0, inverse) if batch.layout.num_shared else logits
             target = labels.flatten()[1:].index_select(0, batch.read_BT.flatten()[:-1].nonzero().flatten())[None]
@@ -378,7 +405,40 @@ class PackedForward(ForwardOverride):
         else:
             loss = logits.sum() * 0.0
         output = _changed(output, loss=loss, logits=None)
-        return _with_logits(output, partial(_spread_logits, logits.detach(), inverse, batch, kept))
+        return with_logits(output, partial(spread_logits, logits.detach(), inverse, batch, kept))
+
+    def _try_last_layer(
+        self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor
+    ) -> bool:
+        """Return whether the head gets the same if the last layer runs the rows alone that are read.
+
+        It does not in a model that runs its layers in turns, calls attention twice in one, or shapes their output.
+        """
+        extension, head = self.extension, self.extension.head
+        options = {name: value for name, value in options.items() if name != ARGUMENT}
+        assert head is not None
+        if find_reentrant(self._model) is not None:  # see LastLayer
+            return False
+
+        def run(*, shortens: bool) -> Tensor:
+            found: list[Tensor] = []
+
+            def keep(hidden: Tensor) -> Tensor:
+                found.append(batch.layout.take(hidden, row_R))
+                return hidden
+
+            with torch.no_grad(), replace_forwards([(head, keep)]):
+                extension.run_stack(
+                    batch, given, lambda taken: call_module(self._model, **options | taken), shortens=shortens
+                )
+            return found[0]
+
+        whole = run(shortens=False)
+        try:
+            short = run(shortens=True)
+        except Exception:  # whatever a layer raises that cannot do it
+            return False
+        return bool((short - whole).norm() <= limit_of(self._model) * whole.norm())
 
     def _compute_fused(self, batch: PackedBatch, given: dict[str, Any], options: dict[str, Any], row_R: Tensor) -> Any:
         extension = self.extension
@@ -391,12 +451,6 @@ class PackedForward(ForwardOverride):
         return run_fused(extension.stack, batch, row_R, given["labels"], run)
 
 
-def _run_head(head: nn.Module, covered: Callable[..., Any] | None, index: Tensor, hidden: Tensor) -> Tensor:
-    rows_1RD = hidden[:, index]
-    logits: Tensor = call_module(head, rows_1RD) if covered is None else covered(rows_1RD)
-    return logits
-
-
 def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module, Callable[..., Any]]]:
     """Return a replacement of the pooler of an encoder, which reads the first position of each example."""
     pooler = getattr(stack, "pooler", None)
@@ -404,50 +458,6 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
         return []
     covered = pooler.__dict__.get("forward") or partial(call_module, pooler)
     return [(pooler, lambda hidden: covered(batch.layout.spread(hidden[0])))]
-
-
-def _rows(batch: PackedBatch) -> Tensor:
-    """Return the row of each position that is read, position by position."""
-    return batch.layout.row_BT.flatten().index_select(0, batch.read_BT.flatten().nonzero().flatten())
-
-
-def _spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: int | Tensor | None) -> Tensor:
-    """Return logits (B, T or as many as are kept, V) for a loss of the caller's own, zeros where none are read."""
-    number_BT = torch.zeros(batch.read_BT.shape, dtype=torch.long, device=logits_RV.device)
-    number_BT[batch.read_BT] = inverse
-    columns = _columns(kept)
-    number_BT, read_BT = number_BT[:, columns], batch.read_BT[:, columns]
-    logits = logits_RV.index_select(0, number_BT.flatten()).view(*number_BT.shape, -1)
-    return logits.masked_fill(~read_BT[..., None], 0)
-
-
-def _with_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
-    """Return an output whose logits are spread to the positions of the batch when somebody reads them first.
-
-    Metrics of a trainer read them; a loss does not, and they may be the largest tensor of a step.
-    """
-    kind = type(output)
-    made: list[Tensor] = []
-
-    def refuse(_: Tensor) -> NoReturn:
-        raise UnsupportedError(
-            "the loss reads the logits of a forward that was given labels, which have no gradient here: leave the "
-            "labels out of the forward"
-        )
-
-    def get(_: object) -> Tensor:
-        if not made:
-            made.append(compute().requires_grad_())
-            made[0].register_hook(refuse)
-        return made[0]
-
-    lazy = type(kind.__name__, (kind,), {"logits": property(get, lambda *_: None)})
-    return lazy(**{field.name: getattr(output, field.name) for field in fields(output) if field.name != "logits"})
-
-
-def _columns(kept: int | Tensor | None) -> Any:
-    """Return the index of the positions whose logits are computed, by transformers' ``logits_to_keep``."""
-    return kept if isinstance(kept, Tensor) else slice(-kept if kept else None, None)
 
 
 def _changed(output: Any, **changes: Tensor | None) -> Any:

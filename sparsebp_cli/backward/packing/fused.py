@@ -44,7 +44,7 @@ def run_fused(
 
     def cut(*args: object, **kwargs: object) -> Any:
         output = call_module(stack, *args, **kwargs)
-        output.last_hidden_state = output.last_hidden_state[:, row_R]
+        output.last_hidden_state = batch.layout.take(output.last_hidden_state, row_R)
         return output
 
     with replace_forwards([(stack, cut)]):

@@ -24,6 +24,10 @@ Bools = npt.NDArray[np.bool_]
 # A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
 MIN_SHARED = 16
 
+# Largest share of rows for which the last layer runs twice, which computes queries, keys and values once more, forward;
+# by the products of a llama's layer, 0.9 would break even.
+MAX_READ = 0.8
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -60,6 +64,19 @@ class SegmentGroup:
 
 
 @dataclass(frozen=True)
+class ReadRows:
+    """The rows of the last layer: of each segment those from the first one that is read on.
+
+    The groups count these rows; ``ancestor_GA`` has all rows that a segment attends to, its own among them, as numbers
+    of computed rows.
+    """
+
+    row_M: Tensor  # number among the computed rows
+    number_N: Tensor  # the reverse; 0 for the others
+    groups: tuple[SegmentGroup, ...]
+
+
+@dataclass(frozen=True)
 class PackedLayout:
     """The rows of one packed forward, and where they come from; tensors of indices are on the model's device."""
 
@@ -71,6 +88,7 @@ class PackedLayout:
     groups: tuple[SegmentGroup, ...]
     is_causal: bool  # whether rows were left out because only later positions attend to them, or were shared
     num_shared: int = 0  # positions that have the row of another example
+    read: ReadRows | None = None  # None: the last layer runs all rows
 
     @property
     def num_rows(self) -> int:
@@ -81,6 +99,12 @@ class PackedLayout:
     def num_pairs(self) -> int:
         """Pairs of a query and a key that attention multiplies."""
         return sum(group.query_GL.shape[1] * group.key_GK.numel() for group in self.groups)
+
+    def take(self, hidden_1ND: Tensor, row_R: Tensor) -> Tensor:
+        """Return rows (1, R, D) of what the last layer returned, by their numbers among the computed rows."""
+        if self.read is not None and hidden_1ND.shape[1] != self.num_rows:
+            row_R = self.read.number_N.index_select(0, row_R)
+        return hidden_1ND[:, row_R]
 
     def spread(self, hidden_N: Tensor) -> Tensor:
         """Return rows (N, ...) as (B, T, ...), zeros where a position was not computed."""
@@ -98,12 +122,13 @@ def make_layout(
     is_causal: bool,
     alone_BT: Bools | None = None,
     begins_BT: Bools | None = None,
+    read_BT: Bools | None = None,
 ) -> PackedLayout:
     """Arrange the needed positions of a batch.
 
     ``token_BT`` are the token ids if prefixes are shared, None if every example has rows of its own. ``alone_BT`` marks
     positions that attend to nothing and are attended to by none, ``begins_BT`` those at which another sequence begins
-    in an example that holds several.
+    in an example that holds several, ``read_BT`` those whose output is read; None: all.
     """
     flat_BT = np.arange(needed_BT.size).reshape(needed_BT.shape)
     sources = [flat[row] for flat, row in zip(flat_BT, needed_BT, strict=True)]
@@ -120,7 +145,7 @@ def make_layout(
         segments.append(Segment(len(sources), 0, 1, attends=False))
         sources.append(np.array([index]))
         shared.append((0, -1))
-    return _arrange(segments, shared, sources, position_BT, device, is_causal=is_causal)
+    return _arrange(segments, shared, sources, position_BT, read_BT, device, is_causal=is_causal)
 
 
 def _branch(keys: list[Ints]) -> tuple[list[Segment], list[tuple[int, int]]]:
@@ -172,6 +197,7 @@ def _arrange(
     shared: list[tuple[int, int]],
     sources: list[Ints],
     position_BT: Ints,
+    read_BT: Bools | None,
     device: torch.device,
     *,
     is_causal: bool,
@@ -219,6 +245,13 @@ def _arrange(
                 attends,
             )
         )
+    read = None
+    if read_BT is not None and is_causal:
+        is_read = np.zeros(len(source_N), bool)
+        is_read[row[read_BT.reshape(-1) & computed]] = True
+        chains_of = {n: np.concatenate([rows[m] for m in (*before[n], n)]) for n in rows}
+        attends_of = {n: segments[n].attends for n in rows}
+        read = _find_read(rows, chains_of, attends_of, is_read, position_N, device)
     return PackedLayout(
         (size[0], size[1]),
         _tensor(source_N, device),
@@ -228,7 +261,42 @@ def _arrange(
         tuple(groups),
         is_causal,
         num_shared,
+        read,
     )
+
+
+def _find_read(
+    rows: dict[int, Ints],
+    chains: dict[int, Ints],
+    attends: dict[int, bool],
+    is_read: Bools,
+    position_N: Ints,
+    device: torch.device,
+) -> ReadRows | None:
+    """Return the rows of the last layer; None where leaving out the others would save little.
+
+    ``rows`` are those of each segment, ``chains`` the same after all rows before the segment.
+    """
+    members: dict[tuple[int, int, bool], list[int]] = {}
+    for number, own in rows.items():
+        if is_read[own].any():
+            length = len(own) - int(is_read[own].argmax())
+            members.setdefault((length, len(chains[number]), attends[number]), []).append(number)
+    total = sum(length * len(numbers) for (length, _, _), numbers in members.items())
+    if not total or total > MAX_READ * len(is_read):
+        return None
+    groups, parts, start = [], [], 0
+    for (length, _, does), numbers in members.items():
+        own = np.stack([rows[number][-length:] for number in numbers])
+        keys = np.stack([chains[number] for number in numbers])
+        position = (_tensor(position_N[own], device), _tensor(position_N[keys], device))
+        groups.append(SegmentGroup(start, len(numbers), length, _tensor(keys, device), *position, does))
+        parts.append(own.reshape(-1))
+        start += own.size
+    row_M = np.concatenate(parts)
+    number_N = np.zeros(len(is_read), np.int64)
+    number_N[row_M] = np.arange(len(row_M))
+    return ReadRows(_tensor(row_M, device), _tensor(number_N, device), tuple(groups))
 
 
 def _chain(segments: list[Segment], number: int) -> tuple[int, ...]:

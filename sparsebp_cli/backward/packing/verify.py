@@ -43,10 +43,11 @@ def compare_gradients(model: nn.Module, plain: Callable[[], Tensor], packed: Cal
         squares += (found.double() - exact.double()).square().sum().cpu()
         norm += exact.double().square().sum().cpu()
     error = float((squares / norm).sqrt()) if norm else float(squares.sqrt())
-    return Check(float("inf") if isnan(error) else error, _limit(model))
+    return Check(float("inf") if isnan(error) else error, limit_of(model))
 
 
-def _limit(model: nn.Module) -> float:
+def limit_of(model: nn.Module) -> float:
+    """Return the relative error that rounding explains in a model."""
     kinds = {parameter.dtype for parameter in model.parameters() if parameter.dtype in LIMITS}
     device = next(model.parameters()).device.type
     if torch.is_autocast_enabled(device):

@@ -12,6 +12,8 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
@@ -200,6 +202,40 @@ def test_labels_that_the_script_keeps_can_be_given_to_the_engine() -> None:
         assert "of the head's rows" in packing(engine)
 
 
+def rows_of(module: nn.Module) -> list[int]:
+    rows: list[int] = []
+    module.register_forward_hook(lambda _, inputs, __: rows.append(inputs[0].numel() // inputs[0].shape[-1]))
+    return rows
+
+
+def test_the_last_layer_runs_the_rows_that_are_read_alone() -> None:
+    model, batch = llama(), make_batch("right", "completion", "groups")
+    expected = gradients(model, None, batch)
+    rows, trained = [rows_of(layer.mlp) for layer in model.model.layers], int((batch["labels"] != IGNORED).sum())
+    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+        got = gradients(model, engine, batch)
+        before = [list(counts) for counts in rows]
+        gradients(model, engine, batch)
+        assert "of the last layer's" in packing(engine)
+    assert error(expected[1], got[1]) < LIMIT
+    # The first batch runs each layer twice more, without gradients, to see that the head gets the same.
+    assert before[0] == [before[0][0]] * 3
+    assert before[1] == [before[0][0], trained, trained]
+    assert [list(counts)[3:] for counts in rows] == [[before[0][0]], [trained]]
+
+
+def test_a_model_that_shapes_the_output_of_its_layers_runs_all_rows_in_the_last() -> None:
+    torch.manual_seed(0)
+    options = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 64}
+    model = GPT2LMHeadModel(GPT2Config(**options, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).train()
+    batch = make_batch("right", "completion", "groups")
+    expected = gradients(model, None, batch)
+    with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+        got = gradients(model, engine, batch)
+        assert "of the head's rows, in 1" in packing(engine)
+    assert error(expected[1], got[1]) < LIMIT
+
+
 def _classified(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**{name: value for name, value in batch.items() if name != "labels"}, "labels": torch.arange(6) % 2}
 
@@ -318,8 +354,8 @@ def test_larger_batches_are_compared_again_and_smaller_ones_not() -> None:
 def test_a_gradient_that_differs_ends_packing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = llama(), make_batch("right", "completion", "groups")
     _, expected = gradients(model, None, batch)
-    spread = extension_module._run_head
-    monkeypatch.setattr(extension_module, "_run_head", lambda *args: spread(*args) * 1.001)
+    spread = extension_module.run_head
+    monkeypatch.setattr(extension_module, "run_head", lambda *args: spread(*args) * 1.001)
     with sbp.attach(model, "lossless") as engine:
         for _ in range(2):
             _, got = gradients(model, engine, batch)

@@ -1,0 +1,70 @@
+"""The head of a causal language model on the rows that are read, and its logits in the shape that the caller expects.
+
+Shape letters: B examples, T positions, N computed rows, R rows that are read, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.packing.batch import PackedBatch
+from sparsebp_cli.backward.patch.forward import call_module
+from sparsebp_cli.errors import UnsupportedError
+
+
+def run_head(
+    head: nn.Module, covered: Callable[..., Any] | None, take: Callable[[Tensor], Tensor], hidden: Tensor
+) -> Tensor:
+    """Run the head on the rows that ``take`` returns; ``covered`` is its forward where another library replaced it."""
+    rows_1RD = take(hidden)
+    logits: Tensor = call_module(head, rows_1RD) if covered is None else covered(rows_1RD)
+    return logits
+
+
+def read_rows(batch: PackedBatch) -> Tensor:
+    """Return the row of each position that is read, position by position."""
+    return batch.layout.row_BT.flatten().index_select(0, batch.read_BT.flatten().nonzero().flatten())
+
+
+def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: int | Tensor | None) -> Tensor:
+    """Return logits (B, T or as many as are kept, V) for a loss of the caller's own, zeros where none are read."""
+    number_BT = torch.zeros(batch.read_BT.shape, dtype=torch.long, device=logits_RV.device)
+    number_BT[batch.read_BT] = inverse
+    columns = kept_columns(kept)
+    number_BT, read_BT = number_BT[:, columns], batch.read_BT[:, columns]
+    logits = logits_RV.index_select(0, number_BT.flatten()).view(*number_BT.shape, -1)
+    return logits.masked_fill(~read_BT[..., None], 0)
+
+
+def with_logits(output: Any, compute: Callable[[], Tensor]) -> Any:
+    """Return an output whose logits are spread to the positions of the batch when somebody reads them first.
+
+    Metrics of a trainer read them; a loss does not, and they may be the largest tensor of a step.
+    """
+    kind = type(output)
+    made: list[Tensor] = []
+
+    def refuse(_: Tensor) -> NoReturn:
+        raise UnsupportedError(
+            "the loss reads the logits of a forward that was given labels, which have no gradient here: leave the "
+            "labels out of the forward"
+        )
+
+    def get(_: object) -> Tensor:
+        if not made:
+            made.append(compute().requires_grad_())
+            made[0].register_hook(refuse)
+        return made[0]
+
+    lazy = type(kind.__name__, (kind,), {"logits": property(get, lambda *_: None)})
+    return lazy(**{field.name: getattr(output, field.name) for field in fields(output) if field.name != "logits"})
+
+
+def kept_columns(kept: int | Tensor | None) -> Any:
+    """Return the index of the positions whose logits are computed, by transformers' ``logits_to_keep``."""
+    return kept if isinstance(kept, Tensor) else slice(-kept if kept else None, None)
