@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.backward.linear.function import kernel_share
-from sparsebp_cli.policy import FoundPolicy, GradientSelector, Policy, find_policies
+from sparsebp_cli.policy import Budget, FoundPolicy, GradientSelector, InformedSelector, Policy, find_policies
 
 TEXT = """This page lists every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed
 plugins. To write one, see [write a policy](../guide/policy.md).
@@ -94,9 +94,19 @@ def _claims(policy_class: type[Policy]) -> str:
             continue  # this choice is not valid with the others
         assert isinstance(policy, GradientSelector)
         claims = ("yes" if claim else "no" for claim in (policy.exact, policy.unbiased))
-        shares = (f"{share:g}" for share in (policy.budget, kernel_share(policy.selection, policy.budget)))
-        rows.append((*(str(value).lower() for value in values), *claims, *shares))
+        rows.append((*(str(value).lower() for value in values), *claims, *_shares(policy)))
     return table((*shown, "exact", "unbiased", "budget", "backward"), rows)
+
+
+def _shares(policy: GradientSelector) -> tuple[str, str]:
+    """Return the budget, and the share of a linear's multiplications that is left with it."""
+    budget = Budget.of(policy.budget)
+    split = policy.split if isinstance(policy, InformedSelector) else None
+    kinds = (policy.selection, policy.selection) if split is None else split
+    left = [kernel_share(kind, share) for kind, share in zip(kinds, (budget.dgrad, budget.wgrad), strict=True)]
+    same = budget.dgrad == budget.wgrad
+    shown = f"{budget.dgrad:g}" if same else f"{budget.dgrad:g} dgrad, {budget.wgrad:g} wgrad"
+    return shown, f"{sum(left) / 2:g}"
 
 
 def _examples(option: dict[str, Any]) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from sparsebp_cli.policy import (
     EdgeRouter,
     ExampleSelector,
     GradientSelector,
+    InformedSelector,
     ParameterSelector,
     Policy,
     TokenSelector,
@@ -41,6 +42,7 @@ class PolicyFacts:
         facts: dict[str, object] = {"kind": kind}
         if isinstance(policy, GradientSelector):
             facts["placed"] = policy.where is not None or policy.layers is not None
+            facts["informed"] = isinstance(policy, InformedSelector)
         if isinstance(policy, ParameterSelector):
             facts["changes"] = policy.changes
         if isinstance(policy, TokenSelector):

@@ -41,6 +41,7 @@ class Rule:
 
 
 KINDS = ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector", "ParameterSelector", "BatchPacker")
+_INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
 _TOKENS: Conditions = {"kind": ("TokenSelector",)}
 _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
@@ -71,6 +72,21 @@ _POLICY_RULES = (
         policy={"kind": ("GradientSelector",)},
         other={"kind": SAME},
         options={"sites": ("nodes",)},
+    ),
+    Rule(
+        "{policy} reads inputs and weights of linears: needs {sites:linears}, got {sites:=}",
+        policy=_INFORMED,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} with {float8} is not built: it reads inputs and weights, or selects dgrad and wgrad apart",
+        policy=_INFORMED,
+        options={"float8": GIVEN},
+    ),
+    Rule(
+        "{policy} needs {sharding:none}: it reads whole weights",
+        policy=_INFORMED,
+        options={"sharding": ("fsdp2",)},
     ),
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",

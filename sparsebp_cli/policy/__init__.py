@@ -1,19 +1,21 @@
 """PUBLIC. The contract between policies and the engine, and discovery of policies. A plugin imports nothing else."""
 
 from sparsebp_cli.policy import choice, sampling
-from sparsebp_cli.policy.contract import GradientSelector, Policy, Site, Step
+from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.example import Examples, ExampleSelector
+from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
-from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, TwoToFour
+from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, Split, TwoToFour
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
 __all__ = [
     "BatchPacker",
     "Blocks",
+    "Budget",
     "Columns",
     "Edge",
     "EdgeRouter",
@@ -22,16 +24,21 @@ __all__ = [
     "Examples",
     "FoundPolicy",
     "GradientSelector",
+    "InformedSelector",
     "PackedSize",
     "Parameter",
     "ParameterSelector",
     "Policy",
     "PolicyLike",
+    "Reading",
     "Rows",
     "Score",
     "ScoredTokenSelector",
+    "Seen",
     "Selection",
     "Site",
+    "Split",
+    "SplitTypes",
     "Step",
     "TokenChoice",
     "TokenSelector",

@@ -107,6 +107,33 @@ class Step:
         return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+@dataclass(frozen=True)
+class Budget:
+    """Shares of a site's work that are kept, for each of the two products of a linear's backward.
+
+    Args:
+        dgrad: Share kept for the gradient of the input, in (0, 1].
+        wgrad: Share kept for the gradients of the weight and the bias, in (0, 1].
+        is_mean: Whether the shares are means over draws; otherwise no draw keeps more.
+    """
+
+    dgrad: float
+    wgrad: float
+    is_mean: bool = False
+
+    @classmethod
+    def of(cls, budget: float | Budget) -> Budget:
+        """Return a budget; a number is that of both products.
+
+        Args:
+            budget: As a policy declares it.
+
+        Returns:
+            The shares of both.
+        """
+        return budget if isinstance(budget, Budget) else cls(budget, budget)
+
+
 class Policy(BaseModel, ABC):
     """Options of a policy, checked before a run starts. Subclass one of the *kinds* below, not this class.
 
@@ -182,8 +209,21 @@ class GradientSelector(Policy):
 
     @property
     @abstractmethod
-    def budget(self) -> float:
-        """Share of the gradient's entries that is kept at each site, in (0, 1]. It is checked against what was kept."""
+    def budget(self) -> float | Budget:
+        """Share of the gradient's entries that is kept at each site, in (0, 1], or a :class:`Budget`. It is checked
+        against what was kept. Where sites or steps have other shares, the largest; see :meth:`budget_at`."""
+
+    def budget_at(self, site: Site, step: Step) -> float | Budget:  # noqa: ARG002 - for overrides
+        """Return the share that is kept at one site and step, from which the claimed work is computed.
+
+        Args:
+            site: Where.
+            step: When.
+
+        Returns:
+            At most ``budget``, which it is unless a policy defines otherwise.
+        """
+        return self.budget
 
     @model_validator(mode="after")
     def _has_keep(self) -> Self:

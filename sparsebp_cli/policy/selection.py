@@ -196,3 +196,31 @@ class TwoToFour(Selection):
     def num_kept(self, grad_NO: Tensor) -> int:
         num_rows, num_columns = grad_NO.shape
         return num_rows * (num_columns // 4 * 2 + num_columns % 4)
+
+
+@final
+@dataclass(frozen=True)
+class Split:
+    """One selection for the gradient of the input, another for those of weight and bias.
+
+    Args:
+        dgrad: For the gradient of the input; None keeps everything.
+        wgrad: For the gradient of the weight; None keeps everything.
+        full_bias: Whether the bias gets the whole gradient; otherwise what ``wgrad`` keeps.
+    """
+
+    dgrad: Selection | None
+    wgrad: Selection | None
+    full_bias: bool = False
+
+    def num_kept(self, grad_NO: Tensor) -> float | Tensor:
+        """Return how many entries of ``grad_NO`` are kept, as the mean of both.
+
+        Args:
+            grad_NO: The gradient that was selected from.
+
+        Returns:
+            A count in ``[0, grad_NO.numel()]``.
+        """
+        counts = [grad_NO.numel() if part is None else part.num_kept(grad_NO) for part in (self.dgrad, self.wgrad)]
+        return (counts[0] + counts[1]) / 2

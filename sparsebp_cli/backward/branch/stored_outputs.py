@@ -112,6 +112,7 @@ class _Dense:
 
     form: WeightLayout
     reference: bool = True
+    reads_input: bool = False
 
     def decide(self, grad_NO: Tensor, *_: object) -> tuple[Tensor, Selection | None]:
         return grad_NO, None

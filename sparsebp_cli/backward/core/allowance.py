@@ -9,17 +9,20 @@ from torch import Tensor
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, Site
 
 
-def allowed_share(budget: float, selection: Selection | None, grad_NO: Tensor, site: Site, *, pads: bool) -> float:
+def allowed_share(
+    budget: float, selection: Selection | None, grad_NO: Tensor, site: Site, *, pads: bool, is_mean: bool = False
+) -> float:
     """Return the share of a site's work that a policy may execute, with counts rounded up and examples padded.
 
     ``budget`` is the share that the policy claims to keep, in (0, 1]; the result is at least that. ``pads`` says that
     every example multiplies as many rows as the one that keeps most; reading that count synchronises with the device.
+    ``is_mean`` says that the budget is a mean over draws, so that one draw may keep more.
     """
     padded = pad_up(selection, len(grad_NO), site.num_examples) if pads else 0.0
-    return max(padded, round_up(budget, selection, grad_NO))
+    return max(padded, round_up(budget, selection, grad_NO, is_mean=is_mean))
 
 
-def round_up(budget: float, selection: Selection | None, grad_NO: Tensor) -> float:
+def round_up(budget: float, selection: Selection | None, grad_NO: Tensor, *, is_mean: bool = False) -> float:
     """Return the share of a site's work that a policy may execute without breaking its claim; at least the budget.
 
     Entries that can only be kept together form a unit: a row (one of each example, where each has as many), a column, a
@@ -40,7 +43,7 @@ def round_up(budget: float, selection: Selection | None, grad_NO: Tensor) -> flo
             kept, most = selection.index_K.numel() * block, (budget * prod(selection.grid(grad_NO)) + 1) * block
         case _:
             return budget
-    return max(budget, min(kept, most))
+    return max(budget, kept if is_mean else min(kept, most))
 
 
 def pad_up(selection: Selection | None, num_rows: int, num_examples: int) -> float:

@@ -18,10 +18,10 @@ from math import prod
 from torch import Tensor
 
 from sparsebp_cli.backward.core.allowance import allowed_share
-from sparsebp_cli.backward.core.extension import SiteCost
+from sparsebp_cli.backward.core.extension import SiteCost, SplitCost
 from sparsebp_cli.backward.core.report import FlopEstimate, SiteReport
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
+from sparsebp_cli.policy import Budget, GradientSelector, InformedSelector, Reading, Seen, Selection, Site, Split, Step
 
 _OUTSIDE = (
     "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
@@ -37,7 +37,7 @@ class SiteCounter:
     calls: int = 0
     rows: int = 0
     entries: int = 0
-    kept: int | Tensor = 0
+    kept: float | Tensor = 0
     dense_flops: float = 0.0
     claimed_flops: float = 0.0
     allowed_flops: float = 0.0
@@ -91,7 +91,7 @@ class SiteCounters:
         grad_NO: Tensor,
         claim: FlopEstimate,
         allowed: float,
-        selection: Selection | None,
+        selection: Selection | Split | None,
         dense_rows: int | None = None,
     ) -> None:
         """Count one gradient.
@@ -135,7 +135,6 @@ class _Rule:
     selector: GradientSelector  # as the user made it
     policy: GradientSelector  # with the ``keep`` of the warm-up
     selection: type[Selection] | None
-    budget: float
     warmup_step: int  # step of the warm-up to which this applies; after its end, its length
 
     @classmethod
@@ -144,7 +143,7 @@ class _Rule:
         if step.index < length:
             keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
             policy = selector.model_copy(update={"keep": keep ** (step.index / length)})
-        return cls(selector, policy, policy.selection, policy.budget, min(step.index, length))
+        return cls(selector, policy, policy.selection, min(step.index, length))
 
 
 class SiteDecisions:
@@ -164,7 +163,8 @@ class SiteDecisions:
         self.step: Step | None = None  # of the backward under way
         self.counters = SiteCounters({})
         self._scopes = [_Scope(selector, num_layers) for selector in selectors]
-        self._rules: dict[str, _Rule | None] = {}  # by site; None: no selector names it
+        self._selectors: dict[str, GradientSelector | None] = {}  # by site; None: no selector names it
+        self._rules: dict[str, _Rule | None] = {}
 
     def check_disjoint(self, names: Sequence[str], layer_of: Callable[[str], int | None]) -> None:
         """Refuse a pattern that matches no site, and a site that belongs to two selectors (:class:`UsageError`)."""
@@ -188,6 +188,11 @@ class SiteDecisions:
         rule = self._rule_at(site, step)
         return None if rule is None else rule.policy
 
+    def reads_at(self, site: Site) -> frozenset[Reading]:
+        """Return what the policy at a site reads beside the gradient. Called by the sites in the forward."""
+        selector = self._selector_at(site)
+        return selector.reads if isinstance(selector, InformedSelector) else frozenset()
+
     def decide(
         self, site: Site, grad_NO: Tensor, work: SiteCost, dense_rows: int | None = None
     ) -> tuple[Tensor, Selection | None]:
@@ -197,18 +202,34 @@ class SiteDecisions:
         that the gradient stands for; None: its own. Returns the gradient to use, and the selection of it; None keeps
         everything. Raises :class:`UsageError` if the backward does not run through the engine.
         """
+        grad_NO, selection = self._decide(site, Seen(grad_NO), work, dense_rows)
+        assert not isinstance(selection, Split), "refused at attach"
+        return grad_NO, selection
+
+    def decide_linear(
+        self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
+    ) -> tuple[Tensor, Selection | Split | None]:
+        """Do the same at a linear, where dgrad and wgrad may be selected apart."""
+        return self._decide(site, seen, work, dense_rows)
+
+    def _decide(
+        self, site: Site, seen: Seen, work: SiteCost, dense_rows: int | None
+    ) -> tuple[Tensor, Selection | Split | None]:
+        grad_NO: Tensor = seen.grad_NO
+        selection: Selection | Split | None = None
         if not self.enabled:
             return grad_NO, None
         self.check_inside()
         assert self.step is not None
         step = replace(self.step, call=self.counters.next_call(site.name))
-        rule, selection = self._rule_at(site, step), None
-        kind, budget = (None, 1.0) if rule is None else (rule.selection, rule.budget)
-        if rule is not None and grad_NO.numel() > 0:
-            grad_NO, selection = self._select(rule.policy, grad_NO, site, step)
-        claim = allowed = work.claim(kind, budget)
+        rule, budget = self._rule_at(site, step), Budget(1.0, 1.0)
+        if rule is not None:
+            budget = Budget.of(rule.policy.budget_at(site, step))
+            if grad_NO.numel() > 0:
+                grad_NO, selection = self._select(rule.policy, seen, site, step)
+        claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device
-            allowed = work.claim(kind, allowed_share(budget, selection, grad_NO, site, pads=work.pads))
+            allowed = _claim(work, rule, _allow(budget, selection, grad_NO, site, pads=work.pads))
         self.counters.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
         return grad_NO, selection
 
@@ -222,11 +243,16 @@ class SiteDecisions:
         finally:
             self.residuals = before
 
+    def _selector_at(self, site: Site) -> GradientSelector | None:
+        if site.name not in self._selectors:  # patterns are matched once
+            found = (scope.selector for scope in self._scopes if scope.contains(site.name, site.layer))
+            self._selectors[site.name] = next(found, None)
+        return self._selectors[site.name]
+
     def _rule_at(self, site: Site, step: Step) -> _Rule | None:
         name = site.name
-        if name not in self._rules:  # patterns are matched once
-            found = (scope.selector for scope in self._scopes if scope.contains(name, site.layer))
-            selector = next(found, None)
+        if name not in self._rules:
+            selector = self._selector_at(site)
             self._rules[name] = None if selector is None else _Rule.of(selector, step)
         rule = self._rules[name]
         # A step may come again after a resume, so the end of the warm-up is compared too instead of remembered.
@@ -235,26 +261,55 @@ class SiteDecisions:
         return rule
 
     def _select(
-        self, policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step
-    ) -> tuple[Tensor, Selection | None]:
+        self, policy: GradientSelector, seen: Seen, site: Site, step: Step
+    ) -> tuple[Tensor, Selection | Split | None]:
         """Return the gradient, with the residual of earlier steps added, and the policy's selection of it.
 
         Raises :class:`UnsupportedError` if error feedback meets a gradient with another number of dimensions than
         before.
         """
+        grad_NO = seen.grad_NO
         if not policy.error_feedback:
-            return grad_NO, policy.select(grad_NO, site, step)
+            return grad_NO, _ask(policy, seen, site, step)
         key, shape = f"{site.name}/{step.micro_batch}/{step.call}", (*site.batch_shape, site.num_features)
         before = self.residuals.get(key)
         if before is not None:
             before = _fit(before, shape, site.name)
             grad_NO = _add_where_both_are(grad_NO.view(shape), before.to(grad_NO.dtype)).view(grad_NO.shape)
-        selection = policy.select(grad_NO, site, step)
+        selection = _ask(policy, replace(seen, grad_NO=grad_NO), site, step)
+        assert not isinstance(selection, Split), "refused by the contract"
         # What is stored is what the kernel leaves out, weights included, so the sum over steps loses nothing.
         kept_NO = grad_NO if selection is None else selection.apply(grad_NO)
         left = (grad_NO - kept_NO).view(shape)
         self.residuals[key] = left if before is None else _retain_unmatched(left, before)
         return grad_NO, selection
+
+
+def _ask(policy: GradientSelector, seen: Seen, site: Site, step: Step) -> Selection | Split | None:
+    if isinstance(policy, InformedSelector):
+        return policy.choose(seen, site, step)
+    return policy.select(seen.grad_NO, site, step)
+
+
+def _claim(work: SiteCost, rule: _Rule | None, budget: Budget) -> FlopEstimate:
+    """Return the work that a policy claims to execute, from the types that it declares."""
+    if rule is None:
+        return work.claim(None, 1.0)
+    split = rule.policy.split if isinstance(rule.policy, InformedSelector) else None
+    if split is None:
+        return work.claim(rule.selection, max(budget.dgrad, budget.wgrad))
+    assert isinstance(work, SplitCost), "refused at attach"
+    return work.claim_split((split.dgrad, budget.dgrad), (split.wgrad, budget.wgrad))
+
+
+def _allow(budget: Budget, selection: Selection | Split | None, grad_NO: Tensor, site: Site, *, pads: bool) -> Budget:
+    """Return the shares that may be executed without breaking a claim."""
+    parts = selection if isinstance(selection, Split) else Split(selection, selection)
+    dgrad, wgrad = (
+        allowed_share(share, part, grad_NO, site, pads=pads, is_mean=budget.is_mean)
+        for share, part in ((budget.dgrad, parts.dgrad), (budget.wgrad, parts.wgrad))
+    )
+    return Budget(dgrad, wgrad, budget.is_mean)
 
 
 class _Scope:

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, Route
-    from sparsebp_cli.policy import GradientSelector, Policy, Selection, Site, Step
+    from sparsebp_cli.policy import GradientSelector, Policy, Reading, Seen, Selection, Site, Split, Step
+
+    Share = tuple[type[Selection] | None, float]
 
 
 @dataclass
@@ -64,6 +66,14 @@ class Decisions(Protocol):
     ) -> tuple[Tensor, Selection | None]:
         """Return the gradient to use and the selection of it; None for everything."""
 
+    def decide_linear(
+        self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
+    ) -> tuple[Tensor, Selection | Split | None]:
+        """Do the same at a linear, where dgrad and wgrad may be selected apart."""
+
+    def reads_at(self, site: Site) -> frozenset[Reading]:
+        """Return what the policy at a site reads beside the gradient."""
+
 
 class SiteEngine(EngineView, Protocol):
     """The engine as a site sees it: sites also request decisions."""
@@ -109,6 +119,14 @@ class SiteCost(Protocol):
         """Return dense and claimed FLOPs for a kind of selection, None for dense, and a share of kept entries in (0,
         1].
         """
+
+
+@runtime_checkable
+class SplitCost(SiteCost, Protocol):
+    """The work of a site whose dgrad and wgrad may be selected apart."""
+
+    def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
+        """Return dense and claimed FLOPs for a kind of selection and a share of kept entries, for each product."""
 
 
 class EngineExtension(Protocol):

@@ -24,7 +24,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.linear.function import Needs, SelectionSource, WeightLayout
 from sparsebp_cli.backward.observe.internals import version_of
-from sparsebp_cli.policy import Rows, Selection
+from sparsebp_cli.policy import Rows, Selection, Split
 
 
 def float8_class() -> type[nn.Linear] | None:
@@ -194,6 +194,7 @@ class _Float8Product(Function):
         grad_NO, selection = decider.decide(
             grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], ctx.input_shape[-1], needs
         )
+        assert not isinstance(selection, Split), "refused at attach"
         rows = (
             selection if isinstance(selection, Rows) and not decider.reference and form.rows_are_independent else None
         )

@@ -22,13 +22,14 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import pad
 
 from sparsebp_cli.backward.core.report import FlopEstimate
-from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, TwoToFour
+from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, Split, TwoToFour
 
 # Below this share of kept entries a CSR product, conversion included, is faster than masking and a dense product. The
 # measured break-even was 0.077: `sparsebp bench topk`, two CPU cores, torch 2.13, MKL, docs/log.md, 2026-11-21.
 CSR_BELOW = 0.05
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Share = tuple[type[Selection] | None, float]  # a kind of selection, None for dense, and the share that it keeps
 
 
 class Needs(NamedTuple):
@@ -50,10 +51,14 @@ class SelectionSource(Protocol):
     def reference(self) -> bool:
         """Whether to mask the gradient, then multiply densely."""
 
+    @property
+    def reads_input(self) -> bool:
+        """Whether the decision needs the input, so that it is stored even if the weight is frozen."""
+
     def decide(
-        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
-    ) -> tuple[Tensor, Selection | None]:
-        """Return the gradient to use and the selection of it; None for all of it."""
+        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, x_ND: Tensor | None = None
+    ) -> tuple[Tensor, Selection | Split | None]:
+        """Return the gradient to use and the selection of it, None for all of it; ``x_ND`` is the stored input."""
 
 
 def weight_of(module: nn.Module) -> Tensor:
@@ -99,13 +104,21 @@ class WeightLayout(ABC):
 class LinearCost:
     """dgrad and wgrad of one linear, as far as autograd requires them."""
 
-    flops: float  # of both, dense
+    product_flops: float  # of one of them, dense
+    needs: Needs
     form: WeightLayout
     pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return the dense work, and the part that the kernel for this kind of selection executes."""
-        return FlopEstimate(self.flops, self.flops * self.form.share(selection, budget))
+        flops = self.product_flops * (self.needs.dgrad + self.needs.wgrad)
+        return FlopEstimate(flops, flops * self.form.share(selection, budget))
+
+    def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
+        """Return the same if dgrad and wgrad are selected apart."""
+        parts = [part for part, needed in ((dgrad, self.needs.dgrad), (wgrad, self.needs.wgrad)) if needed]
+        left = sum(self.form.share(*part) for part in parts)
+        return FlopEstimate(self.product_flops * len(parts), self.product_flops * left)
 
 
 @final
@@ -172,7 +185,7 @@ class SelectedLinear(Function):
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.order = _order(decider.form, x, frozen=not needs_wgrad)
         # Not as attributes: autograd checks saved tensors for changes in place, and hooks may move them to the host.
-        ctx.save_for_backward(x if needs_wgrad else None, weight if needs_dgrad else None)
+        ctx.save_for_backward(x if needs_wgrad or decider.reads_input else None, weight if needs_dgrad else None)
         # Some layouts return a view. Autograd forbids in-place changes of a view created inside a Function, so the view
         # is detached.
         return decider.form.forward(x, weight, bias).detach()
@@ -185,9 +198,12 @@ class SelectedLinear(Function):
         x, weight = ctx.saved_tensors
         decider, needs = ctx.decider, Needs(*ctx.needs_input_grad[:3])
         grad_NO = grad.reshape(-1, grad.shape[-1])
-        x_ND = None if x is None else x.reshape(-1, x.shape[-1])
+        read_ND = None if x is None else x.reshape(-1, x.shape[-1])
+        x_ND = read_ND if needs.wgrad else None
         shown_NO = grad_NO
-        grad_NO, selection = decider.decide(shown_NO, grad.shape[:-1], ctx.input_shape[-1], needs)
+        grad_NO, selection = decider.decide(shown_NO, grad.shape[:-1], ctx.input_shape[-1], needs, read_ND)
+        if isinstance(selection, Split):
+            return *_split(ctx, grad.shape, grad_NO, x_ND, weight, selection), None
         if selection is not None:
             gradients = None
             if not decider.reference:
@@ -202,6 +218,33 @@ class SelectedLinear(Function):
         wgrad = None if x_ND is None else decider.form.wgrad(grad_NO, x_ND)
         bias_grad = _dense_bias_grad(grad, ctx.order) if needs.bias else None
         return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None
+
+
+def _split(
+    ctx: Any, shape: torch.Size, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, split: Split
+) -> Gradients:
+    """Multiply what is selected for each product; what has no fast kernel or no selection, densely."""
+    decider, needs = ctx.decider, Needs(*ctx.needs_input_grad[:3])
+
+    def multiply(selection: Selection | None, part: Needs) -> Gradients:
+        x_part, weight_part = x_ND if part.wgrad else None, weight if part.dgrad else None
+        if selection is not None and not decider.reference:
+            gradients = run_kernel(decider.form, grad_NO, x_part, weight_part, selection, part)
+            if gradients is not None:
+                return gradients
+        masked_NO = grad_NO if selection is None else selection.apply(grad_NO)
+        dense, order = masked_NO.view(shape), ctx.order
+        return (
+            None if weight_part is None else _dense_dgrad(dense, decider.form.by_output(weight_part), order),
+            None if x_part is None else decider.form.wgrad(masked_NO, x_part),
+            _dense_bias_grad(dense, order) if part.bias else None,
+        )
+
+    dgrad_ND, _, _ = multiply(split.dgrad, Needs(needs.dgrad, False, False))
+    _, wgrad, bias_grad = multiply(split.wgrad, Needs(False, needs.wgrad, needs.bias and not split.full_bias))
+    if split.full_bias:
+        _, _, bias_grad = multiply(None, Needs(False, False, needs.bias))
+    return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad
 
 
 class _Order(NamedTuple):

@@ -7,9 +7,9 @@ change. Removing that entry restores the module.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import TYPE_CHECKING, cast, final
@@ -32,11 +32,12 @@ from sparsebp_cli.backward.linear.function import (
     WeightLayout,
     weight_of,
 )
+from sparsebp_cli.backward.linear.reading import SharedNorm, read_before, row_norm
 from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.observe.internals import are_transforms_active
-from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free, uncompiled
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import Selection, Site
+from sparsebp_cli.policy import Reading, Seen, Selection, Site, Split
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import ShortForward, SiteEngine
@@ -102,9 +103,10 @@ class LinearAdapter(SiteAdapter):
             raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
 
     def install(self, engine: SiteEngine) -> None:
+        norms = SharedNorm()
         for name, module, form in self._found.covered:
             first = name in self._time_first
-            override = LinearOverride(name, module, form, engine, self._layers[name], time_first=first)
+            override = LinearOverride(name, module, form, engine, self._layers[name], norms, time_first=first)
             self._patches.install(module, override)
 
     def remove(self) -> None:
@@ -136,11 +138,13 @@ class LinearOverride(ForwardOverride):
         form: WeightLayout,
         engine: SiteEngine,
         layer: int | None,
+        norms: SharedNorm,
         *,
         time_first: bool = False,
     ) -> None:
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
-        self.time_first, self.reference = time_first, engine.reference
+        self.time_first, self.reference, self.reads_input = time_first, engine.reference, False
+        self._norms, self._site = norms, Site(name, 0, (), layer)
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
@@ -156,10 +160,23 @@ class LinearOverride(ForwardOverride):
         forward, rows, sizes = self.engine.forward, None, self.engine.batch_sizes
         if sizes is not None and not torch.compiler.is_compiling():
             rows = find_rows(x, sizes, time_first=self.time_first)
-        if forward is None and rows is None:
+        reads = self.engine.decisions.reads_at(self._site) if self.engine.enabled else frozenset[Reading]()
+        if forward is None and rows is None and not reads:
             return run_linear(self.module, x, self)
         num_rows = None if forward is None else self._count_dense_rows(x, forward)
-        return run_linear(self.module, x, _Call(self, num_rows, rows, self.form, self.reference, self.engine))
+        call = _Call(self, num_rows, rows, self.form, self.reference, self.engine, reads=reads)
+        return run_linear(self.module, x, call) if not reads else self._read_and_run(x, call)
+
+    @uncompiled
+    def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:
+        """Run the linear with the norms that its policy reads. Not compiled: they are taken from no graph."""
+        with torch.no_grad():
+            call.readings.update(read_before(call.reads, x, self.form.by_output(weight_of(self.module)), self._norms))
+        output = run_linear(self.module, x, call)
+        if "output_norm" in call.reads:
+            with torch.no_grad():
+                call.readings["output_norm"] = row_norm(output)
+        return output
 
     def _count_dense_rows(self, x: Tensor, forward: ShortForward) -> int:
         """Return the rows of the dense forward that a call stands for."""
@@ -171,24 +188,31 @@ class LinearOverride(ForwardOverride):
         return round(num_rows * forward.scale)
 
     def decide(
-        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
-    ) -> tuple[Tensor, Selection | None]:
+        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, *_: object
+    ) -> tuple[Tensor, Selection | Split | None]:
         """Return the gradient to use and the policy's selection of it; ``batch_shape`` is the output's without
         features.
         """
         shape, sizes = tuple(batch_shape), self.engine.batch_sizes
         unknown = len(shape) == 1 and bool(sizes) and shape[0] not in (sizes or ())  # such as in a compiled layer
-        return self.decide_rows(grad_NO, BatchRows(shape, UNPROVED if unknown else ""), num_inputs, needs, None)
+        return self.decide_rows(grad_NO, BatchRows(shape, UNPROVED if unknown else ""), num_inputs, needs)
 
     def decide_rows(
-        self, grad_NO: Tensor, rows: BatchRows, num_inputs: int, needs: Needs, dense_rows: int | None
-    ) -> tuple[Tensor, Selection | None]:
+        self,
+        grad_NO: Tensor,
+        rows: BatchRows,
+        num_inputs: int,
+        needs: Needs,
+        dense_rows: int | None = None,
+        readings: Mapping[Reading, Tensor] | None = None,
+    ) -> tuple[Tensor, Selection | Split | None]:
         """Call the policy for a gradient that stands for ``dense_rows`` rows of the dense backward, None for its
         own.
         """
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
-        work = LinearCost(2.0 * grad_NO.numel() * num_inputs * (needs.dgrad + needs.wgrad), self.form)
-        return self.engine.decisions.decide(site, grad_NO, work, dense_rows)
+        work = LinearCost(2.0 * grad_NO.numel() * num_inputs, needs, self.form)
+        seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings or {})
+        return self.engine.decisions.decide_linear(site, seen, work, dense_rows)
 
 
 @final
@@ -205,12 +229,21 @@ class _Call:
     form: WeightLayout
     reference: bool
     engine: SiteEngine
+    reads: frozenset[Reading] = frozenset()
+    readings: dict[Reading, Tensor] = field(default_factory=dict)
+
+    @property
+    def reads_input(self) -> bool:
+        return "input" in self.reads
 
     def decide(
-        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs
-    ) -> tuple[Tensor, Selection | None]:
+        self, grad_NO: Tensor, batch_shape: torch.Size, num_inputs: int, needs: Needs, x_ND: Tensor | None = None
+    ) -> tuple[Tensor, Selection | Split | None]:
         rows = BatchRows(tuple(batch_shape)) if self.rows is None else self.rows
-        return self.linear.decide_rows(grad_NO, rows, num_inputs, needs, self.num_rows)
+        readings = self.readings
+        if self.reads_input and x_ND is not None:
+            readings = {**readings, "input": x_ND}
+        return self.linear.decide_rows(grad_NO, rows, num_inputs, needs, self.num_rows, readings)
 
 
 def _refuse_transforms(name: str) -> None:

@@ -1,0 +1,128 @@
+"""Gradient selectors that see more than the gradient, or select dgrad and wgrad apart.
+
+The gradient of a linear's weight sums over rows, that of its input over features. An estimate of either is best if it
+keeps the largest *products* of both sides, so it needs the norms of input and weight, and other entries for each.
+
+Shape letters: N rows (= B*T), O output width, D input width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, final
+
+from pydantic import model_validator
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy.contract import GradientSelector, Site, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsebp_cli.policy.selection import Selection, Split
+
+Reading = Literal["input", "input_norm", "weight_norm", "output_norm"]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a decision sees of one linear. All norms are 2-norms, in float32 at least.
+
+    Args:
+        grad_NO: Gradient of the output. It must not be changed.
+        needs_dgrad: Whether the gradient of the input is wanted.
+        needs_wgrad: Whether the gradient of the weight is wanted.
+        readings: What the policy's ``reads`` name; the properties of the same names return them.
+    """
+
+    grad_NO: Tensor
+    needs_dgrad: bool = True
+    needs_wgrad: bool = True
+    readings: Mapping[Reading, Tensor] = field(default_factory=dict)
+
+    @property
+    def input(self) -> Tensor:
+        """The linear's input, (N, D). It must not be changed."""
+        return self._read("input")
+
+    @property
+    def input_norm(self) -> Tensor:
+        """Norm of each row of the input, (N,), computed once for linears that read one tensor."""
+        return self._read("input_norm")
+
+    @property
+    def weight_norm(self) -> Tensor:
+        """Norm of the weights of each output feature, (O,)."""
+        return self._read("weight_norm")
+
+    @property
+    def output_norm(self) -> Tensor:
+        """Norm of each row of the output in the forward, (N,)."""
+        return self._read("output_norm")
+
+    def _read(self, name: Reading) -> Tensor:
+        if name not in self.readings:
+            raise UsageError(f"{name} was not read: name it in the policy's reads")
+        return self.readings[name]
+
+
+class SplitTypes(NamedTuple):
+    """The types of selection for dgrad and wgrad; None is dense."""
+
+    dgrad: type[Selection] | None
+    wgrad: type[Selection] | None
+
+
+class InformedSelector(GradientSelector):
+    """A gradient selector that sees what :class:`Seen` holds, and may select dgrad and wgrad apart.
+
+    Works at ``sites: linears``. If it selects apart, ``split`` has both types, and ``selection`` that of wgrad.
+    """
+
+    @property
+    def reads(self) -> frozenset[Reading]:
+        """What is to be read beside the gradient. Nothing is computed that no policy names."""
+        return frozenset()
+
+    @property
+    def split(self) -> SplitTypes | None:
+        """The types in the :class:`Split` that ``choose`` returns with these options; None if it returns none."""
+        return None
+
+    @abstractmethod
+    def choose(self, seen: Seen, site: Site, step: Step) -> Selection | Split | None:
+        """Select what is kept; the rules of :meth:`GradientSelector.select` hold.
+
+        Args:
+            seen: The gradient, and what ``reads`` names.
+            site: Where.
+            step: When, and the source of randomness.
+
+        Returns:
+            What is kept for both products, or a :class:`Split`; None keeps everything.
+        """
+
+    @final
+    def select(self, grad_NO: Tensor, site: Site, step: Step) -> Selection | None:  # noqa: ARG002
+        """Refuse: the engine calls :meth:`choose`.
+
+        Args:
+            grad_NO: Of no use.
+            site: Of no use.
+            step: Of no use.
+
+        Returns:
+            Nothing.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(f"{type(self).__name__} sees more than the gradient: call choose")
+
+    @model_validator(mode="after")
+    def _feeds_back_one_selection(self) -> Self:
+        if self.error_feedback and self.split is not None:
+            raise ValueError("error_feedback adds what one selection cut: it does not go with dgrad and wgrad apart")
+        return self
