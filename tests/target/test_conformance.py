@@ -13,7 +13,8 @@ from sparsebp_cli.testing import FakeTarget, check_target
 from . import service
 from .conftest import until
 
-KINDS = ("docker", "docker_ssh", "slurm", "slurm_ssh")
+LONG = pytest.mark.long  # two minutes each; what goes over ssh is also in test_engines.py
+KINDS = ("docker", "slurm", pytest.param("docker_ssh", marks=LONG), pytest.param("slurm_ssh", marks=LONG))
 
 
 def test_local_keeps_the_contract() -> None:

@@ -27,6 +27,7 @@ def test_a_run_is_finished_and_its_output_kept(target: LocalTarget) -> None:
 
 
 def test_a_run_reaches_the_tracking_store_before_it_is_settled(target: LocalTarget) -> None:
+    target.submit(make_run(uri=None)).wait(120)  # makes the store, which may take longer than a watcher waits
     run = make_run(uri=None)
     job = target.submit(run)
     job.wait(120)

@@ -36,7 +36,7 @@ def _finished(run: RunFolder) -> History:
     return History.load(run.path)
 
 
-@pytest.mark.parametrize("config", [DROPPING_LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [DROPPING_LLAMA, pytest.param(GPT2, marks=pytest.mark.long)], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
     "policy",
     [

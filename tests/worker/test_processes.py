@@ -215,7 +215,10 @@ def wait_for_steps(run: RunFolder, process: Any, steps: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("way", "number", "code"), [("none", signal.SIGTERM, 143), ("fsdp2", signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("way", "number", "code"),
+    [pytest.param("none", signal.SIGTERM, 143, marks=pytest.mark.long), ("fsdp2", signal.SIGINT, 130)],
+)
 def test_a_stopped_run_of_two_processes_goes_on_to_the_same_bits(
     trained, make_recipe, prepared, way, number, code
 ) -> None:

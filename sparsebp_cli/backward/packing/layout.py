@@ -51,16 +51,12 @@ class SegmentGroup:
     query_GL: Tensor  # position numbers of the rows
     key_GK: Tensor  # position numbers of the rows attended to: A before the segment, then its own L
     attends: bool = True  # False: the rows attend to nothing, as padding does
+    has_one_parent: bool = False  # whether several segments follow the same rows
 
     @property
     def end(self) -> int:
         """The row after the last."""
         return self.start + self.num_segments * self.length
-
-    @property
-    def has_one_parent(self) -> bool:
-        """Whether all segments follow the same rows."""
-        return self.num_segments > 1 and bool((self.ancestor_GA == self.ancestor_GA[:1]).all())
 
 
 @dataclass(frozen=True)
@@ -243,6 +239,7 @@ def _arrange(
                 _tensor(position_N[own], device),
                 _tensor(position_N[keys], device),
                 attends,
+                len(numbers) > 1 and bool((ancestor == ancestor[:1]).all()),
             )
         )
     read = None

@@ -48,7 +48,7 @@ def _judge(implementation: str, arrangements: Any) -> tuple[Counter[str], dict[s
 
 
 @pytest.mark.filterwarnings("ignore")  # what transformers says while it makes them
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.long)])
 def test_every_decoder_is_packed_exactly_or_refused_by_name(implementation: str) -> None:
     found, wrong = _judge(implementation, SOME)
     print(f"{implementation}: {dict(found)}", *wrong.items(), sep="\n")

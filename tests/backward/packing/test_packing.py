@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -392,3 +394,38 @@ def test_an_argument_that_asks_for_every_position_is_refused(option: str) -> Non
 def test_an_unknown_name_of_a_policy_is_refused_by_attach() -> None:
     with pytest.raises(PolicyError, match="did you mean lossless"):
         sbp.attach(llama(), "losless")
+
+
+# What copies from a device to its host, so that the host waits for it.
+WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "is_nonzero", "equal", "item"}
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indexes = name in {"index", "index_put", "index_put_"} and any(
+            isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        )
+        if name in WAITS or indexes:
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_layer_waits_for_the_device() -> None:
+    found = []
+    for layers in (2, 5):
+        model, batch = llama(num_hidden_layers=layers), make_batch("right", "completion", "tree")
+        with sbp.attach(model, sbp.make_policy("lossless", verify="never")) as engine:
+            gradients(model, engine, batch)  # finds out whether the last layer can leave out rows
+            with Waits() as waits:
+                gradients(model, engine, batch)
+            assert "of the last layer's" in packing(engine)
+        found.append(waits.found)
+    assert found[0] == found[1]
+    assert found[0].total() < 60
