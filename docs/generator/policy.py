@@ -29,6 +29,9 @@ BY_KIND = {
     "rounding; the gradient is compared with the plain one. [Same gradient, less work](../guide/lossless.md)\n",
     "EdgeRouter": "Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
     "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
+    "BlockDropper": "Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
+    "for what is missing. Parameters of a dropped block have no gradient at that step. "
+    "[Drop residual blocks](../guide/blocks.md)\n",
     "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
     "TokenSelector": "Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "

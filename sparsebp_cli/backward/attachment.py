@@ -25,6 +25,7 @@ from sparsebp_cli.backward.node.site import NodeAdapter
 from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.packing.extension import PackingExtension
 from sparsebp_cli.backward.patch.forward import ForwardOverride
+from sparsebp_cli.backward.selection.block.extension import BlockExtension
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
@@ -32,6 +33,7 @@ from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFac
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     BatchPacker,
+    BlockDropper,
     EdgeRouter,
     ExampleSelector,
     GradientSelector,
@@ -147,6 +149,7 @@ _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
 _EXTENSIONS: dict[Any, Callable[[Any, nn.Module], EngineExtension]] = {
     ParameterSelector: ParameterExtension,
+    BlockDropper: BlockExtension,
     BatchPacker: PackingExtension,
     ExampleSelector: ExampleExtension,
 }

@@ -10,6 +10,7 @@ from sparsebp_cli.composition.table import KINDS, RULES, Condition, Match, Rule
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import (
     BatchPacker,
+    BlockDropper,
     EdgeRouter,
     ExampleSelector,
     GradientSelector,
@@ -21,7 +22,15 @@ from sparsebp_cli.policy import (
 
 _CONTRACT: dict[str, type[Policy]] = {
     kind.__name__: kind
-    for kind in (GradientSelector, EdgeRouter, TokenSelector, ExampleSelector, ParameterSelector, BatchPacker)
+    for kind in (
+        GradientSelector,
+        EdgeRouter,
+        TokenSelector,
+        ExampleSelector,
+        ParameterSelector,
+        BatchPacker,
+        BlockDropper,
+    )
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies
 Spelling = Callable[[str, object], str]

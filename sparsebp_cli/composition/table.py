@@ -40,12 +40,21 @@ class Rule:
     blame: str = ""  # the option at which a recipe is wrong; empty: the policy's name
 
 
-KINDS = ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector", "ParameterSelector", "BatchPacker")
+KINDS = (
+    "GradientSelector",
+    "EdgeRouter",
+    "TokenSelector",
+    "ExampleSelector",
+    "ParameterSelector",
+    "BatchPacker",
+    "BlockDropper",
+)
 _INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
 _TOKENS: Conditions = {"kind": ("TokenSelector",)}
 _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
 _PACKER: Conditions = {"kind": ("BatchPacker",)}
+_DROPPER: Conditions = {"kind": ("BlockDropper",)}
 _SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 _TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
 _TURNING = "{policy} with another set of parameters each step"
@@ -142,6 +151,18 @@ _POLICY_RULES = (
         "{policy} with {segments} is not built: it changes the batch inside of the forward",
         policy=_PACKER,
         options={"segments": GIVEN},
+    ),
+    Rule(
+        "{policy} needs {sites:linears}, got {sites:=}",
+        why="A branch that recomputes rows runs its norm later than the forward does, and nodes are known by the graph "
+        "of every block.",
+        policy=_DROPPER,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} needs {sharding:none}: it is not built for sharded weights",
+        policy=_DROPPER,
+        options={"sharding": ("fsdp2",)},
     ),
     Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
@@ -274,6 +295,17 @@ _LOOP_RULES = (
         options={"wrapped": ("compiled",)},
     ),
     Rule(
+        "{policy} needs attach(optimizer=...): one choice of blocks holds for all backward passes of a step",
+        policy=_DROPPER,
+        options={"optimizer": ABSENT, "loop": ("own",)},
+    ),
+    Rule(
+        "{policy} is not built with torch.compile: other blocks are dropped at each step, and each choice would be "
+        "compiled again",
+        policy=_DROPPER,
+        options={"wrapped": ("compiled",)},
+    ),
+    Rule(
         "{update} needs optimizer=: the one that updates the model's parameters",
         options={"update": ("eager",), "optimizer": ABSENT, "loop": ("own",)},
         blame="update",
@@ -316,6 +348,12 @@ _TRAINER_RULES = (
             ("torch_compile", (True,), _SHORTENS, "torch_compile: the forward's computation differs from step to step"),
             ("label_smoothing_factor", GIVEN, _CHOOSER, f"{{label_smoothing_factor}}, {_READS_LOGITS}"),
         )
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}torch_compile: other blocks are dropped at each step, and each choice would be compiled "
+        "again",
+        policy=_DROPPER,
+        options={"torch_compile": (True,)},
     ),
     Rule(
         f"{_TRAINER_CHOOSER}{{neftune_noise_alpha}}: the noise depends on how the batch is arranged",

@@ -1,6 +1,7 @@
 """PUBLIC. The contract between policies and the engine, and discovery of policies. A plugin imports nothing else."""
 
 from sparsebp_cli.policy import choice, sampling
+from sparsebp_cli.policy.block import BlockDropper, DropDraw, ResidualBlock
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.example import Examples, ExampleSelector
@@ -14,9 +15,11 @@ from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
 __all__ = [
     "BatchPacker",
+    "BlockDropper",
     "Blocks",
     "Budget",
     "Columns",
+    "DropDraw",
     "Edge",
     "EdgeRouter",
     "Elements",
@@ -31,6 +34,7 @@ __all__ = [
     "Policy",
     "PolicyLike",
     "Reading",
+    "ResidualBlock",
     "Rows",
     "Score",
     "ScoredTokenSelector",

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from sparsebp_cli.errors import PolicyError, UsageError
 from sparsebp_cli.policy import (
     BatchPacker,
+    BlockDropper,
     EdgeRouter,
     ExampleSelector,
     GradientSelector,
@@ -22,6 +23,7 @@ from sparsebp_cli.policy import (
     make_policy,
 )
 from sparsebp_cli.policy.hidden_state import find_hidden_state
+from sparsebp_cli.testing.block import check_block_dropper
 from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
@@ -53,6 +55,9 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
         return
     if isinstance(made, BatchPacker):
         check_batch_packer(made)
+        return
+    if isinstance(made, BlockDropper):
+        check_block_dropper(made)
         return
     if isinstance(made, TokenSelector):
         check_token_selector(made)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
@@ -17,7 +17,7 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import Policy, TokenSelector, find_policies, make_policy
+from sparsebp_cli.policy import BlockDropper, Policy, TokenSelector, find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
@@ -52,8 +52,8 @@ def build_training(
     guard = ResumeCheck(plan, run, journal, ranks, snapshot)
     _note_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
     disable_progress_bar()  # the log is read by people and by programs
-    accelerator = _build_accelerator(recipe, ranks)
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
+    accelerator = _build_accelerator(recipe, ranks, policies)
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
     guard.check_data(data.digest())
@@ -175,15 +175,17 @@ def _load_data(
         return tokenizer, build_reference(policies, recipe, data, tokenizer, accelerator, tell)
 
 
-def _build_accelerator(recipe: Recipe, ranks: Ranks) -> Accelerator:
+def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy]) -> Accelerator:
     if recipe.target.device == "cuda" and not torch.cuda.is_available():
         raise DataError("target.device: cuda, but torch finds no CUDA device here; use auto or cpu")
     threads = recipe.target.threads
     if ranks.count > 1:
         threads = threads or max(1, torch.get_num_threads() // ranks.count)
+    drops = any(isinstance(policy, BlockDropper) for policy in policies)  # and so leaves parameters without a gradient
     accelerator = Accelerator(
         mixed_precision=recipe.training.mixed_precision,
         cpu=recipe.target.device == "cpu",
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)] if drops else [],
     )
     if threads is not None:
         torch.set_num_threads(threads)

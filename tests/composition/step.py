@@ -10,8 +10,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.backward.selection.parameter import find_parameters
-from sparsebp_cli.policy import Examples, ExampleSelector, ParameterSelector, Policy, Step, TokenSelector
+from sparsebp_cli.policy import (
+    BlockDropper,
+    Examples,
+    ExampleSelector,
+    ParameterSelector,
+    Policy,
+    Step,
+    TokenSelector,
+)
 
 from .training import batch, compile_branches
 from .training import build as build_model
@@ -103,7 +112,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for number in range(2):
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
-            ids = all_ids
+            ids, hooks = all_ids, []
             step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS)
             for policy in policies_of(ways):
                 assert not isinstance(policy, TokenSelector)
@@ -113,14 +122,24 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
                     ids = _choose(model, policy, all_ids, step)
+                elif isinstance(policy, BlockDropper):
+                    blocks, _ = find_blocks(model, "the reference")
+                    dropped = policy.drop(blocks, Step(number, seed=SEED, num_steps=NUM_STEPS))
+                    hooks = [model.get_submodule(name).register_forward_hook(_detach) for name in dropped]
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
                 loss = model(input_ids=ids, labels=ids).loss * share
             loss.backward()
+            for hook in hooks:
+                hook.remove()
         if composition == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
     return _weights(model)
+
+
+def _detach(module: nn.Module, args: object, output: Any) -> Any:
+    return (output[0].detach(), *output[1:]) if isinstance(output, tuple) else output.detach()
 
 
 def difference(ours: Weights, theirs: Weights, before: Weights) -> float:

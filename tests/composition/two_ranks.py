@@ -78,14 +78,14 @@ def run_way(way: Way, wrapped: str) -> Gradients:
         way: What acts on the step.
         wrapped: As for :func:`run`.
     """
-    inner = build("DDP")
+    inner, unused = build("DDP"), way.question == "BlockDropper"
     before = [parameter.detach().clone() for parameter in inner.parameters()]
-    model: nn.Module = DistributedDataParallel(inner) if wrapped == "before" else inner
+    model: nn.Module = DistributedDataParallel(inner, find_unused_parameters=unused) if wrapped == "before" else inner
     options = {"execution": "reference"} if wrapped == "never" else way.options
     optimizer = torch.optim.SGD(inner.parameters(), 0.5, momentum=0.9)
     engine = sbp.attach(model, policies_of([way]), optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
     if wrapped == "after":
-        model = DistributedDataParallel(inner)
+        model = DistributedDataParallel(inner, find_unused_parameters=unused)
     for number in range(STEPS):
         ids = torch.cat([batch(number, distributed.get_rank()), batch(5 + number, distributed.get_rank())])
         engine.backward(model(input_ids=ids, labels=ids).loss)

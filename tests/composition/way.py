@@ -41,6 +41,7 @@ WAYS = (
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
     Way("lossless", "BatchPacker", {"name": "lossless"}),
+    Way("dropbp", "BlockDropper", {"name": "dropbp", "keep": 0.5}),
     Way("update: eager", "update", options={"update": "eager"}),
     Way("segments: 2", "segments", options={"segments": 2}),
 )
@@ -48,6 +49,10 @@ WAYS = (
 _REENTRANT = (
     "parameters that are frozen by a policy and reentrant checkpointing (at 'model'), which runs the backward of every "
     "layer: enable checkpointing with use_reentrant=False"
+)
+_DROPPED = (
+    "DropBP with reentrant checkpointing (at 'model'), which runs the backward of every layer: enable checkpointing "
+    "with use_reentrant=False"
 )
 _COMPARED = (
     "reentrant checkpointing (at 'model') computes no gradient that could be compared: enable checkpointing with "
@@ -75,6 +80,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     return {
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
         ("BatchPacker", "reentrant checkpointing"): _COMPARED,
+        ("BlockDropper", "reentrant checkpointing"): _DROPPED,
         ("segments", "checkpointing"): _CHECKPOINTED,
         ("segments", "reentrant checkpointing"): _CHECKPOINTED,
         ("update", "DDP"): "update='eager' works in one process, got several (DDP or FSDP)",

@@ -26,6 +26,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.autograd.variable import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # torch.func (vmap, grad, jacrev) has no public query. An alias, not a function: every call of a linear asks.
@@ -180,6 +181,14 @@ def is_mutable(operator: OpOverload) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``nn.Module.compile`` was called on a module, which leaves no public trace."""
     return module._compiled_call_impl is not None  # noqa: SLF001
+
+
+def misses_gradients() -> bool:
+    """Return whether a forward of DDP runs that waits for the gradient of every parameter; a module inside cannot see
+    its wrapper.
+    """
+    wrapper = DistributedDataParallel._active_ddp_module  # noqa: SLF001
+    return wrapper is not None and not wrapper.find_unused_parameters
 
 
 def has_fsdp_state(module: nn.Module) -> bool:

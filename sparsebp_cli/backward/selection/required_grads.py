@@ -7,7 +7,7 @@ tensors require a gradient at the time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -16,19 +16,23 @@ from torch.autograd.graph import Node
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.observe.flops import PassEstimate
+from sparsebp_cli.backward.observe.internals import sequence_number_of
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.observe.flops import DensePass
 
 
-def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -> PassEstimate:
-    """Return the shares of a dense pass that remain without the gradients of the ``frozen`` parameters.
+def claim_needed(
+    model: nn.Module, dense: DensePass, frozen: Iterable[Tensor], cut: Collection[str] = ()
+) -> PassEstimate:
+    """Return the shares of a dense pass that remain without the gradients of the ``frozen`` parameters, and without the
+    backward of the modules ``cut``, by name.
 
     Linears count by product: wgrad if the weight is trained, dgrad if anything before it is. Other modules count whole
     if they require any gradient, since attention computes those of queries, keys and values together. A checkpointed
-    layer is recomputed if it requires any gradient.
+    layer is recomputed if it requires any gradient; with modules that are cut, up to the last one that requires one.
     """
-    graph = _Graph(dense, {id(parameter) for parameter in frozen})
+    graph = _Graph(dense, {id(parameter) for parameter in frozen}, frozenset(cut))
     linears = {name: module for name, module, _ in find_linears(model).covered}
     layers, backward, recomputed = LayerNumbers(model), {}, {}
     for name, flops in dense.flops.backward.items():
@@ -37,19 +41,27 @@ def claim_needed(model: nn.Module, dense: DensePass, frozen: Iterable[Tensor]) -
             is_trained = id(linears[name].weight) in graph.wanted
             left = min(left, dense.flops.forward[name] * float(is_trained + (name in graph.passing)))
         backward[name] = left / flops if flops else 1.0
-    again = {layers.part_of(name) for name in graph.needing}
+    ends: dict[str, int] = {}
+    for name in graph.needing:
+        part = layers.part_of(name)
+        if not cut or name != part:  # the layer itself adds to the residual stream, and keeps nothing for that
+            ends[part] = max(graph.ends[name], ends.get(part, 0))
     for name in dense.flops.recomputed:
-        recomputed[name] = float(layers.part_of(name) in again)
+        start = graph.starts.get(name, 0) if cut else 0
+        recomputed[name] = float(start <= ends.get(layers.part_of(name), -1))
     return PassEstimate(backward=backward, recomputed=recomputed)
 
 
 class _Graph:
     """The graph of a pass, by module."""
 
-    def __init__(self, dense: DensePass, frozen: set[int]) -> None:
+    def __init__(self, dense: DensePass, frozen: set[int], cut: frozenset[str]) -> None:
         self.wanted: set[int] = set()  # tensors whose gradient is required, by id
         self.needing: set[str] = set()  # modules with a node that leads to one of them
         self.passing: set[str] = set()  # modules from which one can be reached through another module's node
+        # Autograd's numbers of the first node of each module, and of its last one that leads to a wanted tensor.
+        self.starts: dict[str, int] = {}
+        self.ends: dict[str, int] = {}
         reaches: dict[Node, bool] = {}
         for node in _from_the_leaves(dense.loss.grad_fn):
             variable = getattr(node, "variable", None)  # only a node that accumulates has one
@@ -59,11 +71,13 @@ class _Graph:
                     self.wanted.add(id(variable))
                 continue
             module, children = dense.trace.module_of(node), _children(node)
-            module = module or ""
-            reaches[node] = any(reaches[child] for child in children)
+            module, number = module or "", sequence_number_of(node)
+            self.starts[module] = min(number, self.starts.get(module, number))
+            reaches[node] = module not in cut and any(reaches[child] for child in children)
             if not reaches[node]:
                 continue
             self.needing.add(module)
+            self.ends[module] = max(number, self.ends.get(module, number))
             if any(reaches[child] and not _belongs(child, module, dense) for child in children):
                 self.passing.add(module)
 

@@ -1,0 +1,1 @@
+"""Dropping residual blocks from the backward, by a block dropper."""

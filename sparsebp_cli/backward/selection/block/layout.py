@@ -1,0 +1,108 @@
+"""The residual blocks of a model, and the modules that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.decoder.layout import GROUP, BranchLayout, find_layouts
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy import ResidualBlock
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """One residual block, as paths of modules in its layer.
+
+    Args:
+        kind: What it is.
+        parts: The modules that compute what is added to the residual stream, in order; a norm of the stream itself,
+            after the addition, is none of them. The first one names the block.
+    """
+
+    kind: Literal["attention", "mlp"]
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module that one residual block runs, or several share, such as the norm before a parallel attention and MLP.
+
+    Args:
+        name: In the model.
+        module: The module.
+        blocks: Names of the blocks.
+    """
+
+    name: str
+    module: nn.Module
+    blocks: frozenset[str]
+
+
+_BERT = (
+    BlockLayout("attention", ("attention.self", "attention.output.dense")),
+    BlockLayout("mlp", ("intermediate", "output.dense")),
+)
+# Encoders whose layers add inside of their modules, so that a branch is no chain of the layer's children. The rest is
+# known to the site `branches` as well.
+_ENCODERS: dict[str, tuple[BlockLayout, ...]] = {
+    "BertLayer": _BERT,
+    "RobertaLayer": _BERT,
+    "XLMRobertaLayer": _BERT,
+    "ElectraLayer": _BERT,
+    "TransformerBlock": (BlockLayout("attention", ("attention",)), BlockLayout("mlp", ("ffn",))),  # DistilBERT
+}
+
+
+def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...], tuple[Part, ...]]:
+    """Return a model's residual blocks and the modules that compute them, both in the model's order.
+
+    Raises :class:`UnsupportedError` that names ``asker`` if the model has no layers, or some of unknown layout.
+    """
+    layers = LayerNumbers(model)
+    layouts = _ENCODERS | {name: tuple(map(_of_branch, branches)) for name, branches in find_layouts().items()}
+    if not layers.layers:
+        raise UnsupportedError(f"{asker} drops residual blocks of layers, and {type(model).__name__} has none")
+    blocks: list[ResidualBlock] = []
+    found: dict[nn.Module, tuple[str, set[str]]] = {}
+    for number, (name, layer) in enumerate(zip(layers.names, layers.layers, strict=True)):
+        layout = layouts.get(type(layer).__name__)
+        if layout is None:
+            raise UnsupportedError(
+                f"{asker} does not know the residual blocks of {type(layer).__name__}; known: "
+                f"{', '.join(sorted(layouts))}; others come through the entry-point group {GROUP}"
+            )
+        for block in layout:
+            parts = dict(_find_parts(name, layer, block))
+            first = _name_of(block, parts)
+            blocks.append(ResidualBlock(first, number, block.kind, _count_weights(parts.values())))
+            for part_name, module in parts.items():
+                found.setdefault(module, (part_name, set()))[1].add(first)
+    parts_found = tuple(Part(name, module, frozenset(names)) for module, (name, names) in found.items())
+    return tuple(blocks), parts_found
+
+
+def _of_branch(branch: BranchLayout) -> BlockLayout:
+    parts = (branch.core, branch.before, branch.after)
+    kind: Literal["attention", "mlp"] = "mlp" if branch.attention is None else "attention"
+    return BlockLayout(kind, tuple(part for part in parts if part is not None))
+
+
+def _find_parts(prefix: str, layer: nn.Module, block: BlockLayout) -> Iterator[tuple[str, nn.Module]]:
+    modules = dict(layer.named_modules(remove_duplicate=False))
+    for path in block.parts:
+        if path not in modules:
+            raise UnsupportedError(f"the layout of {type(layer).__name__} names {path!r}, which is not at {prefix!r}")
+        yield f"{prefix}.{path}", modules[path]
+
+
+def _name_of(block: BlockLayout, parts: dict[str, nn.Module]) -> str:
+    return next(name for name in parts if name.endswith(block.parts[0]))
+
+
+def _count_weights(parts: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for part in parts for parameter in part.parameters() if parameter.dim() == 2)
