@@ -13,6 +13,7 @@ from sparsebp_cli.backward.branch.site import BranchAdapter
 from sparsebp_cli.backward.core.decision import SiteDecisions
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.extension import EngineExtension, SiteAdapter
+from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.execution.eager.clipping import Clipping
@@ -105,6 +106,11 @@ def attach(
             adapter = _ADAPTERS[options.sites](model, options.exclude)
         if selectors and adapter.names:  # at nodes they are known after the first backward only
             decisions.check_disjoint(adapter.names, layers.number_of)
+    linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
+    where = [
+        (policy, decisions.sites_of(policy, linears) if isinstance(policy, GradientSelector) else ())
+        for policy in policies
+    ]
     tokens = make_extensions(policies, model, reference)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
@@ -116,6 +122,7 @@ def attach(
         stores=options.checkpointing == "none",
         seed=seed,
         num_steps=num_steps,
+        states=PolicyStates(where),
         extensions=[
             *tokens,
             *(

@@ -17,6 +17,7 @@ from sparsebp_cli.policy import (
     InformedSelector,
     ParameterSelector,
     Policy,
+    Stateful,
     TokenSelector,
 )
 
@@ -49,6 +50,7 @@ class PolicyFacts:
         """Return the facts of a policy. An empty label stands for its class."""
         kind = next((name for name in KINDS if isinstance(policy, _CONTRACT[name])), "")
         facts: dict[str, object] = {"kind": kind}
+        facts["observes"] = isinstance(policy, Stateful) and not policy.is_identical
         if isinstance(policy, GradientSelector):
             facts["placed"] = policy.where is not None or policy.layers is not None
             facts["informed"] = isinstance(policy, InformedSelector)

@@ -98,6 +98,12 @@ _POLICY_RULES = (
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
+        "{policy} keeps a state from what it observes: it works in one process, got {processes}",
+        why="Each process observes its own examples, and their states would part.",
+        policy={"observes": (True,)},
+        options={"processes": SEVERAL},
+    ),
+    Rule(
         "{other} and {policy} in one backward is not built: give one of them",
         why="A router decides about nodes, a gradient selector about the gradients that arrive at them.",
         policy=_ROUTER,

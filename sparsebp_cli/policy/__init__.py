@@ -11,6 +11,7 @@ from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, Split, TwoToFour
+from sparsebp_cli.policy.state import Observation, Observed, Stateful
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
     "FoundPolicy",
     "GradientSelector",
     "InformedSelector",
+    "Observation",
+    "Observed",
     "PackedSize",
     "Parameter",
     "ParameterSelector",
@@ -43,6 +46,7 @@ __all__ = [
     "Site",
     "Split",
     "SplitTypes",
+    "Stateful",
     "Step",
     "TokenChoice",
     "TokenSelector",

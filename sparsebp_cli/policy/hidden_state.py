@@ -10,7 +10,7 @@ from functools import cached_property
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.contract import Policy
 
-_WHY = "which no checkpoint holds: a policy is frozen options and a decision"
+_WHY = "which no checkpoint holds: a policy is frozen options and a decision, and declares its state by Stateful"
 
 
 def find_hidden_state(policy_class: type[Policy]) -> str:

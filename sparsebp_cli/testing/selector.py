@@ -26,11 +26,13 @@ from sparsebp_cli.policy import (
     Selection,
     Site,
     Split,
+    Stateful,
     Step,
     TwoToFour,
     choice,
 )
 from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network
+from sparsebp_cli.testing.state import check_state
 
 _NUM_DRAWS = 2000
 _NUM_MEANS = 100  # draws of a policy whose budget is a mean
@@ -40,6 +42,7 @@ _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, an
 
 def check_selector(policy: GradientSelector) -> None:
     """Check a gradient selector against every promise of the contract."""
+    check_state(policy, _sites(next(_gradients())))
     _check_selection(policy)
     _check_repeatable(policy)
     _check_budget(policy)
@@ -267,6 +270,10 @@ def _site(grad_NO: Tensor, layer: int = 0) -> Site:
     return Site(name, grad_NO.shape[1], (2, num_rows // 2) if num_rows % 2 == 0 else (1, num_rows), layer)
 
 
+def _sites(grad_NO: Tensor) -> list[Site]:
+    return [_site(grad_NO, layer) for layer in range(_NUM_LAYERS)]
+
+
 def ask(policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step) -> Selection | Split | None:
     """Return what a policy selects, at a linear with some input and weight."""
     if not isinstance(policy, InformedSelector):
@@ -280,7 +287,9 @@ def ask(policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step) -> Se
         "weight_norm": choice.norm(weight, 1),
         "output_norm": choice.norm(output, 1),
     }
-    return policy.choose(Seen(grad_NO, readings={name: known[name] for name in policy.reads}), site, step)
+    readings = {name: known[name] for name in policy.reads}
+    state = policy.init(_sites(grad_NO)) if isinstance(policy, Stateful) else {}
+    return policy.choose(Seen(grad_NO, state=state, readings=readings), site, step)
 
 
 def parts_of(selection: Selection | Split | None, number: int) -> tuple[Selection | None, ...]:

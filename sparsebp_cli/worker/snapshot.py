@@ -18,6 +18,8 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
 from sparsebp_cli.worker.trial_step import capture_rng, restore_rng, trainable_parameters
 
+_POLICY = "policy state: "  # before the names of tensors of policies' states; no site's name has a space
+
 
 class Restorable(Protocol):
     """The attributes of a training that a snapshot is taken from and restored into."""
@@ -47,8 +49,11 @@ def take_snapshot(training: Restorable) -> Snapshot:
     """Return all that a run needs to resume here. Collective; only the first rank's snapshot is complete."""
     ranks = training.ranks
     engine = training.engine.state_dict()
-    cut = engine.pop("cut")
-    own = ranks.gather(RankState({name: tensor.cpu() for name, tensor in cut.items()}, capture_rng()))
+    tensors = engine.pop("cut")
+    if (kept := engine.get("policy_state")) is not None:
+        tensors |= {f"{_POLICY}{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
+        engine["policy_state"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
+    own = ranks.gather(RankState({name: tensor.cpu() for name, tensor in tensors.items()}, capture_rng()))
     rest = {"schedule": training.schedule.state_dict(), "engine": engine, "tokens": training.tokens}
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
@@ -71,8 +76,12 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
             copy_full(tensor, snapshot.weights[name])
         load_optimizer(training.optimizer, snapshot.optimizer)
         training.schedule.load_state_dict(snapshot.rest["schedule"])
-        cut = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
-        training.engine.load_state_dict(snapshot.rest["engine"] | {"cut": cut})
+        tensors = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
+        kept = {name.removeprefix(_POLICY): tensors.pop(name) for name in list(tensors) if name.startswith(_POLICY)}
+        state = snapshot.rest["engine"] | {"cut": tensors}
+        if "policy_state" in state:
+            state["policy_state"] = state["policy_state"] | kept
+        training.engine.load_state_dict(state)
         training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
         restore_rng(own.rng)
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:

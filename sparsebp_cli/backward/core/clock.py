@@ -17,7 +17,8 @@ class Clock:
     """Counts optimizer steps, and backward passes within them.
 
     Without an optimizer every backward advances the step. ``num_steps`` is the length of the training, if known;
-    ``on_advance`` is called at the start of each step, before anything of it is computed.
+    ``on_end`` is called at the end of each step, ``on_advance`` at the start of the next, before anything of it is
+    computed.
     """
 
     index: int
@@ -30,9 +31,10 @@ class Clock:
         seed: int,
         num_steps: int | None,
         on_advance: Callable[[Step], None],
+        on_end: Callable[[Step], None],
     ) -> None:
         self.index = self.micro_batch = self.draw = 0
-        self._seed, self._num_steps, self._on_advance = seed, num_steps, on_advance
+        self._seed, self._num_steps, self._on_advance, self._on_end = seed, num_steps, on_advance, on_end
         self._hook = None if optimizer is None else _register_step_hook(optimizer, self._advance)
 
     def now(self) -> Step:
@@ -73,6 +75,7 @@ class Clock:
             self._hook.remove()
 
     def _advance(self, *_: object) -> None:
+        self._on_end(self.now())
         self.go_to(self.index + 1, 0)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparsebp_cli.backward.core.allowance import allowed_share
 from sparsebp_cli.backward.core.extension import SiteCost, SplitCost
+from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import FlopEstimate, SiteReport
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Budget, GradientSelector, InformedSelector, Reading, Seen, Selection, Site, Split, Step
@@ -162,6 +163,7 @@ class SiteDecisions:
         self.enabled = True
         self.step: Step | None = None  # of the backward under way
         self.counters = SiteCounters({})
+        self.states = PolicyStates()
         self._scopes = [_Scope(selector, num_layers) for selector in selectors]
         self._selectors: dict[str, GradientSelector | None] = {}  # by site; None: no selector names it
         self._rules: dict[str, _Rule | None] = {}
@@ -177,6 +179,10 @@ class SiteDecisions:
             if len(found) > 1:
                 one, two = (type(selector).__name__ for selector in found[:2])
                 raise UsageError(f"{one} and {two} both decide at {name!r}: give them other where or layers")
+
+    def sites_of(self, selector: GradientSelector, sites: Iterable[Site]) -> list[Site]:
+        """Return those of some sites at which a selector decides."""
+        return [site for site in sites if self._selector_at(site) is selector]
 
     def check_inside(self) -> None:
         """Refuse a backward that does not run through the engine (:class:`UsageError`). Called by the sites."""
@@ -226,6 +232,8 @@ class SiteDecisions:
         if rule is not None:
             budget = Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:
+                self.states.see(rule.selector, site, grad_NO)
+                seen = replace(seen, state=self.states.of(rule.selector))
                 grad_NO, selection = self._select(rule.policy, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device

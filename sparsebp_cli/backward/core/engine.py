@@ -23,6 +23,7 @@ from sparsebp_cli.backward.core.extension import (
     ShortForward,
     SiteAdapter,
 )
+from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import has_site
@@ -51,12 +52,14 @@ class Engine:
         seed: Seed of random decisions.
         num_steps: Optimizer steps of the whole training, if known.
         extensions: Carry out policies that do not decide at sites, or run the pass in another way.
+        states: The states of policies that have one.
     """
 
     decisions: SiteDecisions
     reference: bool
     stores: bool
     extensions: tuple[EngineExtension, ...]
+    states: PolicyStates
     enabled: bool
     notes: dict[str, str]
     leaves_out: bool
@@ -74,9 +77,12 @@ class Engine:
         seed: int,
         num_steps: int | None = None,
         extensions: Sequence[EngineExtension] = (),
+        states: PolicyStates | None = None,
     ) -> None:
         self._model, self._adapter, self.decisions = model, adapter, decisions
-        self._clock = Clock(optimizer, seed, num_steps, self._start_step)  # may raise, so it precedes all changes
+        self.states = decisions.states = PolicyStates() if states is None else states
+        # It may raise, so it precedes all changes.
+        self._clock = Clock(optimizer, seed, num_steps, self._start_step, self.states.end_step)
         self.reference, self.stores, self.extensions = reference, stores, tuple(extensions)
         self.enabled, self.notes = True, dict[str, str]()
         self.leaves_out = False  # whether any forward has skipped positions or examples so far
@@ -116,6 +122,7 @@ class Engine:
         if self.enabled:
             self._check_site_in_graph(loss)
         self._counter.sites.start_backward()
+        self.states.move(loss.device)
         reads = self._reads_graph()
         if reads:
             self._counter.products.add(loss, self._name_parameters())
@@ -234,7 +241,7 @@ class Engine:
         before = self._counter
         self._count(Counter(SiteCounters.of(self._adapter.names)))
         try:
-            with self._clock.probing(draw), self.decisions.probing(feedback=feedback):
+            with self._clock.probing(draw), self.decisions.probing(feedback=feedback), self.states.probing():
                 yield
         finally:
             self._count(before)
@@ -303,9 +310,8 @@ class Engine:
         """Return the state that a resumed run needs for the same decisions.
 
         Returns:
-            The step number, the backward's number within it, the tensors that error feedback will add, and the entries
-            of
-            extensions: with an eager update, the norm of the last step's gradients.
+            The step number, the backward's number within it, the tensors that error feedback will add, the states of
+            policies, and the entries of extensions: with an eager update, the norm of the last step's gradients.
         """
         cut = dict(self.decisions.residuals)
         state = {"index": self._clock.index, "micro_batch": self._clock.micro_batch, "cut": cut}
@@ -364,7 +370,8 @@ class Engine:
             extension.start_step(step)
 
     def _keepers(self) -> Iterator[KeepsState]:
-        return (extension for extension in self.extensions if isinstance(extension, KeepsState))
+        yield self.states
+        yield from (extension for extension in self.extensions if isinstance(extension, KeepsState))
 
     def _note_batch(self, sizes: frozenset[int]) -> None:
         self.batch_sizes = sizes

@@ -112,6 +112,14 @@ class LinearAdapter(SiteAdapter):
     def remove(self) -> None:
         self._patches.remove()
 
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The covered linears as sites, before any batch."""
+        return tuple(
+            Site(name, weight_of(module).shape[form.output_dim], (), self._layers[name])
+            for name, module, form in self._found.covered
+        )
+
     @override
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
         return nullcontext()
@@ -211,7 +219,7 @@ class LinearOverride(ForwardOverride):
         """
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
         work = LinearCost(2.0 * grad_NO.numel() * num_inputs, needs, self.form)
-        seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings or {})
+        seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or {})
         return self.engine.decisions.decide_linear(site, seen, work, dense_rows)
 
 

@@ -1,0 +1,136 @@
+"""The states of policies: the engine keeps them, and folds in what each step saw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, Step, choice
+
+Values = Mapping[str, Tensor | float]
+_OBSERVED = "observed"
+
+
+@final
+class PolicyStates:
+    """The states of those policies of an engine that have one, each by its number among all policies.
+
+    ``policies`` is every policy with the sites where it decides. Raises :class:`UsageError` if ``init`` returns
+    anything but tensors and numbers.
+    """
+
+    def __init__(self, policies: Sequence[tuple[Policy, Sequence[Site]]] = ()) -> None:
+        self._policies = {str(n): policy for n, (policy, _) in enumerate(policies) if isinstance(policy, Stateful)}
+        self._numbers = {id(policy): number for number, policy in self._policies.items()}
+        self._states = {n: _check(policy, policy.init(policies[int(n)][1])) for n, policy in self._policies.items()}
+        self._observed: dict[str, Tensor] = {}  # norms of the step under way, by part and site
+        self._device: torch.device | None = None
+
+    def of(self, policy: Policy) -> Values:
+        """Return the state of a policy; empty if it has none."""
+        number = self._numbers.get(id(policy))
+        return {} if number is None else self._states[number]
+
+    def move(self, device: torch.device) -> None:
+        """Move all states to the model's device, if they are on another."""
+        if device != self._device:
+            self._states = {number: _to(values, device) for number, values in self._states.items()}
+            self._observed = {name: norm.to(device) for name, norm in self._observed.items()}
+            self._device = device
+
+    def see(self, policy: Policy, site: Site, grad_NO: Tensor) -> None:
+        """Add a gradient to the norms of its site, as far as the site's policy observes them."""
+        if not isinstance(policy, Stateful) or not policy.observes:
+            return
+        norm_O = choice.norm(grad_NO, 0)
+        parts: dict[Observed, Tensor] = {"column_norm": norm_O}
+        if "grad_norm" in policy.observes:
+            parts["grad_norm"] = choice.norm(norm_O[None], 1)[0]
+        for part in policy.observes:
+            name, before = f"{part}/{site.name}", self._observed.get(f"{part}/{site.name}")
+            self._observed[name] = parts[part] if before is None else torch.hypot(before, parts[part])
+
+    def end_step(self, step: Step) -> None:
+        """Fold what the step saw into the states."""
+        if not self._policies:
+            return
+        parts: dict[str, dict[str, Tensor]] = {}
+        for key, norm in self._observed.items():
+            part, _, name = key.partition("/")
+            parts.setdefault(part, {})[name] = norm
+        self._observed = {}
+        observation = Observation(parts.get("grad_norm", {}), parts.get("column_norm", {}))
+        with torch.no_grad():
+            for number, policy in self._policies.items():
+                before = self._states[number]
+                after = _check(policy, policy.observe(before, observation, step))
+                if _layout(after) != _layout(before):
+                    raise UsageError(
+                        f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
+                        f"dtypes: {_layout(before)}, got {_layout(after)}"
+                    )
+                self._states[number] = after
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Restore states and observations after a probe."""
+        before = self._states, self._observed
+        self._states, self._observed = dict(self._states), dict(self._observed)
+        try:
+            yield
+        finally:
+            self._states, self._observed = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return one entry with everything by name; nothing if no policy has state."""
+        if not self._policies:
+            return {}
+        own = {f"{n}/{key}": value for n, values in self._states.items() for key, value in values.items()}
+        return {"policy_state": own | {f"{_OBSERVED}/{key}": norm for key, norm in self._observed.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the entry. Raises :class:`UsageError` if it is of other policies."""
+        if not self._policies:
+            return
+        found = dict(state["policy_state"])
+        observed = {key: found.pop(key) for key in list(found) if key.startswith(f"{_OBSERVED}/")}
+        states: dict[str, dict[str, Tensor | float]] = {number: {} for number in self._policies}
+        for key, value in found.items():
+            number, _, name = key.partition("/")
+            states.setdefault(number, {})[name] = value
+        for number, policy in self._policies.items():
+            mine, theirs = _layout(self._states[number]), _layout(states[number])
+            if mine != theirs:
+                raise UsageError(f"not a state of {type(policy).__name__}: it has {mine}, got {theirs}")
+        if states.keys() != self._states.keys():
+            raise UsageError(f"not a state of these policies: {sorted(states)}, got {sorted(self._states)}")
+        self._states = {number: dict(values) for number, values in states.items()}
+        self._observed = {key.removeprefix(f"{_OBSERVED}/"): norm for key, norm in observed.items()}
+        self._device = None  # wherever the state was saved
+
+
+def _check(policy: Stateful, values: Values) -> Values:
+    name = type(policy).__name__
+    if not isinstance(values, Mapping):
+        raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {type(values).__name__}")
+    for key, value in values.items():
+        if not isinstance(key, str) or type(value) not in (Tensor, int, float):
+            raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {key!r}: {value!r}")
+    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in values.items()}
+
+
+def _layout(values: Values) -> dict[str, str]:
+    """Describe the entries of a state, without reading them."""
+    return {
+        key: f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        for key, value in sorted(values.items())
+    }
+
+
+def _to(values: Values, device: torch.device) -> Values:
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in values.items()}

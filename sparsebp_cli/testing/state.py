@@ -1,0 +1,55 @@
+"""Conformance suite of the state of policies. Each broken promise is an ``AssertionError`` of one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from sparsebp_cli.policy import Observation, Policy, Site, Stateful, Step
+from sparsebp_cli.testing.promise import name_of, random_states, require
+
+Values = Mapping[str, Tensor | float]
+
+
+def check_state(policy: Policy, sites: Sequence[Site]) -> None:
+    """Check that ``init`` and ``observe`` are pure, and that entries keep their names, shapes and dtypes."""
+    if not isinstance(policy, Stateful):
+        return
+    name, first = name_of(policy), policy.init(sites)
+    require(_same(first, policy.init(sites)), f"{name}: init returns another state when called again")
+    state, observation = first, _observe(policy, sites)
+    for step, observed in enumerate((observation, observation, Observation())):
+        before, states = _copy(state), random_states()
+        after = policy.observe(state, observed, Step(step))
+        require(states == random_states(), f"{name}: observe uses a global random generator")
+        require(_same(state, before), f"{name}: observe changes the state that it receives")
+        again = policy.observe(state, observed, Step(step))
+        require(_same(after, again), f"{name}: observe returns another state when called again")
+        require(_layout(after) == _layout(first), f"{name}: observe returns other entries than init")
+        state = after
+
+
+def _observe(policy: Stateful, sites: Sequence[Site]) -> Observation:
+    generator = torch.Generator().manual_seed(0)
+    columns = {site.name: torch.rand(site.num_features, generator=generator) for site in sites}
+    whole = {name: norm_O.norm() for name, norm_O in columns.items()}
+    return Observation(
+        whole if "grad_norm" in policy.observes else {}, columns if "column_norm" in policy.observes else {}
+    )
+
+
+def _copy(state: Values) -> Values:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _same(one: Values, other: Values) -> bool:
+    pairs = ((value, other[key]) for key, value in one.items() if key in other)
+    return one.keys() == other.keys() and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs
+    )
+
+
+def _layout(state: Values) -> dict[str, object]:
+    return {k: (v.dtype, v.shape) if isinstance(v, Tensor) else type(v) for k, v in state.items()}
