@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -65,6 +66,7 @@ class Session:
         )
         self.runner = PassRunner(self.watch, self.parameters)
         self.is_running = self._is_installed = self._is_due = False
+        self._installed = ExitStack()  # this thread's dispatch mode
         self.seconds, self._last_number = 0.0, 0
         self._since: float | None = None
         self._handles: list[RemovableHandle] = []
@@ -189,7 +191,7 @@ class Session:
         """Install this thread's dispatch mode and hooks, never on top of another library's, which would remove ours."""
         if not self._is_installed and not dispatch_modes():
             self._is_installed = True
-            self.watch.__enter__()  # type: ignore[no-untyped-call]
+            self._installed.enter_context(self.watch)
         self.saved.start()
 
     def _uninstall(self) -> None:
@@ -197,7 +199,7 @@ class Session:
         self.saved.stop()
         if self._is_installed and (modes := dispatch_modes()) and modes[-1] is self.watch:
             self._is_installed = False
-            self.watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._installed.close()
 
     def _begin_clock(self) -> None:
         if self._since is None:

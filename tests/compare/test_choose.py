@@ -121,6 +121,7 @@ def test_a_condition_that_cannot_be_read_is_refused_in_one_line(runs: list[RunFo
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=60))
 def test_no_text_makes_the_parser_do_anything_but_read_or_refuse(text: str) -> None:
     try:

@@ -144,6 +144,7 @@ def test_an_answer_of_one_look_names_what_holds_at_any_look(make_run: MakeRun) -
     assert "yes (in one look; if one has looked before: inconclusive)" in group.verdict
 
 
+@pytest.mark.slow
 def test_looking_after_every_seed_errs_too_often_but_not_at_any_look() -> None:
     wrong = {"answer": 0, "anytime": 0}
     for study in range(150):

@@ -94,6 +94,7 @@ def test_a_step_without_a_time_counts_as_the_median_of_the_others(make_run: Make
     assert b.training_seconds.mean == pytest.approx(a.training_seconds.mean, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
 def test_the_picture_has_a_panel_for_every_curve(
     comparison: Comparison, make_run: MakeRun, tmp_path: Path, ending: str

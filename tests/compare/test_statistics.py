@@ -184,6 +184,7 @@ def test_a_metric_that_is_better_when_higher_is_worse_when_it_falls() -> None:
     assert [d.answer for d in decide_all([fell], 0.01, worse_is_up=True) if d] == ["yes"]
 
 
+@pytest.mark.slow
 def test_the_margin_answers_wrongly_in_5_of_100_studies_at_most_over_all_policies() -> None:
     margin = 0.1
     studies = simulate(4, (margin + 1e-9, margin + 1e-9, margin + 1e-9), noise=0.02)[:1000]

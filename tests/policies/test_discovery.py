@@ -98,6 +98,7 @@ def test_example_plugin_is_short() -> None:
     assert len((PLUGIN / "sparsebp_stride.py").read_text().splitlines()) < 40
 
 
+@pytest.mark.slow
 def test_example_plugin_passes_its_own_tests() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PLUGIN)]
     result = subprocess.run(command, check=False, capture_output=True, text=True, cwd=PLUGIN)

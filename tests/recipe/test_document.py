@@ -152,6 +152,7 @@ def test_files_that_are_not_small_utf8_text_are_refused(refuse: Refuse, content:
     assert refuse(content) == expected
 
 
+@pytest.mark.slow
 def test_the_largest_file_stays_far_below_256_megabytes() -> None:
     unit = "[[[[[]]]]],"
     text = "a: [" + unit * ((LARGEST_BYTES - 8) // len(unit)) + "]"

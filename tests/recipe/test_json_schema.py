@@ -91,6 +91,7 @@ def test_the_committed_schema_is_the_one_the_code_makes() -> None:
     )
 
 
+@pytest.mark.slow
 def test_schema_and_loader_agree_on_every_key_with_every_kind_of_value(read: Read) -> None:
     schema = recipe_schema()
     content = fill_in(read(SMALL + "policy: [{name: random, keep: 0.5}]\n"))

@@ -129,6 +129,7 @@ lines = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(some=st.lists(lines, min_size=1, max_size=4), place=st.integers(0, 26))
 def test_no_line_in_one_journal_ends_runs_or_compare(make_run: MakeRun, some: list[bytes], place: int) -> None:
