@@ -56,7 +56,10 @@ def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config
     [
         (DROPPING_LLAMA, {"name": "topk", "keep": 0.25}, {"sites": "branches", "checkpointing": "sparse"}),
         (GPT2, {"name": "random", "keep": 0.25, "error_feedback": True}, {"sites": "branches"}),
-        (DROPPING_LLAMA, {"name": "topk", "keep": 0.25, "error_feedback": True}, {"sites": "nodes"}),
+        pytest.param(
+            *(DROPPING_LLAMA, {"name": "topk", "keep": 0.25, "error_feedback": True}, {"sites": "nodes"}),
+            marks=pytest.mark.long,
+        ),
         (GPT2, {"name": "max-child", "leaves": "always", "ties": "random", "lookahead": True}, {"sites": "nodes"}),
         (GPT2, {"name": "topk", "keep": 0.5}, {"checkpointing": "full"}),
         (DROPPING_LLAMA, {"name": "random", "keep": 0.5}, {"execution": "reference"}),
