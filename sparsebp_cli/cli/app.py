@@ -19,6 +19,7 @@ from sparsebp_cli.cli.audit import audit
 from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
+from sparsebp_cli.cli.housekeeping import prune, rm
 from sparsebp_cli.cli.policies import policies
 from sparsebp_cli.cli.run import export, run
 from sparsebp_cli.cli.runs import runs
@@ -65,13 +66,13 @@ app: typer.Typer = typer.Typer(
 crash: Crash = Crash()
 
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Runs": (run, resume, cancel, logs),
+    "Runs": (run, resume, cancel, logs, prune, rm),
     "Results": (compare, runs, show, sync, ui),
     "Recipes": (validate, export, schema, policies),
     "This machine and others": (doctor, audit, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
-WRITING = {"run", "resume", "cancel", "sync", "ui", "doctor"}
+WRITING = {"run", "resume", "cancel", "prune", "rm", "sync", "ui", "doctor"}
 for panel, verbs in VERBS.items():
     for verb in verbs:
         app.command(rich_help_panel=panel)(verb)

@@ -1,8 +1,8 @@
 """Sends journals to MLflow; repeated or partial sending ends in the same table. Only functions import mlflow."""
 
-from sparsebp_cli.tracking.flush import Flusher, SyncResult, sync
+from sparsebp_cli.tracking.flush import Flusher, SyncResult, delete_record, sync
 from sparsebp_cli.tracking.follow import Follower
 from sparsebp_cli.tracking.store import resolve_uri
 from sparsebp_cli.tracking.ui import ui_command, ui_environment
 
-__all__ = ["Flusher", "Follower", "SyncResult", "resolve_uri", "sync", "ui_command", "ui_environment"]
+__all__ = ["Flusher", "Follower", "SyncResult", "delete_record", "resolve_uri", "sync", "ui_command", "ui_environment"]

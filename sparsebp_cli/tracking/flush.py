@@ -253,3 +253,26 @@ def sync(run: RunFolder, uri: str | None = None) -> SyncResult:
     except SparseBPError as error:
         sent = flusher.points_sent if flusher else 0
         return SyncResult(sent, False, str(error), mask(flusher.uri) if flusher else "")
+
+
+def delete_record(run: RunFolder) -> str:
+    """Mark a run as deleted in its store, which `mlflow gc` then erases; a run that was never sent needs nothing.
+    Return why its record stays, in one line; empty if it is deleted."""
+    try:
+        kept = Sent(**json.loads((run.path / FILE).read_bytes()))
+        uri = resolve_uri(Plan.load(run.plan_file).recipe.tracking.uri)
+    except (OSError, ValueError, TypeError):
+        return ""
+    except SparseBPError as error:
+        return str(error)
+    if not kept.mlflow_run_id:
+        return ""
+    if kept.uri != mask(uri):
+        return f"it is in {kept.uri}, and the run's store is now {mask(uri)}"
+    try:
+        client = open_client(uri)
+        with sqlite_lock(uri):
+            client.delete_run(kept.mlflow_run_id)
+    except Exception as error:  # the client's errors are of many kinds
+        return one_line(error)
+    return ""

@@ -18,7 +18,7 @@ from .conftest import Cli, Write, write_run
 
 WIDTH = 100
 VERBS = (
-    *("run", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "ui"),
+    *("run", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "ui", "prune", "rm"),
     *("validate", "schema", "policies", "doctor"),
 )
 HEAVY = ("torch", "mlflow", "transformers", "scipy", "matplotlib", "pandas", "numpy")

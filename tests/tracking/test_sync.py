@@ -22,7 +22,7 @@ from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.provenance import Provenance
 from sparsebp_cli.run import History, JournalWriter, RunFolder
-from sparsebp_cli.tracking import Flusher, sync
+from sparsebp_cli.tracking import Flusher, delete_record, sync
 from sparsebp_cli.tracking.content import clean_name, find_state
 from tests.tracking.material import Row, attempt, metric_rows
 
@@ -499,3 +499,12 @@ def test_two_processes_that_send_the_same_run_make_one_table(store: Path, make_r
     assert sorted(out for out, _ in said) == ["0 True \n", "2400 True \n"]
     assert metric_rows(store) == expected_rows(run)
     assert only_run(store).data.tags["sparsebp.run_id"] == run.run_id
+
+
+def test_a_deleted_run_is_deleted_in_the_store_too(store: Path, make_run: MakeRun) -> None:
+    run, other = make_run(3), make_run(3)
+    assert delete_record(run) == ""  # never sent
+    sync(run)
+    kept = sync(other)
+    assert delete_record(run) == ""
+    assert only_run(store).info.run_id == kept.mlflow_run_id
