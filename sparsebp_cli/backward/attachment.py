@@ -99,9 +99,9 @@ def attach(
     if router is not None:
         adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
     else:
-        packs_only = bool(policies) and all(isinstance(policy, BatchPacker) for policy in policies)
+        acts_before = bool(policies) and all(isinstance(policy, BatchPacker | BlockDropper) for policy in policies)
         if not selectors and options.sites == "linears":  # a model without a linear, such as a convolutional one
-            adapter = LinearAdapter(model, options.exclude, may_be_empty=True, installs=not packs_only)
+            adapter = LinearAdapter(model, options.exclude, may_be_empty=True, installs=not acts_before)
         else:
             adapter = _ADAPTERS[options.sites](model, options.exclude)
         if selectors and adapter.names:  # at nodes they are known after the first backward only
