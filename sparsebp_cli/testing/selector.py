@@ -35,7 +35,7 @@ from sparsebp_cli.testing.promise import equal, name_of, random_states, require,
 from sparsebp_cli.testing.state import check_state
 
 _NUM_DRAWS = 2000
-_NUM_MEANS = 100  # draws of a policy whose budget is a mean
+_NUM_MEANS = 50  # draws of a policy whose budget is a mean
 _NUM_LAYERS, _NUM_STEPS = 4, 8
 _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
 
@@ -145,6 +145,8 @@ def _check_budget(policy: GradientSelector) -> None:
             budget = Budget.of(policy.budget_at(site, step))
             good = 0.0 < budget.dgrad <= whole.dgrad + 1e-9 and 0.0 < budget.wgrad <= whole.wgrad + 1e-9
             require(good, f"{name_of(policy)}: budget_at layer {layer} is {budget}, beyond its budget {whole}")
+            if budget.is_mean and (index or 0 < layer < _NUM_LAYERS - 1):
+                continue  # the first and the last layer at one step are enough for many draws
             draws = range(_NUM_MEANS if budget.is_mean else 1)
             chosen = [ask(policy, grad_NO, site, replace(step, draw=draw)) for draw in draws]
             for number, share in enumerate((budget.dgrad, budget.wgrad)):

@@ -14,11 +14,11 @@ import torch
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import RecipeError, UnsupportedError
-from sparsebp_cli.policy import Rows, find_policies
+from sparsebp_cli.policy import GradientSelector, Rows, find_policies
 from sparsebp_cli.recipe import load_recipe
 
 from .matrix import COMPOSITIONS, ENTRIES, SITES, Entry, find_refusal
-from .replay import Decisions, Recorder, Replayer
+from .replay import Decisions, repeat
 from .training import batch, build, compile_branches, largest_difference, train
 from .way import WAYS
 from .way import find_refusal as find_way_refusal
@@ -88,7 +88,8 @@ def _reference(composition: str, entry: Entry, site: str) -> tuple[Any, dict[str
     if composition == "autocast" and site != "nodes":
         decisions: Decisions = {}
         inner = sbp.make_policy(entry.policy, **entry.options_at(site))
-        recorder, replayer = (kind(inner=inner, decisions=decisions) for kind in (Recorder, Replayer))
+        assert isinstance(inner, GradientSelector)
+        recorder, replayer = repeat(inner, decisions)
         return train(composition, entry, site, execution="reference", instead=[recorder]), {"instead": [replayer]}
     return train(composition, entry, site, execution="reference"), {}
 
