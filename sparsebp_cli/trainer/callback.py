@@ -138,7 +138,8 @@ class PolicyCallback(TrainerCallback):
         if self._trainer is not None:
             raise UsageError("this PolicyCallback has joined a trainer already: make another one")
         refuse_unsupported(trainer, self._attach_options.policies)
-        _, detach = self._attach(trainer, num_steps=1, optimizer=None)  # raises errors now rather than in train()
+        # Raises errors now rather than in train(), which makes the optimizer.
+        _, detach = self._attach(trainer, num_steps=1, optimizer=torch.optim.SGD([torch.zeros(1)], 0.0))
         detach()
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
