@@ -9,6 +9,7 @@ Shape letters: N computed rows, M rows of the last layer, D width.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, final
 
 import torch
@@ -52,6 +53,10 @@ class LastLayer(ForwardOverride):
         except ReachedAttention as reached:
             return run(mask.with_keys(reached.key, reached.value), read.row_M)
         raise UnsupportedError(f"{type(self.module).__name__} calls no attention function of transformers")
+
+    def __reduce_ex__(self, _: object) -> Any:
+        """Return the plain forward, as of a layer of a model that is not packed."""
+        return functools.partial, (type(self.module).forward, self.module)
 
 
 def install_last_layer(patches: ForwardPatches, stack: nn.Module) -> nn.Module | None:
