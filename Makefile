@@ -11,14 +11,18 @@ VARIANT ?= cuda
 # Such as: PIP_OPTIONS="--extra-index-url ..." for torch without CUDA; BUILD_OPTIONS="--network host".
 PIP_OPTIONS ?=
 BUILD_OPTIONS ?=
+# The ids of the runs of make quickstart, whatever else runs meanwhile.
+QUICKSTART = .venv/quickstart
 # Percent of public names whose types a checker must know without guessing; the path makes it find package and torch.
 TYPES_KNOWN = 98
 
-quickstart: .venv/runtime  ## install, run the quickstart dense and sparse, compare the two
-	$(BIN)/sparsebp run recipes/quickstart-dense.yaml recipes/quickstart.yaml && $(BIN)/sparsebp compare @2
+quickstart: .venv/runtime  ## install, train dense and with the same gradient for less work, compare the two
+	$(BIN)/sparsebp run recipes/quickstart-dense.yaml recipes/quickstart.yaml --ids $(QUICKSTART)
+	$(BIN)/sparsebp compare $$(cat $(QUICKSTART))
+	@echo "docs/guide/quickstart.md explains each number; docs/guide/lossless.md does this in your own Trainer or loop."
 
-picture: .venv/runtime  ## record the two newest runs as the README's picture and numbers: after make quickstart
-	$(BIN)/sparsebp compare @2 -o md --png docs/picture/quickstart.svg > docs/picture/quickstart.part
+picture: .venv/runtime  ## record the runs of make quickstart as the README's picture and numbers
+	$(BIN)/sparsebp compare $$(cat $(QUICKSTART)) -o md --png docs/picture/quickstart.svg > docs/picture/quickstart.part
 	mv docs/picture/quickstart.part docs/picture/quickstart.md
 	$(BIN)/python docs/generate.py
 
@@ -98,7 +102,8 @@ clean:  ## remove what was installed and built
 
 .venv/runtime: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable .
+	@echo "installing into .venv; PyTorch is large: this takes a few minutes"
+	$(BIN)/python -m pip install --editable .
 	touch $@
 
 .venv/develop: pyproject.toml

@@ -33,9 +33,9 @@ site, version = sys.argv[1:]
 assert Path(sparsebp_cli.__file__).is_relative_to(site), sparsebp_cli.__file__
 assert sparsebp_cli.__version__ == version, sparsebp_cli.__version__
 assert (Path(sparsebp_cli.__file__).parent / "py.typed").exists()
-assert find_policies()["topk"].problem == ""
+assert find_policies()["lossless"].problem == ""
 PYTHON
 few=(--set training.max_steps=4 --set training.warmup_steps=1 --set measure.eval_every=2 --set measure.probe_every=2
   --set measure.warmup_steps=1 --set checkpoint.every=2)
-sparsebp run quickstart-dense.yaml quickstart.yaml "${few[@]}"
-sparsebp compare @2
+sparsebp run quickstart-dense.yaml quickstart.yaml "${few[@]}" --ids ids
+sparsebp compare $(cat ids)

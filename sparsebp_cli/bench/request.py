@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from sparsebp_cli.bench.form import Form
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 
-MODEL = "austen-llama"  # model, length and batch are those of the quickstart
+MODEL = "austen-llama"  # model, length and batch are those of recipes/python-docs.yaml
 LENGTH, BATCH = 128, 16
 
 

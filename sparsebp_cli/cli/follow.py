@@ -35,9 +35,10 @@ def follow_all(jobs: Sequence[Job], interrupts: Interrupts, *, seen: Sequence[in
     the bytes of each journal that belong to earlier attempts; empty: all journals are new. Returns the exit code of the
     first run that did not finish; 130 or 143 after a signal."""
     codes: list[int] = []
+    runs = [job.run for job in jobs]
     for number, job in enumerate(jobs):
         _follow(job, interrupts, seen[number] if seen else 0)
-        codes.append(print_end(job, together=len(jobs) if number == len(jobs) - 1 else 0))
+        codes.append(print_end(job, together=runs if number == len(jobs) - 1 else ()))
         if interrupts.received:
             _print_not_started(jobs[number + 1 :])
             return interrupts.exit_code
@@ -121,7 +122,7 @@ def _report_connection(job: Job, display: Display, lost: bool) -> bool:
     return is_lost
 
 
-def print_end(job: Job, *, together: int = 0) -> int:
+def print_end(job: Job, *, together: Sequence[RunFolder] = ()) -> int:
     """Print the summary of a finished run, or how else it ended, and return the exit code. ``together``: see
     :func:`~sparsebp_cli.cli.summary.summarise`."""
     from sparsebp_cli.cli.summary import summarise

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
 
 
+IDS = "Also write the ids of the runs to this file, one a line, as soon as they are known."
 UNTIL = "More seeds (of --seeds, else 0-9) until this margin is decided: eval/loss=0.01."
 
 
@@ -41,6 +42,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         typer.Option("--target", "-t", help="Where to run: a kind or a name.", autocompletion=complete_target),
     ] = None,
     max_parallel: Annotated[int, typer.Option(min=1, help="Runs at once on a target; GPUs are shared out.")] = 1,
+    ids: Annotated[Path | None, typer.Option(metavar="FILE", help=IDS)] = None,
     with_baseline: Annotated[
         bool, typer.Option("--with-baseline", help="Also run each recipe dense, alternating on one device.")
     ] = False,
@@ -56,8 +58,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
     changes = [*([f"target={target}"] if target else []), *(changes or [])]
     changes += [f"name={name}"] if name else []
     if until_ci is not None:
-        if dry_run or detach or with_baseline:
-            raise UsageError("--until-ci looks at results: not with --dry-run, --detach or --with-baseline")
+        if dry_run or detach or with_baseline or ids is not None:
+            raise UsageError("--until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline")
         from sparsebp_cli.cli.until import run_until
 
         execute = partial(_execute, max_parallel=max_parallel)
@@ -71,6 +73,8 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
         for plan in plans:
             _print_plan(plan)
         return
+    if ids is not None:
+        _write_ids(ids, plans)
     with Interrupts() as interrupts:
         jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
         if detach:
@@ -115,6 +119,13 @@ def _write_plan(plan: Plan) -> RunFolder:
     folder = create_run(plan.run_id)
     plan.save(folder.path)
     return folder
+
+
+def _write_ids(file: Path, plans: Sequence[Plan]) -> None:
+    try:
+        file.write_text("".join(f"{plan.run_id}\n" for plan in plans), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--ids: cannot write {file}: {error.strerror}") from None
 
 
 def _print_plan(plan: Plan) -> None:

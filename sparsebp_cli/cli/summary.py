@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
 from sparsebp_cli.cli.stored_run import describe_policies, read_recipe
-from sparsebp_cli.run import History, RunFolder, list_runs, metric
+from sparsebp_cli.run import History, RunFolder, metric
 from sparsebp_cli.run.metric import Metric
 
 if TYPE_CHECKING:
@@ -42,9 +42,9 @@ STEP_MEMORY = (
 )
 
 
-def summarise(run: RunFolder, *, together: int = 0, warning: str = "") -> RenderableType:
+def summarise(run: RunFolder, *, together: Sequence[RunFolder] = (), warning: str = "") -> RenderableType:
     """Return the summary for rich. ``warning`` is a problem apart from the run, such as metrics that were not sent.
-    ``together`` is the number of runs of this command after its last one, which names the next command; else 0."""
+    ``together`` are all runs of this command, given with its last one: they are in the next command."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -62,8 +62,9 @@ def summarise(run: RunFolder, *, together: int = 0, warning: str = "") -> Render
     head = Text.assemble((recipe["name"], "bold"), f" {run.run_id}  {run.state()}  ({describe_policies(recipe)})")
     if not together:
         return Group(head, grid)
-    alone = len(list_runs()) < 2
-    command = f"sparsebp show {run.run_id}" if alone else f"sparsebp compare @{max(2, together)}"
+    # Ids, because others may have started runs meanwhile, which @N would count.
+    ids = [folder.run_id for folder in together]
+    command = f"sparsebp compare {' '.join(ids)}" if len(ids) > 1 else f"sparsebp show {run.run_id}"
     return Group(head, grid, Text.assemble("next: ", (command, "bold")))
 
 

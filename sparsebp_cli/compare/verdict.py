@@ -132,8 +132,10 @@ def _decided(difference: Difference, margin: NotWorse | None, metric: str, way: 
 def _rounding(quality: Quality, difference: Difference, metric: str) -> str:
     size = f"{difference.mean:+.2g} in {metric}"
     scale = ROUNDING * abs(quality.final.mean if quality.final else 0.0)
-    if differs(difference) and abs(difference.mean) > scale:
-        return f"declared exact, but {size} ({_describe_interval(difference)}) is far more than rounding: a fault"
+    few = difference.low is None  # too few seeds for an interval: the size alone decides
+    if (few or differs(difference)) and abs(difference.mean) > scale:
+        how = COUNTS.get(difference.n, "no shared seed") if few else _describe_interval(difference)
+        return f"declared exact, but {size} ({how}) is far more than rounding: a fault"
     return f"exact: what differs is rounding ({size})"
 
 

@@ -25,7 +25,7 @@ from sparsebp_cli.worker.rank import find_rank, run_rank
 
 # OpenMP reads this when torch loads it, so set it before any import of torch. Threads that spin at barriers make a step
 # three to six times slower as soon as another process needs a core; threads that sleep make it about a tenth slower on
-# a quiet machine (both measured with 2 threads on 2 cores, the quickstart's model, torch 2.13). A value that the user
+# a quiet machine (both measured with 2 threads on 2 cores, recipes/python-docs.yaml, torch 2.13). A value that the user
 # set is kept.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 

@@ -24,7 +24,8 @@ SHORT = [
 
 def test_there_are_recipes_for_the_quickstart_and_for_each_way_of_training():
     names = {file.stem for file in RECIPES}
-    expected = {"austen-from-scratch", "cmudict-completion", "lora", "quickstart", "quickstart-dense", "random-rows"}
+    expected = {"austen-from-scratch", "cmudict-completion", "lora", "python-docs", "quickstart"}
+    expected |= {"quickstart-dense", "random-rows", "topk-rows"}
     assert expected <= names
 
 
@@ -36,10 +37,18 @@ def test_a_recipe_is_short_says_what_it_is_for_and_is_called_like_its_file(file)
     assert load_recipe(file).name == file.stem
 
 
-def test_the_two_quickstart_recipes_differ_in_the_policy_alone():
+def test_the_two_quickstart_recipes_differ_in_the_exact_policy_alone():
+    dense, packed = (
+        load_recipe(FOLDER / f"{name}.yaml").model_dump(exclude={"name"}) for name in ("quickstart-dense", "quickstart")
+    )
+    assert {key for key in dense if dense[key] != packed[key]} == {"policy"}
+    assert [policy["name"] for policy in packed["policy"]] == ["lossless"]
+
+
+def test_topk_rows_and_its_control_differ_from_python_docs_in_the_policy_alone():
     dense, sparse, control = (
         load_recipe(FOLDER / f"{name}.yaml").model_dump(exclude={"name"})
-        for name in ("quickstart-dense", "quickstart", "random-rows")
+        for name in ("python-docs", "topk-rows", "random-rows")
     )
     assert {key for key in dense if dense[key] != sparse[key]} == {"policy"}
     assert {key for key in dense if dense[key] != control[key]} == {"policy"}

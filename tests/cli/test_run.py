@@ -65,9 +65,25 @@ def test_seeds_and_recipes_run_one_after_the_other(cli: Cli, write_recipe: Write
     plans = [Plan.load(run.plan_file).recipe for run in list_runs()[::-1]]
     assert [(plan.name, plan.training.seed) for plan in plans] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     assert [run.state() for run in list_runs()] == [State.FINISHED] * 4
-    assert "next: sparsebp compare @4" in done.stdout
+    ids = " ".join(run.run_id for run in list_runs()[::-1])
+    assert f"next: sparsebp compare {ids}" in " ".join(done.stdout.split())
     done = cli("run", write_recipe(name="c"), "--set", "training.max_steps=3")
-    assert "next: sparsebp compare @2" in done.stdout
+    assert f"next: sparsebp show {list_runs()[0].run_id}" in done.stdout
+
+
+def test_the_ids_of_the_runs_are_written_to_a_file(cli: Cli, write_recipe: Write, tmp_path: Path) -> None:
+    three = ("--set", "training.max_steps=3")
+    file = tmp_path / "ids"
+    done = cli("run", write_recipe(name="a"), write_recipe(name="b"), "--ids", file, *three)
+    assert done.returncode == 0, done.stderr
+    own = [run.run_id for run in list_runs()[::-1]]
+    assert file.read_text().split() == own
+    cli("run", write_recipe(name="c"), *three)  # another run does not change what they name
+    done = cli("compare", *file.read_text().split(), "-o", "json")
+    assert [run["run_id"] for run in json.loads(done.stdout)["runs"]] == own
+    done = cli("run", write_recipe(name="d"), "--ids", tmp_path / "nowhere" / "ids", *three)
+    assert (done.returncode, len(list_runs())) == (2, 3)
+    assert "--ids: cannot write" in done.stderr
 
 
 def test_name_and_set_change_the_recipe(cli: Cli, write_recipe: Write) -> None:

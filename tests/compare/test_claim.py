@@ -242,6 +242,18 @@ def test_an_exact_policy_differs_by_rounding_and_is_never_better(make_run: MakeR
     assert "better" not in text
 
 
+def test_one_seed_of_an_exact_policy_that_differs_by_much_is_a_fault(make_run: MakeRun) -> None:
+    def verdict(loss: float) -> str:
+        return of(
+            compare_runs([make_run("dense", 0, loss=1.0), make_run("x", 0, loss=loss, policy=EXACT)]), "x"
+        ).verdict
+
+    assert verdict(1.5).startswith(
+        "declared exact, but +0.5 in eval/loss (one seed) is far more than rounding: a fault"
+    )
+    assert verdict(1.000001).startswith("exact: what differs is rounding (+1e-06 in eval/loss); ")
+
+
 def test_an_exact_policy_that_differs_by_more_than_rounding_is_a_fault(make_run: MakeRun) -> None:
     runs = [make_run("dense", s, loss=1.0 + 0.1 * s) for s in range(3)]
     runs += [make_run("x", s, loss=1.0 + 0.1 * s + 0.2 + 0.001 * s, policy=EXACT) for s in range(3)]
