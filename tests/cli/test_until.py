@@ -195,4 +195,5 @@ def test_the_command_line_runs_it_and_refuses_what_does_not_go_with_it(cli: Cli,
     assert len(list_runs()) == 6
     refused = cli("run", *two_recipes, "--until-ci", "0.01", "--detach")
     assert refused.returncode == 2
-    assert refused.stderr == "error: --until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline\n"
+    text = "error: --until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline\n"
+    assert refused.stderr == text
