@@ -33,19 +33,19 @@ IGNORED = -100  # the label that transformers' losses ignore
 Rows = Sequence[dict[str, object]]
 
 
-class Split(Protocol):
+class DataSplit(Protocol):
     """The rows of a split, read one by one."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, number: int, /) -> dict[str, object]: ...
 
 
-class Table(Split, Protocol):
+class Table(DataSplit, Protocol):
     """A split of ``datasets``."""
 
     @property
     def features(self) -> Mapping[str, object]: ...
-    def remove_columns(self, names: list[str], /) -> Split: ...
+    def remove_columns(self, names: list[str], /) -> DataSplit: ...
 
 
 Item = TypeVar("Item")
@@ -169,7 +169,7 @@ def _prompt(example: Example) -> np.ndarray:
     return example.input_ids[example.labels == IGNORED] if example.labels.ndim else example.input_ids
 
 
-def _load_splits(section: DatasetSection) -> dict[str, Split]:
+def _load_splits(section: DatasetSection) -> dict[str, DataSplit]:
     source = find_source(section.name, DATASETS)
     if callable(source):
         return dict(source())
@@ -199,7 +199,7 @@ def _load_splits(section: DatasetSection) -> dict[str, Split]:
         raise DataError(f"dataset {section.name}: {reason}") from None
 
 
-def _keep_readable(rows: Table, section: DatasetSection) -> Split:
+def _keep_readable(rows: Table, section: DatasetSection) -> DataSplit:
     """Drop columns of images, audio and the like: reading a row would open and decode the files that it names."""
     wanted = {section.text_column, section.label_column, section.prompt_column, section.completion_column}
     kinds = {name: type(feature).__name__ for name, feature in rows.features.items() if not _is_plain(feature)}
@@ -219,7 +219,7 @@ def _is_plain(feature: object) -> bool:
     return type(feature).__name__ in TEXT_FEATURES
 
 
-def _pick(splits: dict[str, Split], name: str, max_examples: int | None) -> Rows:
+def _pick(splits: dict[str, DataSplit], name: str, max_examples: int | None) -> Rows:
     if name not in splits:
         raise missing_split(name, splits)
     rows = splits[name]

@@ -18,6 +18,7 @@ from sparsebp_cli.policies.topk import TopK
 from sparsebp_cli.policy import (
     Elements,
     GradientSelector,
+    InformedSelector,
     Policy,
     Rows,
     Selection,
@@ -84,7 +85,12 @@ def _cases() -> list[Any]:
     cases = []
     for name, found in find_policies().items():
         assert found.policy_class is not None, f"{name}: {found.problem}"
-        cases += [pytest.param(name, o, id=f"{name}-{o}") for o in _option_sets(found.policy_class)]
+        # What such a policy reads is drawn thousands of times for each set; pairs of options are left to the long tests.
+        informed = issubclass(found.policy_class, InformedSelector)
+        num_required = len(found.policy_class.model_json_schema().get("required", []))
+        for options in _option_sets(found.policy_class):
+            marks = [pytest.mark.long] if informed and len(options) > num_required + 1 else []
+            cases.append(pytest.param(name, options, id=f"{name}-{options}", marks=marks))
     return cases
 
 

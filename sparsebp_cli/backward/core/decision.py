@@ -22,7 +22,18 @@ from sparsebp_cli.backward.core.extension import SiteCost, SplitCost
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import FlopEstimate, SiteReport
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import Budget, GradientSelector, InformedSelector, Reading, Seen, Selection, Site, Split, Step
+from sparsebp_cli.policy import (
+    Budget,
+    GradientSelector,
+    InformedSelector,
+    Reading,
+    Seen,
+    Selection,
+    Site,
+    Split,
+    Stateful,
+    Step,
+)
 
 _OUTSIDE = (
     "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
@@ -136,6 +147,8 @@ class _Rule:
     selector: GradientSelector  # as the user made it
     policy: GradientSelector  # with the ``keep`` of the warm-up
     selection: type[Selection] | None
+    budget: Budget | None  # None: another at each site and step
+    has_state: bool
     warmup_step: int  # step of the warm-up to which this applies; after its end, its length
 
     @classmethod
@@ -144,7 +157,9 @@ class _Rule:
         if step.index < length:
             keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
             policy = selector.model_copy(update={"keep": keep ** (step.index / length)})
-        return cls(selector, policy, policy.selection, min(step.index, length))
+        is_fixed = type(policy).budget_at is GradientSelector.budget_at
+        budget = Budget.of(policy.budget) if is_fixed else None
+        return cls(selector, policy, policy.selection, budget, isinstance(policy, Stateful), min(step.index, length))
 
 
 class SiteDecisions:
@@ -230,10 +245,11 @@ class SiteDecisions:
         step = replace(self.step, call=self.counters.next_call(site.name))
         rule, budget = self._rule_at(site, step), Budget(1.0, 1.0)
         if rule is not None:
-            budget = Budget.of(rule.policy.budget_at(site, step))
+            budget = rule.budget or Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:
-                self.states.see(rule.selector, site, grad_NO)
-                seen = replace(seen, state=self.states.of(rule.selector))
+                if rule.has_state:
+                    self.states.see(rule.selector, site, grad_NO)
+                    seen = replace(seen, state=self.states.of(rule.selector))
                 grad_NO, selection = self._select(rule.policy, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device

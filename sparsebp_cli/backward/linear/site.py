@@ -152,7 +152,7 @@ class LinearOverride(ForwardOverride):
     ) -> None:
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
         self.time_first, self.reference, self.reads_input = time_first, engine.reference, False
-        self._norms, self._site = norms, Site(name, 0, (), layer)
+        self._norms, self._reads = norms, engine.decisions.reads_at(Site(name, 0, (), layer))
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
@@ -168,7 +168,7 @@ class LinearOverride(ForwardOverride):
         forward, rows, sizes = self.engine.forward, None, self.engine.batch_sizes
         if sizes is not None and not torch.compiler.is_compiling():
             rows = find_rows(x, sizes, time_first=self.time_first)
-        reads = self.engine.decisions.reads_at(self._site) if self.engine.enabled else frozenset[Reading]()
+        reads = self._reads if self.engine.enabled else frozenset[Reading]()
         if forward is None and rows is None and not reads:
             return run_linear(self.module, x, self)
         num_rows = None if forward is None else self._count_dense_rows(x, forward)

@@ -24,7 +24,7 @@ from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import misses_gradients
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
-from sparsebp_cli.backward.selection.block.layout import Part, find_blocks
+from sparsebp_cli.backward.selection.block.layout import BlockPart, find_blocks
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import BlockDropper, Step
@@ -87,7 +87,7 @@ class BlockExtension:
         if not self._was_called:
             refuse_uncalled(self._policy, self._model)
 
-    def is_dropped(self, part: Part) -> bool:
+    def is_dropped(self, part: BlockPart) -> bool:
         """Whether a module that runs now belongs to dropped blocks alone; called where gradients are enabled."""
         self._was_called = True
         step = _whole(self.engine.now())
@@ -151,7 +151,7 @@ class BlockExtension:
             dropped -= {block.name}
         return dropped
 
-    def _dropped_parts(self, dropped: frozenset[str]) -> list[Part]:
+    def _dropped_parts(self, dropped: frozenset[str]) -> list[BlockPart]:
         return [part for part in self.parts if part.blocks <= dropped]
 
     def _find_frozen(self, dropped: frozenset[str]) -> dict[str, nn.Parameter]:
@@ -167,7 +167,7 @@ class BlockExtension:
 class PartOverride(ForwardOverride):
     """The ``forward`` of one module of residual blocks."""
 
-    def __init__(self, part: Part, extension: BlockExtension) -> None:
+    def __init__(self, part: BlockPart, extension: BlockExtension) -> None:
         self._part, self._extension = part, extension
         # Not compiled, since the choice differs from step to step.
         self._is_dropped: Callable[[], bool] = uncompiled(self._ask)

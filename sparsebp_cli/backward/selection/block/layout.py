@@ -29,7 +29,7 @@ class BlockLayout:
 
 
 @dataclass(frozen=True)
-class Part:
+class BlockPart:
     """A module that one residual block runs, or several share, such as the norm before a parallel attention and MLP.
 
     Args:
@@ -58,7 +58,7 @@ _ENCODERS: dict[str, tuple[BlockLayout, ...]] = {
 }
 
 
-def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...], tuple[Part, ...]]:
+def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...], tuple[BlockPart, ...]]:
     """Return a model's residual blocks and the modules that compute them, both in the model's order.
 
     Raises :class:`UnsupportedError` that names ``asker`` if the model has no layers, or some of unknown layout.
@@ -82,7 +82,7 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
             blocks.append(ResidualBlock(first, number, block.kind, _count_weights(parts.values())))
             for part_name, module in parts.items():
                 found.setdefault(module, (part_name, set()))[1].add(first)
-    parts_found = tuple(Part(name, module, frozenset(names)) for module, (name, names) in found.items())
+    parts_found = tuple(BlockPart(name, module, frozenset(names)) for module, (name, names) in found.items())
     return tuple(blocks), parts_found
 
 
