@@ -85,7 +85,7 @@ def _cases() -> list[Any]:
     cases = []
     for name, found in find_policies().items():
         assert found.policy_class is not None, f"{name}: {found.problem}"
-        # What such a policy reads is drawn thousands of times for each set; pairs of options are left to the long tests.
+        # Each set takes thousands of draws with all that is read: pairs of options are left to the long tests.
         informed = issubclass(found.policy_class, InformedSelector)
         num_required = len(found.policy_class.model_json_schema().get("required", []))
         for options in _option_sets(found.policy_class):
