@@ -9,7 +9,6 @@ For a plan with several processes, this process starts them with the same comman
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import traceback
 from contextlib import ExitStack, suppress
@@ -19,15 +18,12 @@ from sparsebp_cli.errors import ChangedError, RunBusyError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.run import JournalWriter, RunFolder, State, keep_private
+from sparsebp_cli.worker import wait_briefly
 from sparsebp_cli.worker.ending import StopRequest, stop_message
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import find_rank, run_rank
 
-# OpenMP reads this when torch loads it, so set it before any import of torch. Threads that spin at barriers make a step
-# three to six times slower as soon as another process needs a core; threads that sleep make it about a tenth slower on
-# a quiet machine (both measured with 2 threads on 2 cores, recipes/python-docs.yaml, torch 2.13). A value that the user
-# set is kept.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+wait_briefly()
 
 
 def main(plan_file: Path) -> int:

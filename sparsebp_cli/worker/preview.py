@@ -15,10 +15,10 @@ from pathlib import Path
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder
+from sparsebp_cli.worker import wait_briefly
 from sparsebp_cli.worker.ending import StopRequest
 
-# As for training: see sparsebp_cli/worker/__main__.py.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+wait_briefly()
 
 
 def main(plan_file: Path) -> int:

@@ -14,8 +14,9 @@ import sys
 import threading
 import traceback
 
-# As for training: see sparsebp_cli/worker/__main__.py.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+from sparsebp_cli.worker import wait_briefly
+
+wait_briefly()
 
 
 def main() -> int:
