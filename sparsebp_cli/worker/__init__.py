@@ -14,7 +14,7 @@ def wait_briefly() -> None:
 
     OpenMP reads this when torch loads it, so call it before any import of torch. Threads that spin for long make a step
     several times slower as soon as another process needs a core. Threads that sleep at once are woken for every
-    operation: on a quiet machine steps take 1.2 to 1.7 times as long (docs/log.md, 2026-11-22).
+    operation: on a quiet machine dense steps take 1.2 times as long, packed ones 1.5 times (docs/log.md, 2026-11-22).
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # what other libraries than GNU's read
