@@ -32,6 +32,8 @@ WAYS: dict[str, Sections] = {
     "tokens at random, exact": _policy("tokens", score="random", keep=0.4, mode="exact"),
     "selective-backprop": _policy("selective-backprop", keep=0.5, start=0.2, end=0.9),
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
+    "crs": _policy("crs", keep=0.5, products="both"),
+    "dropbp": _policy("dropbp", keep=0.5),
     "lossless": _policy("lossless"),
     "frozen": _policy("frozen", freeze=["*.layers.0.*"]),
     "frozen in turn, at random": _policy("frozen", order="random", **_TURNS),

@@ -153,6 +153,8 @@ class LinearOverride(ForwardOverride):
         self.name, self.module, self.form, self.engine, self.layer = name, module, form, engine, layer
         self.time_first, self.reference, self.reads_input = time_first, engine.reference, False
         self._norms, self._reads = norms, engine.decisions.reads_at(Site(name, 0, (), layer))
+        # Not compiled: the norms are taken from no graph. As a decorator it would import torch._dynamo with this file.
+        self._run_informed = uncompiled(self._read_and_run) if self._reads else self._read_and_run
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
@@ -173,11 +175,10 @@ class LinearOverride(ForwardOverride):
             return run_linear(self.module, x, self)
         num_rows = None if forward is None else self._count_dense_rows(x, forward)
         call = _Call(self, num_rows, rows, self.form, self.reference, self.engine, reads=reads)
-        return run_linear(self.module, x, call) if not reads else self._read_and_run(x, call)
+        return self._run_informed(x, call) if reads else run_linear(self.module, x, call)
 
-    @uncompiled
     def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:
-        """Run the linear with the norms that its policy reads. Not compiled: they are taken from no graph."""
+        """Run the linear with the norms that its policy reads."""
         with torch.no_grad():
             call.readings.update(read_before(call.reads, x, self.form.by_output(weight_of(self.module)), self._norms))
         output = run_linear(self.module, x, call)
