@@ -171,6 +171,7 @@ class SiteDecisions:
 
     has_selectors: bool
     counters: SiteCounters
+    states: PolicyStates
 
     def __init__(self, selectors: Sequence[GradientSelector], num_layers: int) -> None:
         self.residuals: dict[str, Tensor] = {}  # what error feedback adds later, by site, micro-batch and call

@@ -139,6 +139,15 @@ class LinearOverride(ForwardOverride):
     ``time_first`` says that the linear is in a torch module with ``batch_first=False``.
     """
 
+    name: str
+    module: nn.Module
+    form: WeightLayout
+    engine: SiteEngine
+    layer: int | None
+    time_first: bool
+    reference: bool
+    reads_input: bool
+
     def __init__(
         self,
         name: str,
