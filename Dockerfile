@@ -28,6 +28,7 @@ RUN python3 -m venv /venv \
  && /venv/bin/pip install --no-cache-dir ${PIP_OPTIONS} --requirement requirements.txt
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY sparsebp_cli sparsebp_cli
+COPY recipes recipes
 RUN /venv/bin/pip wheel --no-cache-dir --no-deps ${PIP_OPTIONS} --wheel-dir dist . \
  && /venv/bin/pip install --no-cache-dir --no-deps dist/*.whl
 

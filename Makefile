@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: coverage test-fast wheel-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser check style fix docs bench image clean help
+.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser latex check style fix docs bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -11,14 +11,15 @@ VARIANT ?= cuda
 # Such as: PIP_OPTIONS="--extra-index-url ..." for torch without CUDA; BUILD_OPTIONS="--network host".
 PIP_OPTIONS ?=
 BUILD_OPTIONS ?=
+# Processes of `make test`: one more than two cores, since tests of daemons and killed runs wait a third of their time.
+WORKERS ?= 3
 # The ids of the runs of make quickstart, whatever else runs meanwhile.
 QUICKSTART = .venv/quickstart
 # Percent of public names whose types a checker must know without guessing; the path makes it find package and torch.
 TYPES_KNOWN = 98
 
 quickstart: .venv/runtime  ## install, train dense and with the same gradient for less work, compare the two
-	$(BIN)/sparsebp run recipes/quickstart-dense.yaml recipes/quickstart.yaml --ids $(QUICKSTART)
-	$(BIN)/sparsebp compare $$(cat $(QUICKSTART))
+	$(BIN)/sparsebp quickstart --ids $(QUICKSTART)
 	@echo "docs/guide/quickstart.md explains each number; docs/guide/lossless.md does this in your own Trainer or loop."
 
 picture: .venv/runtime  ## record the runs of make quickstart as the README's picture and numbers
@@ -40,13 +41,16 @@ test-fast: .venv/develop  ## the tests that need no model
 	$(BIN)/pytest --fast -n 2 --dist loadfile
 
 test: .venv/develop  ## all tests
-	$(BIN)/pytest -n 2 --dist loadgroup --durations 30 --durations-min 10
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --durations 30 --durations-min 10
 
 coverage: .venv/develop  ## the tests that need no model, and the share of lines that they run, with a floor
 	$(BIN)/pytest --fast -n 2 --dist loadfile --cov sparsebp_cli --cov-report term:skip-covered --cov-fail-under 45
 
-wheel-test: .venv/develop  ## the quickstart with a built wheel, away from the checkout
+wheel-test: .venv/develop  ## the quickstart with a wheel built from the source distribution, away from the checkout
 	bash tests/wheel.sh
+
+bare-test: .venv/develop  ## the same with every requirement from the package index, and the whole quickstart, timed
+	BARE=1 bash tests/wheel.sh
 
 test-oldest:  ## the tests with the oldest PyTorch and transformers that are allowed (fetches gigabytes)
 	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
@@ -61,7 +65,10 @@ chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/pr
 	$(BIN)/python docs/generate.py
 
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed
-	$(BIN)/pytest -m browser
+	$(BIN)/pytest -m browser tests/auditor tests/compare
+
+latex: .venv/develop  ## a table and a picture of compare in a paper, with pdflatex, which has to be installed
+	$(BIN)/pytest -m latex tests/compare
 
 test-k8s: .venv/develop  ## the target kubernetes on a real control plane, compiled once (ten minutes; Debian, root)
 	bash tests/target/kubernetes.sh

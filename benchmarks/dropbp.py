@@ -28,27 +28,31 @@ from checkout import ROOT, use_checkout
 use_checkout()
 
 import torch  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
 import sparsebp_cli as sbp  # noqa: E402
+from sparsebp_cli.asset.checkpointing import checkpoint_activations  # noqa: E402
 from sparsebp_cli.backward import count_flops, saved_bytes  # noqa: E402
 from sparsebp_cli.worker.bench.row import quartiles  # noqa: E402
 
-WAYS: dict[str, float | None] = {"dense": None, "keep: 0.5": 0.5, "keep: 0.25": 0.25}
+Ways = dict[str, dict[str, Any]]  # a policy's name and options; empty: none
+WAYS: Ways = {"dense": {}, **{f"keep: {keep}": {"name": "dropbp", "keep": keep} for keep in (0.5, 0.25)}}
+CHECKPOINTING = "checkpointing"  # the way in which every layer is computed again
 FULL = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1365, "num_hidden_layers": 6}
 FULL |= {"num_attention_heads": 8}
 TINY = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class Way:
-    """One model in training, with or without the policy."""
+    """One model in training, with or without a policy."""
 
-    def __init__(self, model: nn.Module, keep: float | None) -> None:
+    def __init__(self, model: PreTrainedModel, policy: dict[str, Any], *, checkpointed: bool = False) -> None:
         self.model = copy.deepcopy(model).train()
+        if checkpointed:
+            checkpoint_activations(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        policy = [] if keep is None else sbp.make_policy("dropbp", keep=keep)
-        self.engine = None if keep is None else sbp.attach(self.model, policy, optimizer=self.optimizer)
+        self.engine = sbp.attach(self.model, policy, optimizer=self.optimizer) if policy else None
         self._backward: Callable[[Tensor], None] = (
             torch.Tensor.backward if self.engine is None else self.engine.backward
         )
@@ -102,15 +106,15 @@ def measure(ways: dict[str, Way], batches: Callable[[], Tensor], rounds: int) ->
     return result
 
 
-def main() -> None:
-    """Measure, print a table, and write the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(what: str, chosen: Ways, description: str | None) -> None:
+    """Measure, print a table, and write the numbers of what is measured."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a model that measures nothing")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--examples", type=int, default=2)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/dropbp-cpu.json")
+    parser.add_argument("--out", type=Path, default=ROOT / f"benchmarks/results/{what}-cpu.json")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -124,9 +128,10 @@ def main() -> None:
         return torch.randint(3, sizes["vocab_size"], (options.examples, length), generator=generator)
 
     before = os.getloadavg()[0]
-    rows = measure({name: Way(model, keep) for name, keep in WAYS.items()}, draw, rounds)
+    ways = {name: Way(model, policy, checkpointed=name == CHECKPOINTING) for name, policy in chosen.items()}
+    rows = measure(ways, draw, rounds)
     result = {
-        "what": "whole steps with dropbp over dense ones",
+        "what": f"whole steps with {what} over dense ones",
         "model": sizes | {"num_parameters": sum(p.numel() for p in model.parameters())},
         "batch": [options.examples, length],
         "rounds": rounds,
@@ -136,14 +141,14 @@ def main() -> None:
         "versions": {name: version(name) for name in ("sparsebp", "torch", "transformers")},
         "ways": rows,
     }
-    print(f"{'way':<12} {'step':>20} {'backward':>20} {'FLOPs':>7} {'kept bytes':>10}")
+    print(f"{'way':<20} {'step':>20} {'backward':>20} {'FLOPs':>7} {'kept bytes':>10}")
     for name, row in rows.items():
         times = (row[key] for key in ("step_speedup", "backward_speedup"))
         step, backward = (f"{speed.median:.2f}x ({speed.low:.2f}-{speed.high:.2f})" for speed in times)
-        print(f"{name:<12} {step:>20} {backward:>20} {row['flops_share']:7.1%} {row['saved_share']:10.1%}")
+        print(f"{name:<20} {step:>20} {backward:>20} {row['flops_share']:7.1%} {row['saved_share']:10.1%}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1, default=dict) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main("dropbp", WAYS, __doc__)

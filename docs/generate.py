@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from generator import (
+    architecture,
     audit,
     command,
     comparison,
@@ -22,6 +23,7 @@ from generator import (
     recipe,
     shipped,
     study,
+    timing,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,12 +34,15 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/reference/policies.md": policy.page,
     "docs/reference/recipes.md": shipped.page,
     "docs/reference/composition.md": composition.page,
+    "docs/reference/architectures.md": architecture.page,
     "docs/reference/metrics.md": metric.page,
     "docs/reference/errors.md": error.page,
     "docs/reference/promises.md": promise.page,
     "docs/recipe.schema.json": recipe.schema,
     "docs/comparison.schema.json": comparison.schema,
     "docs/audit.schema.json": audit.schema,
+    "docs/guide/blocks.md": timing.blocks_page,
+    "docs/guide/lossless.md": timing.lossless_page,
     "docs/guide/study.md": study.page,
     "README.md": readme.page,
 }

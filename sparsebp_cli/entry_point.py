@@ -18,6 +18,20 @@ def entry_points(group: str) -> metadata.EntryPoints:
     return _read(group, tuple((folder, _modified(folder)) for folder in sys.path))
 
 
+def find_source(entry: metadata.EntryPoint) -> str:
+    """Return the distribution of an entry point and its version, such as ``sparsebp 0.2.0``."""
+    return "unknown" if entry.dist is None else _describe(entry.dist)
+
+
+@lru_cache(maxsize=256)
+def _describe(dist: metadata.Distribution) -> str:
+    """Describe a distribution; reading its name and its version takes milliseconds each."""
+    try:
+        return f"{dist.name} {dist.version}"
+    except Exception:  # its metadata are damaged
+        return "unknown"
+
+
 def _modified(folder: str) -> int:
     with suppress(OSError):
         return Path(folder or ".").stat().st_mtime_ns

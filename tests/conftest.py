@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -37,11 +38,15 @@ def home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _keep_umask() -> Iterator[None]:
-    """Verbs that write runs change it for their process, which is this one where a test calls them in place."""
-    before = os.umask(0o022)
+def _keep_process() -> Iterator[None]:
+    """Put back the umask, which verbs that write runs change for their process, and the environment: transformers'
+    ``TrainingArguments(torch_compile=True)`` sets variables there by which every later ``Accelerator`` compiles."""
+    umask, environ = os.umask(0o022), dict(os.environ)
     yield
-    os.umask(before)
+    os.umask(umask)
+    for name in os.environ.keys() - environ.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
 
 
 @pytest.fixture(scope="session")
@@ -79,9 +84,10 @@ DYNAMO_WARNS = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--trials FILE`` and ``--fast``."""
+    """Add ``--trials FILE``, ``--fast`` and ``--architectures``."""
     trials.add_option(parser)
     tier.add_option(parser)
+    parser.addoption("--architectures", action="store_true", help="write docs/reference/architectures.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,9 +106,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption("fast") and tier.is_left_alone(collection_path, config) else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` is read
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Name the promises of tests, and give those marked ``compiles`` an empty cache and dynamo's own warnings."""
+    """Name the promises of tests, mark the cases that are long, and give those marked ``compiles`` an empty cache and
+    dynamo's own warnings."""
     trials.name_promises(items)
+    tier.mark_long(items)
     if config.getoption("fast"):
         tier.deselect(config, items)
     for item in items:
@@ -110,6 +119,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             for text in DYNAMO_WARNS:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{text}"))
             item.add_marker(pytest.mark.usefixtures("_forget_compiled"))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage walk through what was imported: torch and transformers are millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -6,10 +6,12 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
-from tests.tier import HEAVY, Barrier, HeavyImportError
+from tests.tier import HEAVY, Barrier, HeavyImportError, mark_long
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,3 +46,22 @@ def test_the_files_of_the_fast_tier_are_collected_behind_the_barrier_and_no_othe
     folders = {line.split("/")[1] for line in done.stdout.splitlines() if "::" in line}
     assert {"recipe", "backward"} <= folders
     assert not {"worker", "trainer"} & folders
+
+
+def _cases(pytestconfig: pytest.Config, *names: str) -> list[Any]:
+    mark = pytest.mark.always("a", "b").mark
+    items = [Mock(nodeid=f"tests/test_x.py::test_y[{name}]", config=pytestconfig) for name in names]
+    for item in items:
+        item.get_closest_marker = lambda name: mark if name == "always" else None
+    return items
+
+
+def test_the_cases_that_always_does_not_name_are_long(pytestconfig: pytest.Config) -> None:
+    items = _cases(pytestconfig, "a", "b", "c")
+    mark_long(items)
+    assert [item.add_marker.call_args_list for item in items] == [[], [], [call(pytest.mark.long)]]
+
+
+def test_a_case_that_always_names_and_nobody_has_is_an_error(pytestconfig: pytest.Config) -> None:
+    with pytest.raises(pytest.UsageError, match=r"cases that do not exist: .*test_y': \['b'\]"):
+        mark_long(_cases(pytestconfig, "a", "c"))

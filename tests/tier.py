@@ -1,5 +1,6 @@
-"""The fast tier, ``pytest --fast``: the files that ``fast_files`` in pyproject.toml names; none of them trains a model.
+"""The tiers of tests: fast, ordinary, long.
 
+The fast tier, ``pytest --fast``, is the files that ``fast_files`` in pyproject.toml names; none of them trains a model.
 What makes it fast is held, not hoped for: in a session with ``--fast`` an import of transformers, of what stands on it,
 or of MLflow fails in the process of the tests. Tests of these files that need one all the same are marked ``model``;
 those and the slow ones are left to the ordinary run. What a test starts as a process of its own is not looked at.
@@ -57,3 +58,25 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
     gone = [item for item in items if any(item.get_closest_marker(name) for name in LEFT_OUT)]
     items[:] = [item for item in items if item not in gone]
     config.hook.pytest_deselected(items=gone)
+
+
+def mark_long(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases of tests with ``always`` that it does not name as ``long``."""
+    found: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("always")
+        if mark is None:
+            continue
+        function, _, rest = item.nodeid.partition("[")
+        case = rest.rpartition("]")[0]
+        found.setdefault(function, set(mark.args)).discard(case)
+        if case not in mark.args:
+            item.add_marker(pytest.mark.long)
+    unknown = {name: sorted(cases) for name, cases in found.items() if cases and not _is_part(name, items)}
+    if unknown:
+        raise pytest.UsageError(f"@pytest.mark.always names cases that do not exist: {unknown}")
+
+
+def _is_part(function: str, items: Sequence[pytest.Item]) -> bool:
+    """Whether single cases of a function were asked for, so that the others were not collected."""
+    return any("[" in str(word) and function in str(word) for word in items[0].config.args)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from typer.models import ArgumentInfo, OptionInfo
 
@@ -32,19 +32,27 @@ def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
 
 def _verb(verb: Callable[..., None]) -> str:
     name = verb.__name__
-    words = [info.metavar or parameter.upper() for parameter, info, _, _ in _signature(verb) if _is_argument(info)]
+    words = [_argument(*parts) for parts in _signature(verb) if _is_argument(parts[1])]
     usage = " ".join(["sparsebp", name, "[OPTIONS]", *words])
     return "\n".join([f"### {name}\n", unwrap(verb.__doc__), "", "```text", usage, "```", "", _parameters(verb)])
+
+
+def _argument(name: str, info: Any, annotation: Any, default: Any) -> str:
+    """Return an argument as the usage line has it: in brackets if it may be left out, with dots if it repeats."""
+    word = info.metavar or name.upper()
+    word = word if default is inspect.Parameter.empty else f"[{word}]"
+    kinds = (annotation, *get_args(annotation))
+    return f"{word}..." if any(get_origin(kind) is list for kind in kinds) else word
 
 
 def _parameters(verb: Callable[..., None]) -> str:
     rows = []
     for name, info, annotation, default in _signature(verb):
         if _is_argument(info):
-            spelled, shown = code(info.metavar or name.upper()), "" if default is inspect.Parameter.empty else "none"
+            spelled, shown = code(info.metavar or name.upper()), _of_argument(info, default)
         else:
             spelled = ", ".join(code(flag) for flag in _flags(name, info))
-            shown = _default(default)
+            shown = info.show_default if isinstance(info.show_default, str) else _default(default)
         rows.append((spelled, _allowed(info, annotation), shown, info.help or ""))
     return table(("argument or option", "value", "default", "meaning"), rows) if rows else ""
 
@@ -64,6 +72,12 @@ def _flags(name: str, info: OptionInfo) -> list[str]:
     given = [info.default, *(info.param_decls or ())]
     flags = [flag for flag in given if isinstance(flag, str) and flag.startswith("-")]
     return sorted(flags, key=len) or [f"--{name.replace('_', '-')}"]
+
+
+def _of_argument(info: ArgumentInfo, default: Any) -> str:
+    if isinstance(info.show_default, str):
+        return info.show_default
+    return "" if default is inspect.Parameter.empty else "none" if default is None else code(default)
 
 
 def _default(default: Any) -> str:

@@ -15,9 +15,9 @@ shows the traceback. Programs can rely on the exit codes."""
 
 CODES = (
     ("0", "done"),
-    ("1", "`doctor` found something broken"),
+    ("1", "a check or a gate failed: `doctor`, `targets check`, `compare --fail-if`"),
     ("2", "wrong recipe, policy, data or usage; nothing was started"),
-    ("100", "a run failed, or the tracking store could not be used"),
+    ("100", "a run failed (`compare`: of a group, no run finished), or the tracking store could not be used"),
     ("101", "not finished, or being written by another process"),
     ("102", "no run, or more than one, has the given name"),
     ("103", "cancelled"),

@@ -32,6 +32,9 @@ BY_KIND = {
     "BlockDropper": "Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
     "for what is missing. Parameters of a dropped block have no gradient at that step. "
     "[Drop residual blocks](../guide/blocks.md)\n",
+    "InputSaver": "Decides in the forward, once for all linears that read one input. The gradients of inputs and "
+    "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
+    "[Save less of inputs](../guide/saved.md)\n",
     "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
     "TokenSelector": "Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "

@@ -7,8 +7,8 @@ from pathlib import Path
 from generator.markdown import code, head, table
 from sparsebp_cli.recipe import Recipe, load_recipe
 
-TEXT = """This page lists the recipes in `recipes/`. Each runs from a checkout, without a network. They are written for
-two CPU cores."""
+TEXT = """This page lists the recipes in `recipes/`, which are in the package too: `sparsebp recipes copy NAME` copies
+one. Each runs without a network. They are written for two CPU cores."""
 
 
 def page(root: Path) -> str:

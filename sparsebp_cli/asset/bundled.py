@@ -26,6 +26,12 @@ import re
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data"
+ABOUT = {  # licence and content
+    "austen-llama": ("Apache-2.0", "llama, 3.7 million parameters, 4 layers, pretrained on five novels by Jane Austen"),
+    "austen": ("public domain", "two novels by Jane Austen, by chapter; one was held out in pretraining"),
+    "cmudict": ("BSD", "30,000 English words, spelling to phonemes, as prompt and completion"),
+    "python-docs": ("PSF-2.0", "80 topics of the running Python's own documentation"),
+}
 AUSTEN_FOLDER = DATA / "austen"
 AUSTEN_BOOKS = {"train": "northangerabbey.txt", "test": "persuasion.txt"}
 

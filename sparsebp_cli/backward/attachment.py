@@ -20,6 +20,7 @@ from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
+from sparsebp_cli.backward.linear.saving import InputSaving
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeAdapter
@@ -38,12 +39,14 @@ from sparsebp_cli.policy import (
     EdgeRouter,
     ExampleSelector,
     GradientSelector,
+    InputSaver,
     ParameterSelector,
     Policy,
     PolicyLike,
     TokenSelector,
     make_policies,
 )
+from sparsebp_cli.policy.scheduled_option import needs_length
 
 
 def attach(
@@ -95,13 +98,18 @@ def attach(
     _refuse_attached(model)
     refuse_lazy(model)
     layers = LayerNumbers(model)
+    savers = [InputSaving(p, model, len(layers.layers)) for p in policies if isinstance(p, InputSaver)]
     decisions = SiteDecisions(selectors, len(layers.layers))
     if router is not None:
         adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
     else:
         acts_before = bool(policies) and all(isinstance(policy, BatchPacker | BlockDropper) for policy in policies)
         if not selectors and options.sites == "linears":  # a model without a linear, such as a convolutional one
-            adapter = LinearAdapter(model, options.exclude, may_be_empty=True, installs=not acts_before)
+            saving = next(iter(savers), None)
+            may_be_empty = saving is None
+            adapter = LinearAdapter(
+                model, options.exclude, may_be_empty=may_be_empty, installs=not acts_before, saving=saving
+            )
         else:
             adapter = _ADAPTERS[options.sites](model, options.exclude)
         if selectors and adapter.names:  # at nodes they are known after the first backward only
@@ -125,8 +133,9 @@ def attach(
         states=PolicyStates(where),
         extensions=[
             *tokens,
+            *savers,
             *(
-                make(policy, model)
+                make(policy, model, optimizer)
                 for kind, make in _EXTENSIONS.items()
                 for policy in policies
                 if isinstance(policy, kind)
@@ -141,7 +150,7 @@ def attach(
 
 
 def _names_layers(policy: Policy) -> bool:
-    if isinstance(policy, GradientSelector):
+    if isinstance(policy, GradientSelector | InputSaver):
         return policy.layers is not None
     return isinstance(policy, ParameterSelector) and policy.changes
 
@@ -154,11 +163,11 @@ _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
 
 
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
-_EXTENSIONS: dict[Any, Callable[[Any, nn.Module], EngineExtension]] = {
+_EXTENSIONS: dict[Any, Callable[[Any, nn.Module, torch.optim.Optimizer | None], EngineExtension]] = {
     ParameterSelector: ParameterExtension,
-    BlockDropper: BlockExtension,
-    BatchPacker: PackingExtension,
-    ExampleSelector: ExampleExtension,
+    BlockDropper: lambda policy, model, _: BlockExtension(policy, model),
+    BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
+    ExampleSelector: lambda policy, model, _: ExampleExtension(policy, model),
 }
 
 
@@ -206,6 +215,7 @@ def check_scoring(policies: Sequence[Policy], num_steps: int | None, reference: 
         UsageError: Something is missing, or given for nothing.
     """
     for policy in policies:
+        needs_length(policy, num_steps)
         if isinstance(policy, ExampleSelector) and policy.needs_num_steps and num_steps is None:
             name = type(policy).__name__
             raise UsageError(f"{name}: start and end are shares of the training: give attach(num_steps=...)")

@@ -15,17 +15,26 @@ from typing import Annotated
 
 import typer
 
+from sparsebp_cli.cli.archive import archive
+from sparsebp_cli.cli.assets import datasets, fetch, models
 from sparsebp_cli.cli.audit import audit
 from sparsebp_cli.cli.bench import bench
 from sparsebp_cli.cli.compare import compare
 from sparsebp_cli.cli.control import cancel, logs, resume
+from sparsebp_cli.cli.difference import diff
 from sparsebp_cli.cli.housekeeping import prune, rm
+from sparsebp_cli.cli.label import note, tag
 from sparsebp_cli.cli.policies import policies
+from sparsebp_cli.cli.quickstart import quickstart
+from sparsebp_cli.cli.rerun import rerun
 from sparsebp_cli.cli.run import export, run
 from sparsebp_cli.cli.runs import runs
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.show import show
+from sparsebp_cli.cli.starter import init, new, recipes
+from sparsebp_cli.cli.study import study
 from sparsebp_cli.cli.targets import doctor, targets
+from sparsebp_cli.cli.top import top
 from sparsebp_cli.cli.tracking import sync, ui
 from sparsebp_cli.cli.validate import schema, validate
 from sparsebp_cli.errors import SparseBPError
@@ -60,19 +69,35 @@ app: typer.Typer = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 2 wrong recipe or usage, 100 failed, 101 not finished, 102 not found, 103 cancelled, "
-    "104 diverged, 130 and 143 interrupted.",
+    epilog="Exit codes: 0 done, 1 a check or a gate failed, 2 wrong recipe or usage, 100 failed, 101 not finished, "
+    "102 not found, 103 cancelled, 104 diverged, 130 and 143 interrupted.",
 )
 crash: Crash = Crash()
 
 VERBS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Runs": (run, resume, cancel, logs, prune, rm),
-    "Results": (compare, runs, show, sync, ui),
-    "Recipes": (validate, export, schema, policies),
+    "Begin": (quickstart, init, new, recipes),
+    "Runs": (run, study, resume, rerun, cancel, logs, tag, note, archive, prune, rm),
+    "Results": (compare, diff, runs, top, show, sync, ui),
+    "Recipes": (validate, export, schema, policies, models, datasets, fetch),
     "This machine and others": (doctor, audit, bench, targets),
 }
 # Verbs that write runs or the store; keep_private() applies to them. Other verbs write only files that the user names.
-WRITING = {"run", "resume", "cancel", "prune", "rm", "sync", "ui", "doctor"}
+WRITING = {
+    "run",
+    "fetch",
+    "quickstart",
+    "study",
+    "resume",
+    "rerun",
+    "cancel",
+    "prune",
+    "rm",
+    "tag",
+    "note",
+    "sync",
+    "ui",
+    "doctor",
+}
 for panel, verbs in VERBS.items():
     for verb in verbs:
         app.command(rich_help_panel=panel)(verb)

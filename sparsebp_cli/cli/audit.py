@@ -22,7 +22,7 @@ SUBJECT = "A recipe; or `--` and any command that trains with PyTorch: -- python
 
 
 def audit(  # noqa: PLR0913, PLR0917 - one parameter an option
-    words: Annotated[list[str], typer.Argument(metavar="RECIPE|COMMAND...", help=SUBJECT)],
+    words: Annotated[list[str], typer.Argument(metavar="RECIPE|COMMAND", help=SUBJECT)],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps that are watched.", rich_help_panel=WHAT)] = 3,
     changes: Changes = None,
     stop: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.screen import Output, print_json, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
 
@@ -19,7 +20,10 @@ WHAT, HOW, FILE = "What is measured", "How", "Result"
 
 
 def bench(  # noqa: PLR0913, PLR0917 - one parameter an option
-    policy: Annotated[str, typer.Argument(metavar="POLICY", help="A name that `sparsebp policies` lists.")],
+    policy: Annotated[
+        str,
+        typer.Argument(metavar="POLICY", help="A name that `sparsebp policies` lists.", autocompletion=complete_policy),
+    ],
     recipe: Annotated[
         Path | None,
         typer.Option(help="Model, threads, batch size and length of this recipe.", rich_help_panel=WHAT),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -11,13 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sparsebp_cli.cli.option import complete_run
-from sparsebp_cli.cli.screen import console, print_line
-from sparsebp_cli.errors import UsageError
+from sparsebp_cli.cli.completion import complete_metric, complete_run, complete_study
+from sparsebp_cli.cli.screen import console, make_table, print_line
+from sparsebp_cli.errors import RunFailedError, UsageError
+from sparsebp_cli.run import RunFolder, State
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from sparsebp_cli.compare import Comparison, LoadedRun, Question, View
+    from sparsebp_cli.compare.grid import Grid
     from sparsebp_cli.compare.view import Kind as ViewKind
+    from sparsebp_cli.study.selection import TunedLine
 
 
 class ComparisonFormat(StrEnum):
@@ -27,6 +33,7 @@ class ComparisonFormat(StrEnum):
     JSON = "json"
     CSV = "csv"
     MD = "md"
+    LATEX = "latex"
 
 
 class Direction(StrEnum):
@@ -44,32 +51,45 @@ class Axis(StrEnum):
     WALL_TIME = "wall_time"
 
 
-RUNS = "What to compare: ids, their beginnings, names, @last, @N, TAG=VALUE or folders; none: all that --where leaves."
+RUNS = "What to compare: ids, their beginnings, names, @last, @N, @STUDY, TAG=VALUE, folders; none: those of --where."
 WHERE = "Only runs that meet this: 'policy=topk and keep<0.2'."
-FROM = "Read runs from here: a folder of runs, or an MLflow store (sqlite:///..., http://...)."
+STUDY = "The runs that a study reports, each arm tuned; its tuning is listed beside them."
+FROM = "Read runs from here: a folder of runs, an archive, or an MLflow store (sqlite:///..., http://...)."
 MARGIN = "How much worse still counts as not worse: eval/loss=0.01."
 REDUCE = "A run's one number: final, best, or mean:K of the last K evaluations."
 BETTER = "The better direction of --metric, where its name does not show it."
 GROUP_BY = "Only these keys of the recipe decide which runs form a group: policy.name,learning_rate."
 IGNORE = "These keys do not decide it: output_dir,logging_steps."
-SEED_PARAM = "The parameter that is the seed of other programs' runs. [default: seed, else random_seed]"
+SEED_PARAM = "The parameter that is the seed of other programs' runs."
 REACH = "Also show how soon each group came to this value."
 FAIL_IF = "End with 1 if this holds for a group: 'eval/loss.delta.high > 0.02'."
 SHOW, GATE, FILE, GROUPS = "What is shown", "For CI", "Files", "Which runs form a group"
 
 
 def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help=RUNS, autocompletion=complete_run)
-    ] = None,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUNS, autocompletion=complete_run)] = None,
     where: Annotated[str | None, typer.Option(metavar="CONDITION", help=WHERE)] = None,
+    study: Annotated[str | None, typer.Option(metavar="NAME", help=STUDY, autocompletion=complete_study)] = None,
     place: Annotated[str | None, typer.Option("--from", metavar="PLACE", help=FROM)] = None,
-    metric: Annotated[str | None, typer.Option(help="The quality metric. [default: eval/loss]")] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC", help="The quality metric.", show_default="eval/loss", autocompletion=complete_metric
+        ),
+    ] = None,
     better: Annotated[Direction | None, typer.Option(help=BETTER)] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="RUN", help="The run to compare the others with. [default: the exact policy]")
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="The run to compare the others with.",
+            show_default="the exact policy",
+            autocompletion=complete_run,
+        ),
     ] = None,
-    margin: Annotated[str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN)] = None,
+    margin: Annotated[
+        str | None, typer.Option(metavar="METRIC=VALUE", help=MARGIN, autocompletion=complete_metric)
+    ] = None,
     reduce: Annotated[str, typer.Option(metavar="HOW", help=REDUCE)] = "final",
     reach: Annotated[float | None, typer.Option(metavar="VALUE", help=REACH)] = None,
     group_by: Annotated[
@@ -77,13 +97,26 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     ] = None,
     ignore: Annotated[str | None, typer.Option(metavar="KEY,...", help=IGNORE, rich_help_panel=GROUPS)] = None,
     seed_param: Annotated[
-        str | None, typer.Option("--seed-param", metavar="NAME", help=SEED_PARAM, rich_help_panel=GROUPS)
+        str | None,
+        typer.Option(
+            "--seed-param",
+            metavar="NAME",
+            help=SEED_PARAM,
+            show_default="seed, else random_seed",
+            rich_help_panel=GROUPS,
+        ),
     ] = None,
     output: Annotated[
         ComparisonFormat, typer.Option("-o", "--output", help="How the comparison is given.", rich_help_panel=SHOW)
     ] = ComparisonFormat.TABLE,
     curves: Annotated[
-        str | None, typer.Option(metavar="METRIC", help="Only this metric, as it went.", rich_help_panel=SHOW)
+        str | None,
+        typer.Option(
+            metavar="METRIC",
+            help="Only this metric, as it went.",
+            rich_help_panel=SHOW,
+            autocompletion=complete_metric,
+        ),
     ] = None,
     x: Annotated[Axis, typer.Option(help="With --curves: along what.", rich_help_panel=SHOW)] = Axis.STEP,
     pareto: Annotated[
@@ -113,7 +146,15 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
         better=better.value if better else "",
         grouping=Grouping.parse(group_by, ignore, seed_param),
     )
-    chosen, left_out = find_runs(runs or [], where, place)
+    tuning: Sequence[TunedLine] = ()
+    if study is None and runs and len(runs) == 1 and runs[0].removeprefix("@") in _list_studies(runs[0]):
+        study, runs = runs[0].removeprefix("@"), None
+    if study is None:
+        chosen, left_out = find_runs(runs or [], where, place)
+    else:
+        if runs or where is not None or place is not None:
+            raise UsageError("--study chooses the runs by itself: leave out names, --where and --from")
+        chosen, tuning, left_out = _find_study(study)
     comparison = compare_runs(chosen, question)
     comparison = replace(comparison, warnings=(*left_out, *comparison.warnings))
     if where is not None and (outcomes := find_outcomes(where)):
@@ -123,14 +164,35 @@ def compare(  # noqa: PLR0913, PLR0917 - one parameter an option
     failures = [failure for condition in fail_if or [] for failure in check(comparison, condition)]
     written = [("picture", picture(comparison, path, view)) for path in png or []]
     if html is not None:
-        written.append(("report", write_report(comparison, html, shlex.join(["sparsebp", *sys.argv[1:]]))))
+        command = shlex.join(["sparsebp", *sys.argv[1:]])
+        written.append(("report", write_report(comparison, html, command, _make_tuning_grids(tuning))))
     _print(comparison, output, view)
+    if tuning and output is ComparisonFormat.TABLE:
+        console().print(_tabulate(tuning))
     for kind, path in written:
         print_line(f"{kind}: {path}", stderr=True)
     for failure in failures:
         print_line(f"failed: {failure.text}", stderr=True)
+    lost = find_lost(comparison)
+    for label in lost:
+        print_line(f"failed: {label}: no run finished, so nothing of it was compared", stderr=True)
     if failures:
         raise typer.Exit(1)
+    if lost:
+        raise typer.Exit(RunFailedError.exit_code)
+
+
+ALIVE = {State.QUEUED, State.RUNNING, State.UNREACHABLE}
+
+
+def find_lost(comparison: Comparison) -> list[str]:
+    """Return the labels of the groups of which no run counts and none may still finish."""
+    counted = {run.group for run in comparison.runs if run.counts}
+    return [
+        group.label
+        for group in comparison.groups
+        if group.group not in counted and not any(state in ALIVE for state in group.states)
+    ]
 
 
 def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[list[LoadedRun], list[str]]:
@@ -146,15 +208,73 @@ def find_runs(words: list[str], where: str | None, place: str | None) -> tuple[l
     if place is not None and "://" in place:
         found, origin = store_candidates(place), mask(place)
     else:
-        folder = None if place is None else Path(place).expanduser()
-        if folder is not None and not folder.is_dir():
-            raise UsageError(f"--from must be a folder of runs or an MLflow store's address, got {place!r}")
-        found, origin = local_candidates(folder), str(folder or home())
+        found, origin = local_candidates(None if place is None else find_folder(place)), place or str(home())
     if not found and place is not None:
         raise UsageError(f"--from {origin}: there are no runs")
     chosen = choose(found, words, where, origin)
     loaded, unreadable = load_all(chosen)
     return loaded, [*unreadable, *describe_left_out(found, chosen)]
+
+
+def find_folder(place: str) -> Path:
+    """Return the folder of runs that ``--from`` names; an archive is unpacked, for as long as this process lives.
+    Raises ``UsageError`` for anything else."""
+    path = Path(place).expanduser()
+    if path.is_file():
+        from sparsebp_cli.compare.archive import open_archive
+
+        return open_archive(path)
+    if not path.is_dir():
+        raise UsageError(f"--from must be a folder of runs, an archive or an MLflow store's address, got {place!r}")
+    return path
+
+
+def find_one_in(place: str, word: str) -> RunFolder:
+    """Return the run that a word names in a folder of runs or in an archive; the newest, if a name has several."""
+    from sparsebp_cli.compare import choose, local_candidates
+
+    if "://" in place:
+        raise UsageError("show --from reads a folder of runs or an archive; `compare --from` reads MLflow stores")
+    folder = choose(local_candidates(find_folder(place)), [word], None, place)[-1].folder
+    assert folder is not None
+    return folder
+
+
+def _list_studies(word: str) -> Sequence[str]:
+    """Return the studies that a word such as ``@NAME`` may name."""
+    from sparsebp_cli.study.store import list_studies
+
+    return list_studies() if word.startswith("@") else ()
+
+
+def _find_study(name: str) -> tuple[list[LoadedRun], Sequence[TunedLine], list[str]]:
+    from sparsebp_cli.study.selection import select
+    from sparsebp_cli.study.store import find_record
+
+    found = select(find_record(name))
+    return list(found.runs), found.tuning, list(found.warnings)
+
+
+def _tabulate(tuning: Sequence[TunedLine]) -> Table:
+    """Return the tuning of a study: it chose the runs above, and is in none of their numbers."""
+    table = make_table("arm", "tuned", "seeds", "validation", "", numbers=("validation",), title="Tuning, not compared")
+    for line in tuning:
+        value = "" if line.value is None else f"{line.value:.4f}"
+        seeds = ",".join(map(str, line.seeds))
+        table.add_row(line.arm, line.combination, seeds, value, _show_choice(line))
+    return table
+
+
+def _make_tuning_grids(tuning: Sequence[TunedLine]) -> Sequence[Grid]:
+    if not tuning:
+        return ()
+    from sparsebp_cli.study.tuning import make_tuning_grids
+
+    return make_tuning_grids(tuning)
+
+
+def _show_choice(line: TunedLine) -> str:
+    return "chosen" if line.is_chosen else "pruned" if line.is_pruned else ""
 
 
 def _question(
@@ -192,6 +312,8 @@ def _view(curves: str | None, x: Axis, pareto: bool, layers: bool, memory: bool,
         raise UsageError("--x goes with --curves METRIC")
     if kinds not in ([], ["curves"]) and output in {ComparisonFormat.JSON, ComparisonFormat.CSV}:
         raise UsageError(f"-o {output} holds everything: leave out --{kinds[0]}")
+    if kinds and output is ComparisonFormat.LATEX:
+        raise UsageError(f"-o latex is the leaderboard: leave out --{kinds[0]}")
     return View(kinds[0] if kinds else "overview", curves, x.value)
 
 

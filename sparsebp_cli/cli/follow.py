@@ -137,17 +137,22 @@ def print_end(job: Job, *, together: Sequence[RunFolder] = ()) -> int:
     if state is State.INTERRUPTED:
         print_line(f"`sparsebp resume {job.run.run_id}` goes on from the last checkpoint", stderr=True)
     elif changes := _find_changes(job.run):
-        from rich.text import Text
-
-        table = make_table("field", "then", "now")
-        for change in changes:
-            table.add_row(*(Text(value) for value in change))
-        console(stderr=True).print(table)
+        print_changes(changes)
         return UsageError.exit_code
     elif state is State.FAILED:
         print_line(f"its output is in {job.run.log_file}", stderr=True)
         return FAILED_WITH.get(job.exit_code() or 0, EXIT_CODES[state])
     return EXIT_CODES.get(state, NOT_FINISHED)
+
+
+def print_changes(changes: Sequence[Sequence[str]]) -> None:
+    """Print the changes for which something was refused: field, then, now."""
+    from rich.text import Text
+
+    table = make_table("field", "then", "now")
+    for change in changes:
+        table.add_row(*(Text(value) for value in change))
+    console(stderr=True).print(table)
 
 
 def _find_changes(run: RunFolder) -> list[list[str]]:

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from sparsebp_cli.cli.option import RUN_HELP, ManyRuns, complete_run
+from sparsebp_cli.cli.completion import complete_run
+from sparsebp_cli.cli.option import RUN_HELP, ManyRuns
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored_run import find_all
@@ -41,9 +42,7 @@ def rm(
 
 
 def prune(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help=RUN_HELP, autocompletion=complete_run)
-    ] = None,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted.")] = False,
 ) -> None:
     """Delete the checkpoints of finished runs, by default of all. Model, metrics and report data stay.

@@ -10,13 +10,19 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
 from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, TokenSelector
 
 
 def policies(
-    name: Annotated[str | None, typer.Argument(help="One policy: its options.", show_default=False)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME", help="One policy: its options.", show_default=False, autocompletion=complete_policy
+        ),
+    ] = None,
     output: Format = Output.TABLE,
 ) -> None:
     """List the installed policies, or the options of one; a broken plugin is shown with its problem."""
@@ -36,11 +42,13 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = make_table("name", "kind", "options", "exact", "unbiased", "source")
-    for column in table.columns[:2]:
-        column.no_wrap = True  # names to copy
+    for column in table.columns:  # no word is broken where a space could be; long options take what is left
+        column.no_wrap = column.header != "options"
     for line in described:
         own = [option["name"] for option in line["options"] if not option["common"]]
-        cells = [line["name"], line["kind"], ", ".join(own) or "none", *_word_claims(line), line["source"]]
+        claims = [word.replace("by options", "varies") for word in _word_claims(line)]
+        source = line["source"].split()[0]  # the version stands in `policies NAME`
+        cells = [line["name"], line["kind"], ", ".join(own) or "none", *claims, source]
         if line["problem"]:
             cells[2:5] = ["", "", ""]
         table.add_row(*(Text(cell) for cell in cells), style="red" if line["problem"] else None)
@@ -48,7 +56,7 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     for line in described:
         if line["problem"]:
             print_line(f"{line['name']} of {line['source']} is broken: {line['problem']}")
-    print_line("one policy's options: sparsebp policies NAME")
+    print_line("varies: by its options; one policy's options: sparsebp policies NAME")
 
 
 def _print_one(line: dict[str, Any]) -> None:

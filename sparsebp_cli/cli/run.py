@@ -62,7 +62,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
             raise UsageError("--until-ci looks at results: not with --dry-run, --detach, --ids or --with-baseline")
         from sparsebp_cli.cli.until import run_until
 
-        execute = partial(_execute, max_parallel=max_parallel)
+        execute = partial(execute_plans, max_parallel=max_parallel)
         plans_of = partial(make_plans, files, changes)
         raise typer.Exit(run_until(until_ci, seeds, max_minutes, plans_of, execute))
     plans = make_plans(files, changes, seeds)
@@ -74,7 +74,7 @@ def run(  # noqa: PLR0913, PLR0917 - one parameter an option
             _print_plan(plan)
         return
     if ids is not None:
-        _write_ids(ids, plans)
+        write_ids(ids, plans)
     with Interrupts() as interrupts:
         jobs = submit_all([_write_plan(plan) for plan in plans], max_parallel)
         if detach:
@@ -108,7 +108,7 @@ def _find_recipes(recipes: Sequence[Path], like: str | None) -> list[Path]:
     return [find_one(like).plan_file] if like is not None else list(recipes)
 
 
-def _execute(plans: Sequence[Plan], max_parallel: int) -> int:
+def execute_plans(plans: Sequence[Plan], max_parallel: int) -> int:
     """Run plans to their end; return the exit code."""
     check_plans(plans)
     with Interrupts() as interrupts:
@@ -121,7 +121,8 @@ def _write_plan(plan: Plan) -> RunFolder:
     return folder
 
 
-def _write_ids(file: Path, plans: Sequence[Plan]) -> None:
+def write_ids(file: Path, plans: Sequence[Plan]) -> None:
+    """Write the ids of plans to a file, one a line."""
     try:
         file.write_text("".join(f"{plan.run_id}\n" for plan in plans), encoding="utf-8")
     except OSError as error:

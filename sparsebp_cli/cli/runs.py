@@ -1,62 +1,200 @@
-"""``sparsebp runs``: the runs of this machine."""
+"""``sparsebp runs``: the runs of this machine, or those that a condition chooses, in an order and with columns."""
 
 from __future__ import annotations
 
+import math
 import time
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.completion import complete_study
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
 from sparsebp_cli.cli.stored_run import describe_policies, read_plan
-from sparsebp_cli.errors import RunNotFoundError
+from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.run import RunFolder, home, list_runs
 from sparsebp_cli.run.journal import describe_unreadable, find_outline
+from sparsebp_cli.run.label import Labels
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from sparsebp_cli.compare import RunCandidate
 
 STYLES = {"finished": "green", "failed": "red", "running": "cyan", "interrupted": "yellow"}
+
+WHERE = "Only runs that meet this: 'policy=topk and eval/loss<3', tag=best, state!=finished."
+SORT = "Order by a column: eval/loss; -eval/loss for the highest first. Runs without it come last."
+COLUMNS = "These columns: run,seed,training.learning_rate,eval/loss. Columns, keys of the recipe, metrics, tag.NAME."
+
+Line = Mapping[str, Any]
+# The heading of a column to its value, in a line of describe_run.
+COLUMN: dict[str, Callable[[Line], object]] = {
+    "run": lambda line: line["run_id"],
+    "name": lambda line: line["name"],
+    "policy": lambda line: line["policy"],
+    "seed": lambda line: line["seed"],
+    "state": lambda line: line["state"],
+    "step": lambda line: line["step"],
+    "eval/loss": lambda line: line["eval_loss"],
+    "age": lambda line: time.time() - line["created"],
+    "tags": lambda line: ", ".join(line["tags"]) or None,
+    "note": lambda line: line["note"] or None,
+    "folder": lambda line: line["folder"],
+}
+USUAL = ("run", "name", "policy", "seed", "state", "step", "eval/loss", "age")
+OF_STUDY = ("arm", "combination", "role")
+USUAL_OF_STUDY = ("run", *OF_STUDY, "seed", "state", "step", "eval/loss", "age")
+WHOLE = {"run", "seed", "step", "eval/loss"}  # ids are copied, and numbers are read: they are never wrapped
 
 
 def runs(
     output: Format = Output.TABLE,
-    limit: Annotated[int, typer.Option(min=1, help="Show the newest so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="Show the first so many.")] = 20,
+    where: Annotated[str | None, typer.Option(metavar="CONDITION", help=WHERE)] = None,
+    sort: Annotated[str | None, typer.Option(metavar="COLUMN", help=SORT, show_default="newest first")] = None,
+    columns: Annotated[str | None, typer.Option(metavar="COLUMN,...", help=COLUMNS)] = None,
+    study: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only the trials of this study.", autocompletion=complete_study),
+    ] = None,
 ) -> None:
     """List runs, newest first."""
-    found = list_runs()
-    lines = [describe_run(folder) for folder in found[:limit]]
+    trials = {} if study is None else _find_trials(study)
+    found = [run for run in list_runs() if study is None or run.run_id in trials]
+    listing = _Listing(found, trials)
+    if where is not None and found:
+        listing.choose(where)
+    chosen = _split(columns) if columns is not None else []
+    for name in [*chosen, *([sort.removeprefix("-")] if sort is not None else [])]:
+        listing.check(name)
+    if sort is not None:
+        listing.sort(sort)
+    shown = listing.runs[:limit]
     if output is Output.JSON:
-        print_json(lines)
+        more = [name for name in chosen if name not in COLUMN]
+        print_json([{**listing.line(run), **{name: listing.value(run, name) for name in more}} for run in shown])
         return
-    if not lines:
-        print_line(f"no runs yet under {home()}; `sparsebp run RECIPE` makes one")
+    if not shown:
+        print_line(_describe_nothing(where, study, len(found)))
         return
-    from rich.text import Text
+    listing.print(shown, chosen or list(USUAL if study is None else USUAL_OF_STUDY), tags=not chosen)
+    if len(listing.runs) > limit:
+        others = "older runs" if sort is None else "runs"
+        print_line(f"{len(listing.runs) - limit} {others} are not shown; --limit {len(listing.runs)} shows all")
 
-    table = make_table(
-        "run", "name", "policy", "state", "step", "eval loss", "age", numbers=("step", "eval loss", "age")
-    )
-    for column in table.columns:  # never wrap an id, which is copied, or a number
-        column.no_wrap = column.header in {"run", "step", "eval loss"}
-    for line in lines:
-        loss = "" if line["eval_loss"] is None else f"{line['eval_loss']:.4f}"
-        state = Text(line["state"], style=STYLES.get(line["state"], ""))
-        steps = f"{line['step']}/{line['max_steps']}"
-        age = show_age(time.time() - line["created"])
-        table.add_row(line["run_id"], Text(line["name"]), Text(line["policy"]), state, steps, loss, age)
-    console().print(table)
-    for line in lines:
-        if line["problem"]:
-            print_line(f"run {line['run_id']}: {line['problem']}")
-    if len(found) > limit:
-        print_line(f"{len(found) - limit} older runs are not shown; --limit {len(found)} shows all")
+
+class _Listing:
+    """The runs that are listed, and their values; each is read when it is needed."""
+
+    def __init__(self, runs: Sequence[RunFolder], trials: Mapping[str, Mapping[str, str]]) -> None:
+        self.runs = list(runs)
+        self._trials = trials
+        self._lines: dict[str, dict[str, Any]] = {}
+        self._candidates: dict[str, RunCandidate] = {}
+
+    def line(self, run: RunFolder) -> dict[str, Any]:
+        """Return a run's plain values."""
+        if run.run_id not in self._lines:
+            self._lines[run.run_id] = describe_run(run) | dict(self._trials.get(run.run_id, {}))
+        return self._lines[run.run_id]
+
+    def value(self, run: RunFolder, name: str) -> object:
+        """Return the value of a column; None if the run has none."""
+        if name in COLUMN:
+            return COLUMN[name](self.line(run))
+        if name in OF_STUDY:
+            return self.line(run).get(name) or None
+        values = self._describe(run).find(name)
+        return None if not values else values[0] if len(values) == 1 else ", ".join(map(str, values))
+
+    def choose(self, where: str) -> None:
+        """Keep the runs that meet a condition."""
+        from sparsebp_cli.compare import choose
+
+        candidates = [self._describe(run) for run in self.runs]
+        try:
+            kept = {candidate.run_id for candidate in choose(candidates, (), where, str(home()))}
+        except RunNotFoundError:  # none meets it: an empty list is an answer here
+            kept = set()
+        self.runs = [run for run in self.runs if run.run_id in kept]
+
+    def check(self, name: str) -> None:
+        """Raise ``UsageError`` for a column that none of the runs has."""
+        from sparsebp_cli.compare.choose import SPECIAL, suggest_name
+        from sparsebp_cli.run.metric import METRICS
+
+        has_study = bool(self._trials)
+        if name in COLUMN or name in SPECIAL or name in METRICS or (has_study and name in OF_STUDY) or not self.runs:
+            return
+        candidates = [self._describe(run) for run in self.runs]
+        if any(candidate.find(name) for candidate in candidates):
+            return
+        raise UsageError(
+            f"no run has the column {name!r}; use {', '.join(COLUMN)}, a key of the recipe, a metric or tag.NAME"
+            f"{suggest_name(name, candidates, COLUMN)}"
+        )
+
+    def sort(self, order: str) -> None:
+        """Order by a column: numbers before texts, and last the runs that have none."""
+        name = order.removeprefix("-")
+        found = {run.run_id: self.value(run, name) for run in self.runs}
+        with_value = [run for run in self.runs if _is_known(found[run.run_id])]
+        without = [run for run in self.runs if not _is_known(found[run.run_id])]
+        with_value.sort(key=lambda run: _order(found[run.run_id]), reverse=order.startswith("-"))
+        self.runs = with_value + without
+
+    def print(self, runs: Sequence[RunFolder], columns: list[str], *, tags: bool) -> None:
+        """Print runs as a table, then the problems of their files; with ``tags``, show the tags if any run has one."""
+        from rich.text import Text
+
+        if tags and any(self.line(run)["tags"] for run in runs):
+            columns = [*columns, "tags"]
+        rows = [[self._show(run, name) for name in columns] for run in runs]
+        numbers = [name for name in columns if name == "age" or any(_is_number(self.value(run, name)) for run in runs)]
+        table = make_table(*columns, numbers=numbers)
+        for column in table.columns:
+            column.no_wrap = column.header in WHOLE
+        for row in rows:
+            table.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        console().print(table)
+        for run in runs:
+            if problem := self.line(run)["problem"]:
+                print_line(f"run {run.run_id}: {problem}")
+
+    def _show(self, run: RunFolder, name: str) -> str | Text:
+        from rich.text import Text
+
+        line, value = self.line(run), self.value(run, name)
+        if name == "state":
+            return Text(line["state"], style=STYLES.get(line["state"], ""))
+        if name == "step":
+            return f"{line['step']}/{line['max_steps']}"
+        if name == "age":
+            return show_age(time.time() - line["created"])
+        if value is None:
+            return ""
+        if name == "eval/loss":
+            return f"{line['eval_loss']:.4f}"
+        return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+    def _describe(self, run: RunFolder) -> RunCandidate:
+        if not self._candidates:
+            from sparsebp_cli.compare import local_candidates
+
+            self._candidates = {candidate.run_id: candidate for candidate in local_candidates()}
+        return self._candidates[run.run_id]
 
 
 def describe_run(folder: RunFolder) -> dict[str, Any]:
     """Return a run's line of the table as plain values; the state of a run with a damaged plan is ``damaged``."""
+    labels = Labels.load(folder.path)
     line: dict[str, Any] = {"run_id": folder.run_id, "name": "?", "policy": "?", "state": "damaged"}
     line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}
-    line["problem"] = ""
+    line |= {"tags": list(labels.tags), "note": labels.note, "problem": ""}
     try:
         plan = read_plan(folder)
         recipe = plan["recipe"]
@@ -78,3 +216,40 @@ def describe_run(folder: RunFolder) -> dict[str, Any]:
         "eval_loss": found.eval_loss,
         "problem": describe_unreadable(found.unreadable),
     }
+
+
+def _find_trials(study: str) -> dict[str, dict[str, str]]:
+    """Return the trials of a study by the ids of their runs."""
+    from sparsebp_cli.study.store import find_record
+
+    return {
+        trial.run_id: {"arm": trial.arm, "combination": trial.combination, "role": trial.role}
+        for trial in find_record(study).trials
+    }
+
+
+def _split(columns: str) -> list[str]:
+    names = [name.strip() for name in columns.split(",") if name.strip()]
+    if not names:
+        raise UsageError(f"--columns needs at least one column, such as {','.join(USUAL[:3])}; got {columns!r}")
+    return list(dict.fromkeys(names))
+
+
+def _describe_nothing(where: str | None, study: str | None, num_runs: int) -> str:
+    if where is not None and num_runs:
+        return f"none of {num_runs} runs meets {where!r}"
+    if study is not None:
+        return f"the study {study} has no runs yet under {home()}"
+    return f"no runs yet under {home()}; `sparsebp run RECIPE` makes one"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_known(value: object) -> bool:
+    return value is not None and not (isinstance(value, float) and math.isnan(value))
+
+
+def _order(value: object) -> tuple[bool, float, str]:
+    return (False, float(value), "") if isinstance(value, int | float) else (True, 0.0, str(value))

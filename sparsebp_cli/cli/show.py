@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsebp_cli.cli.compare import find_one_in
 from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
 from sparsebp_cli.cli.quantity import show_count, show_share
@@ -16,6 +18,7 @@ from sparsebp_cli.cli.stored_run import find_one, read_plan
 from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
+from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.memory import PARTS, PHASES, MemoryCurve
 from sparsebp_cli.run.picture import PART_WORDS, save_curves
 from sparsebp_cli.run.record_type import CurveValues
@@ -46,9 +49,13 @@ def show(
         Path | None,
         typer.Option(metavar="FILE", help="Only draw live bytes over the watched steps, in parts (.png, .svg, .pdf)."),
     ] = None,
+    place: Annotated[
+        str | None,
+        typer.Option("--from", metavar="PLACE", help="Read the run from here: a folder of runs, or an archive."),
+    ] = None,
 ) -> None:
     """Show one run: recipe, numbers, proof, notes, machine, files."""
-    folder = find_one(run)
+    folder = find_one(run) if place is None else find_one_in(place, run)
     if layers is not None:
         print_line(str(_draw_layers(folder, layers)))
     if memory is not None:
@@ -80,6 +87,7 @@ def describe(folder: RunFolder, plan: dict[str, Any], history: History) -> dict[
     return {
         "run_id": folder.run_id,
         "name": plan["recipe"]["name"],
+        "labels": asdict(Labels.load(folder.path)),
         "state": str(folder.state()),
         "plan": plan,
         "facts": history.facts,
@@ -106,11 +114,16 @@ def _draw_layers(folder: RunFolder, path: Path) -> Path:
 
 def _print(folder: RunFolder, plan: dict[str, Any], history: History) -> None:
     console().print(summarise(folder))
+    labels = Labels.load(folder.path)
+    if labels.tags:
+        print_line(f"tags: {', '.join(labels.tags)}")
+    if labels.note:
+        print_line(f"note: {labels.note}")
     for end in history.ends[-1:]:
         if end["text"]:
             print_line(f"{end['status']}: {end['text']}")
     for _, level, text in history.notes:
-        print_line(f"{level}: {text}")
+        console().print(f"{level}: {text}")
     if history.proofs:
         step = max(history.proofs)
         console().print()

@@ -72,7 +72,7 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
     """Yield the known values of a run as label and text."""
     for key, label in ((metric.EVAL_LOSS, "eval loss"), (metric.EVAL_ACCURACY, "eval accuracy")):
         if values := list(history.series(key.name).values()):
-            yield label, f"{values[0]:.4f} -> {values[-1]:.4f}"
+            yield label, f"first {values[0]:.4f}, last {values[-1]:.4f}"
     for key, label in ((metric.TEST_LOSS, "test loss"), (metric.TEST_ACCURACY, "test accuracy")):
         if (value := history.last(key.name)) is not None:
             yield label, f"{value:.4f} on the test split, after the last step"
@@ -86,7 +86,7 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
     executed, dense = history.last(metric.BACKWARD_EXECUTED.name), history.last(metric.BACKWARD_DENSE.name)
     if executed is not None and dense:
         both = f"{show_count(executed, 'FLOP')} executed, dense {show_count(dense, 'FLOP')}"
-        yield "backward", f"{both} ({show_share(executed / dense)})"
+        yield "backward", f"{both} ({show_share(executed / dense)}), at the last probe"
     if text := _proof(history):
         yield "proof", text
     if text := _fidelity(history):
@@ -115,6 +115,8 @@ def _fidelity(history: History) -> str:
     )
     if bias is not None and chance is not None and variance is not None:
         parts.append(f"bias {bias:.4f} ({chance:.4f} by chance), variance {variance:.4f}")
+    if (noise := history.median(metric.NOISE_RATIO.name)) is not None:
+        parts.append(f"squared error {noise:.3g} of SGD's variance")
     steps = len(history.series(metric.COSINE.name))
     return ", ".join(parts) + (f" (medians of {steps} steps)" if steps > 1 else "")
 
@@ -127,14 +129,15 @@ def _step_time(history: History) -> str:
         return ""
     phases = [(word, quartiles(_after_warmup(history, key))) for key, word in PHASES]
     split = ", ".join(f"{word} {show_seconds(q.median)}" for word, q in phases if q is not None)
-    return f"{show_seconds(step.median)} [{show_seconds(step.low)} to {show_seconds(step.high)}]: {split}"
+    quarters = f"quartiles {show_seconds(step.low)} to {show_seconds(step.high)}"
+    return f"median {show_seconds(step.median)} ({quarters}); medians of {split}"
 
 
 def _training(history: History) -> str:
     seconds = history.series(metric.STEP_SECONDS.name)
     parts = [f"{show_clock(sum(seconds.values()))} for {len(seconds)} steps"]
-    if (tokens := history.last(metric.TOKENS_PER_SECOND.name)) is not None:
-        parts.append(f"{tokens:,.0f} tokens/s")
+    if tokens := _after_warmup(history, metric.TOKENS_PER_SECOND):
+        parts.append(f"median {median(tokens):,.0f} tokens/s")
     return ", ".join(parts)
 
 
@@ -149,7 +152,7 @@ def _speed(history: History) -> str:
     """Describe the median over the probes, which time dense and policy in turn: a single one may be disturbed."""
     speedups, shares = (list(history.series(key.name).values()) for key in (metric.SPEEDUP, metric.REALISED_SHARE))
     ceiling = history.last(metric.CEILING.name)
-    parts = [f"{median(speedups):.2f}x against dense in this run"] if speedups else []
+    parts = [f"median {median(speedups):.2f}x against dense in this run"] if speedups else []
     if ceiling is not None:
         parts.append(f"ceiling {ceiling:.2f}x")
     if shares:

@@ -29,10 +29,10 @@ def complete_target(incomplete: str) -> list[str]:
 
 
 def targets(
-    action: Annotated[Action | None, typer.Argument(metavar="[check", help="Test whether targets work.")] = None,
+    action: Annotated[Action | None, typer.Argument(metavar="check", help="Test whether targets work.")] = None,
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME...]", help="Kinds, or names of targets.yaml.", autocompletion=complete_target),
+        typer.Argument(metavar="NAME", help="Kinds, or names of targets.yaml.", autocompletion=complete_target),
     ] = None,
     output: Format = Output.TABLE,
 ) -> None:

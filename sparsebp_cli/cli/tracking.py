@@ -7,30 +7,38 @@ import signal
 import subprocess
 import sys
 import time
+import webbrowser
 from typing import Annotated
 
 import typer
 
-from sparsebp_cli.cli.option import RUN_HELP, complete_run
+from sparsebp_cli.cli.completion import complete_run
+from sparsebp_cli.cli.option import RUN_HELP
 from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import TrackingError, UsageError
 from sparsebp_cli.run import home, list_runs
 
 POLL_SECONDS = 0.1
+DESKTOP = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
 def ui(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="On 127.0.0.1; not given: 5000, or a free one.")
     ] = None,
+    browse: Annotated[
+        bool | None,
+        typer.Option("--browser/--no-browser", help="Open a browser, too.", show_default="where there is a desktop"),
+    ] = None,
 ) -> None:
-    """Open MLflow's pages on the tracking store, on this machine only."""
+    """Open MLflow's list of the newest runs, on this machine only."""
     from sparsebp_cli.tracking import resolve_uri, ui_command, ui_environment
-    from sparsebp_cli.tracking.ui import find_port, is_listening
+    from sparsebp_cli.tracking.ui import find_port, is_listening, runs_page
 
-    chosen = find_port(port)
-    command = ui_command(resolve_uri(None), chosen)
+    chosen, store = find_port(port), resolve_uri(None)
+    command = ui_command(store, chosen)
+    page = runs_page(f"http://127.0.0.1:{chosen}", store)
     # Not in the user's working folder, from which the server could import modules.
     process = subprocess.Popen(command, cwd=home() if home().is_dir() else "/", env=os.environ | ui_environment())
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server ends with this process
@@ -38,7 +46,9 @@ def ui(
         while process.poll() is None and not is_listening(process.pid, chosen):
             time.sleep(POLL_SECONDS)
         if process.poll() is None:  # the listener is this server, not one of another process
-            print_line(f"http://127.0.0.1:{chosen} (Ctrl-C ends it)")
+            print_line(f"{page} (Ctrl-C ends it)")
+            if browse or (browse is None and sys.stdout.isatty() and any(name in os.environ for name in DESKTOP)):
+                webbrowser.open(page)
         code = process.wait()
     except KeyboardInterrupt:
         process.wait()
@@ -52,9 +62,7 @@ def ui(
 
 
 def sync(
-    runs: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help=RUN_HELP, autocompletion=complete_run)
-    ] = None,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=complete_run)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every run of this machine.")] = False,
 ) -> None:
     """Send runs to MLflow: what was not sent while it was away. Twice changes nothing."""

@@ -92,22 +92,26 @@ def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list
 
     if file.name != PLAN:
         placed = load_placed(file, changes)
-        return placed.recipe, file, _check_sources(placed, file.resolve().parent)
+        return placed.recipe, file, check_sources(placed, [file.resolve().parent, Path.cwd()])
     stored = read_plan(RunFolder(file.parent))
     placed = load_stored(stored["recipe"], str(file), changes)
     # The code is that of the working folder; paths became absolute when the first plan was made.
     origin = Path.cwd() / str(stored.get("provenance", {}).get("recipe_file") or PLAN)
-    return placed.recipe, origin, _check_sources(placed, origin.resolve().parent)
+    return placed.recipe, origin, check_sources(placed, [origin.resolve().parent, Path.cwd()])
 
 
-def _check_sources(placed: PlacedRecipe, folder: Path) -> list[str]:
+def check_sources(placed: PlacedRecipe, folders: Sequence[Path]) -> list[str]:
+    """Check the model and the data of a recipe, whose relative paths are searched in the folders in order. Returns a
+    sentence on each thing that cannot be checked from this machine; raises ``RecipeError`` for what is wrong."""
     from sparsebp_cli.recipe.composition import has_own_worker
     from sparsebp_cli.source import inspect_sources
 
     if not has_own_worker(placed.recipe):
         return ["model and data: not checked, because another worker reads them"]
-    folders, unknown = list(dict.fromkeys([folder, Path.cwd()])), []
-    for found in inspect_sources(placed.recipe, folders, is_here=placed.recipe.target.kind == HERE):
+    unknown = []
+    for found in inspect_sources(
+        placed.recipe, list(dict.fromkeys(folders)), is_here=placed.recipe.target.kind == HERE
+    ):
         error = placed.error(found.location, found.text)
         if found.kind == "wrong":
             raise error
@@ -115,8 +119,15 @@ def _check_sources(placed: PlacedRecipe, folder: Path) -> list[str]:
     return unknown
 
 
-def schema() -> None:
-    """Print the JSON schema of recipes, with the options of every installed policy."""
+def schema(
+    study: Annotated[bool, typer.Option("--study", help="That of the files of `sparsebp study`.")] = False,
+) -> None:
+    """Print the JSON schema of recipes, with the options of every installed policy, or of studies."""
+    if study:
+        from sparsebp_cli.study.schema import study_schema
+
+        print_json(study_schema())
+        return
     from sparsebp_cli.recipe import recipe_schema
 
     print_json(recipe_schema())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +21,8 @@ from sparsebp_cli.compare.loaded import LoadedRun, flatten
 from sparsebp_cli.errors import RunNotFoundError, UsageError, did_you_mean
 from sparsebp_cli.run import RunFolder, home
 from sparsebp_cli.run.folder import SHORTEST_PREFIX
+from sparsebp_cli.run.label import Labels
+from sparsebp_cli.run.metric import METRICS
 
 T = TypeVar("T")
 TAG = ("tag.", "tags.")
@@ -41,11 +43,18 @@ class RunCandidate:
     metrics: Mapping[str, float] | None = None  # last values; None: read them from its journal
     known_state: str = ""  # the state in the store; empty: read it from the journal
     place: str = ""  # the store; empty: a folder
+    stored_labels: Labels = field(default_factory=Labels)  # what users wrote on it, as the store has it
+    folder: RunFolder | None = None  # None: it is in a store
 
     @cached_property
     def loaded(self) -> LoadedRun:
         """The run, read once."""
         return self.load()
+
+    @cached_property
+    def labels(self) -> Labels:
+        """What users wrote on it."""
+        return self.stored_labels if self.folder is None else Labels.load(self.folder.path)
 
     @cached_property
     def flat(self) -> dict[str, Any]:
@@ -86,6 +95,8 @@ SPECIAL: dict[str, Callable[[RunCandidate], Sequence[object]]] = {
     "state": lambda run: [run.known_state] if run.known_state else run.read(lambda loaded: str(loaded.state)),
     "seed": lambda run: [run.flat[key] for key in (OUR_SEED, find_seed(run.flat)) if key in run.flat][:1],
     "policy": lambda run: [v for key, v in run.flat.items() if key.startswith("policy.") and key.endswith(".name")],
+    "tag": lambda run: list(run.labels.tags),
+    "note": lambda run: [run.labels.note] if run.labels.note else [],
     "experiment": lambda run: run.named("tracking.experiment"),
 }
 
@@ -106,8 +117,9 @@ def choose(
     """Return the runs that the words name and that meet the condition, each once, in the order of the words.
 
     ``candidates`` are all runs, newest first. A word is an id, the beginning of one (3 digits or more), a name (all its
-    runs, oldest first), ``@last``, ``@N`` (the newest N), ``TAG=VALUE``, or a run's folder; without words, all runs.
-    ``where`` is a condition over recipe, state, tags and metrics; ``place`` names the candidates' origin in errors.
+    runs, oldest first), ``@last``, ``@N`` (the newest N), ``@TAG``, ``TAG=VALUE``, or a run's folder; without
+    words, all runs. ``where`` is a condition over recipe, state, tags and metrics; ``place`` names the candidates'
+    origin in errors.
 
     Raises ``RunNotFoundError`` if a word names nothing or nothing meets the condition, and ``UsageError`` if the
     condition cannot be read or needs a name that no run has.
@@ -162,9 +174,12 @@ def find_outcomes(where: str) -> list[str]:
 def _named(candidates: Sequence[RunCandidate], word: str, place: str) -> list[RunCandidate]:
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]
+        if not count.isdecimal() and (tagged := [c for c in candidates if count in c.labels.tags]):
+            return tagged[::-1]
         if not count.isdecimal() or not 0 < int(count) <= len(candidates):
             raise RunNotFoundError(
                 f"{word}: there are {len(candidates)} runs; use @last or @N with N from 1 to {len(candidates)}"
+                + ("" if count.isdecimal() else ", or the tag of a run")
             )
         return list(candidates[: int(count)])[::-1]
     if os.sep in word and (Path(word) / "plan.json").is_file():
@@ -192,12 +207,19 @@ def _check_names(condition: Condition, candidates: Sequence[RunCandidate]) -> No
     for name in condition.names:
         if name in SPECIAL or any(candidate.find(name) for candidate in candidates):
             continue
-        keys = {key for candidate in candidates for key in candidate.flat}
-        known = [*SPECIAL, *keys, *{key.rpartition(".")[2] for key in keys}]
         raise UsageError(
             f"--where: no run has {name!r}; use a key of the recipe, {', '.join(SPECIAL)}, tag.NAME or a metric"
-            f"{did_you_mean(name, known)}"
+            f"{suggest_name(name, candidates)}"
         )
+
+
+def suggest_name(name: str, candidates: Sequence[RunCandidate], others: Iterable[str] = ()) -> str:
+    """Return ``; did you mean X?`` for the nearest name that a condition over the candidates may hold, or one of the
+    others; empty if none is near. ``loss`` means that of the validation split."""
+    if f"eval/{name}" in METRICS:
+        return f"; did you mean eval/{name}?"
+    keys = {key for candidate in candidates for key in candidate.flat}
+    return did_you_mean(name, [*others, *SPECIAL, *METRICS, *keys, *{key.rpartition(".")[2] for key in keys}])
 
 
 def _describe(run: RunFolder) -> RunCandidate:
@@ -206,7 +228,14 @@ def _describe(run: RunFolder) -> RunCandidate:
         recipe = plan["recipe"]
         tags = recipe.get("tracking", {}).get("tags") or {}
         return RunCandidate(
-            run.run_id, str(recipe["name"]), float(plan["created"]), recipe, dict(tags), lambda: load_folder(run)
+            run.run_id,
+            str(recipe["name"]),
+            float(plan["created"]),
+            recipe,
+            dict(tags),
+            lambda: load_folder(run),
+            folder=run,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return RunCandidate(run.run_id, "", 0.0, {}, {}, lambda: load_folder(run))  # load_folder raises the error
+        # load_folder raises the error
+        return RunCandidate(run.run_id, "", 0.0, {}, {}, lambda: load_folder(run), folder=run)

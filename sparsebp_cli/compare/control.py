@@ -56,6 +56,33 @@ Entry = dict[str, object]
 
 
 @dataclass(frozen=True)
+class ControlRuns:
+    """The runs that a missing control consists of, and the command that makes them."""
+
+    like: str  # id of the run whose recipe they have
+    name: str
+    changes: tuple[str, ...]  # of that recipe, as --set takes them
+    seeds: tuple[int, ...]  # empty: the recipe's own
+
+    @property
+    def command(self) -> str:
+        """The command line that makes them."""
+        given = " ".join(f"--set {shlex.quote(change)}" for change in self.changes)
+        seeds = f" --seeds {','.join(map(str, self.seeds))}" if self.seeds else ""
+        return f"sparsebp run --like {shlex.quote(self.like)} --name {shlex.quote(self.name)} {given}{seeds}"
+
+    @classmethod
+    def parse(cls, command: str) -> ControlRuns:
+        """Read what :attr:`command` wrote."""
+        words = shlex.split(command)[2:]
+        given = list(zip(words[::2], words[1::2], strict=True))
+        single = dict(given)
+        changes = tuple(value for option, value in given if option == "--set")
+        seeds = tuple(int(seed) for seed in single.get("--seeds", "").split(",") if seed)
+        return cls(single["--like"], single["--name"], changes, seeds)
+
+
+@dataclass(frozen=True)
 class ControlSearch:
     """The groups among which controls are searched, and how they are compared."""
 
@@ -151,7 +178,7 @@ def _relative_cost(
     cost: StepCost, newest: LoadedRun, some: Sequence[LoadedRun], counted: Sequence[LoadedRun]
 ) -> float | None:
     """The cost of dense runs as a multiple of the policy's; None where they are not near it."""
-    steps, num_steps, examples = newest.steps_planned, some[-1].steps_planned, count_examples(some[-1])
+    steps, num_steps, examples = newest.steps_to_end, some[-1].steps_to_end, count_examples(some[-1])
     if not steps or not num_steps or not examples:
         return None
     own = find_step_cost(counted)  # an exact policy may save, too
@@ -183,7 +210,7 @@ def _num_train(run: LoadedRun) -> float:
 
 def _ways(run: LoadedRun, cost: StepCost) -> dict[Kind, list[str]]:
     """The ways in which dense can spend the cost of a run, each as changes to its recipe."""
-    steps, size = run.steps_planned or 1, int(run.flat["training.per_device_train_batch_size"])
+    steps, size = run.steps_to_end or 1, int(run.flat["training.per_device_train_batch_size"])
     fewer = whole(steps * cost.dense_steps)
     shorter = [f"training.max_steps={fewer}", *_warmup(run, fewer / steps)]
     ways: dict[Kind, list[str]] = {"fewer_steps": shorter}
@@ -230,7 +257,7 @@ def _find_plain(dense: Members, run: LoadedRun) -> str:
     equal = [
         group
         for group, some in dense.items()
-        if some[-1].steps_planned == run.steps_planned
+        if some[-1].steps_to_end == run.steps_to_end
         and count_examples(some[-1]) == count_examples(run)
         and _num_train(some[-1]) == _num_train(run)
     ]
@@ -256,7 +283,10 @@ def _control_of(entry: Mapping[str, object]) -> Entry | None:
     made = _make(entry)
     if made is None:
         return UNKNOWN
-    return None if made.control is None else dict(made.control)
+    if made.control is None:
+        return None
+    written = made.model_dump(mode="json")
+    return {**made.control, **{name: written[name] for name in made.schedules if name in made.control}}
 
 
 def _make(entry: Mapping[str, object]) -> Policy | None:
@@ -301,7 +331,5 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str
 def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> str:
     """The command that makes a control from a run's stored recipe, whose file may have changed or be elsewhere. The
     command writes no file: a name such as ``dense.yaml`` may be one that the reader has."""
-    seeds = ",".join(str(seed) for seed in sorted({run.seed for run in runs if run.seed is not None}))
-    given = " ".join(f"--set {shlex.quote(change)}" for change in changes)
-    like = shlex.quote(tidy(start.run_id))
-    return f"sparsebp run --like {like} --name {shlex.quote(name)} {given}" + (f" --seeds {seeds}" if seeds else "")
+    seeds = sorted({run.seed for run in runs if run.seed is not None})
+    return ControlRuns(tidy(start.run_id), name, tuple(changes), tuple(seeds)).command

@@ -47,7 +47,7 @@ def find_unequal(runs: Sequence[LoadedRun], others: Sequence[LoadedRun], name: s
     not. It holds the metric ``name``, which is evaluated during training, at the last step that both evaluated."""
     if not runs or not others:
         return None
-    steps = [max(run.steps_planned or run.steps for run in some) for some in (runs, others)]
+    steps = [max(run.steps_to_end or run.steps for run in some) for some in (runs, others)]
     examples, tokens = (
         [count_examples(some[-1]) for some in (runs, others)],
         [_tokens(some[-1]) for some in (runs, others)],

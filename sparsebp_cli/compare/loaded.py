@@ -101,7 +101,18 @@ class LoadedRun:
         """Steps of a finished run that its source lacks, because it was not sent completely."""
         if self.state is not State.FINISHED or self.steps_planned is None or not self.source:
             return 0
-        return max(0, self.steps_planned - self.steps)
+        return 0 if self.has_reached_limit else max(0, self.steps_planned - self.steps)
+
+    @property
+    def has_reached_limit(self) -> bool:
+        """Whether ``training.max_seconds`` or ``max_cost`` ended it before its last step."""
+        text = str(self.history.ends[-1].get("text", "")) if self.history.ends else ""
+        return self.state is State.FINISHED and text.startswith("training.max_")
+
+    @property
+    def steps_to_end(self) -> int | None:
+        """Optimizer steps of the recipe, or those done where a limit ended the run; None when there is no recipe."""
+        return self.steps if self.has_reached_limit else self.steps_planned
 
     @cached_property
     def policies(self) -> list[dict[str, object]]:

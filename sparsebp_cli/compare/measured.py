@@ -220,6 +220,7 @@ class Cost:
         kept_share: Of the gradient's entries, at the policy's sites.
         cosine: Between the gradient and the dense one.
         relative_error: Norm of their difference over the norm of the dense one.
+        noise_ratio: Squared norm of their difference over the variance of the dense gradient over micro-batches.
         independent_cosine: Between the gradient and that of a large batch of other examples.
         dense_independent_cosine: The same of dense on the smaller batch that costs as much as the policy.
         choice: The possible gain of choosing, as the runs found before their first step; None where none did.
@@ -239,6 +240,7 @@ class Cost:
     kept_share: float | None = None
     cosine: float | None = None
     relative_error: float | None = None
+    noise_ratio: float | None = None
     independent_cosine: float | None = None
     dense_independent_cosine: float | None = None
     choice: Choice | None = None

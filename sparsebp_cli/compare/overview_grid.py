@@ -137,11 +137,16 @@ def _work(comparison: Comparison) -> Grid:
                 show.of_share(c.kept_share),
                 show.of_plain(c.cosine),
                 show.of_plain(c.relative_error),
+                show.of_plain(c.noise_ratio),
                 *([show.of_plain(c.independent_cosine), show.of_plain(c.dense_independent_cosine)] if other else []),
             )
         )
-    columns = ["group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error"]
-    note = "Cosine and relative error: to the dense gradient of the same batch, medians over the steps of all runs."
+    columns = ["group", "backward executed", "of dense", "claimed", "kept", "cosine", "rel. error", "of SGD's noise"]
+    note = (
+        "Cosine and relative error: to the dense gradient of the same batch, medians over the steps of all runs. Of "
+        "SGD's noise: the squared error over the variance of the dense gradient over batches. Far below 1 the error is "
+        "lost in the noise that training has anyway; far above 1 equal steps cannot make up for it."
+    )
     if other:
         columns += ["cosine, other batch", "of dense, equal cost"]
         note += (

@@ -1,4 +1,4 @@
-"""Renders a comparison as JSON, CSV or Markdown."""
+"""Renders a comparison as JSON, CSV, Markdown or LaTeX."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from rich.text import Text
 
 from sparsebp_cli.compare.comparison import Comparison
 from sparsebp_cli.compare.grid import Grid
+from sparsebp_cli.compare.latex import to_latex
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.view import View, view_grids
 from sparsebp_cli.errors import UsageError, did_you_mean
 
-FORMATS = ("json", "csv", "md")
+FORMATS = ("json", "csv", "md", "latex")
 CSV_COLUMNS = ("level", "group", "label", "run", "seed", "state", "counts", "figure", "value")
 
 
 def render(comparison: Comparison, format: str, view: View | None = None) -> str:  # noqa: A002 - the option's own name
-    """Return a comparison as ``json`` (everything, with ``schema``), ``csv`` (one number a line) or ``md``. ``view``
-    restricts ``md``; None is everything. The text ends with a line break. Raises ``UsageError`` for another format."""
+    """Return a comparison as ``json`` (everything, with ``schema``), ``csv`` (one number a line), ``md`` or ``latex``
+    (the leaderboard). ``view`` restricts ``md``; None is everything. The text ends with a line break. Raises
+    ``UsageError`` for another format."""
     if format == "json":
         return json.dumps(asdict(comparison), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
     if format == "csv":
         return _to_csv(comparison)
     if format == "md":
         return _to_markdown(comparison, view or View())
+    if format == "latex":
+        return to_latex(comparison)
     raise UsageError(f"the format must be one of {', '.join(FORMATS)}, got {format!r}{did_you_mean(format, FORMATS)}")
 
 

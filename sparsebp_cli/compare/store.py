@@ -28,7 +28,7 @@ from sparsebp_cli.run import History, State
 from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.run.visible import mask
 from sparsebp_cli.tracking import resolve_uri
-from sparsebp_cli.tracking.content import RUN_ID, TRIAL
+from sparsebp_cli.tracking.content import RUN_ID, TRIAL, read_labels
 from sparsebp_cli.tracking.store import is_server, is_sqlite, one_line, sqlite_file
 
 STATES = {
@@ -132,6 +132,7 @@ class _Store:
             metrics={name: row.value for name, row in run.latest.items()},
             known_state=str(_state(run)),
             place=self._uri,
+            stored_labels=read_labels(run.tags),
         )
 
     def _load(self, run: StoredRun, recipe: dict[str, object]) -> LoadedRun:

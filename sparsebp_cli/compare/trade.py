@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from sparsebp_cli.compare.comparison import Comparison, Group
+from sparsebp_cli.compare.verdict import find_outcome
 
 COSTS = ("step_seconds", "peak_bytes")
 
@@ -39,6 +40,7 @@ def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
     base = comparison.groups[0]
     seeds = {group.label: _by_seed(comparison, group) for group in comparison.groups}
     placed = {group.label: _place(group, base) for group in comparison.groups}
+    exact = {group.label: _is_exact(group) for group in comparison.groups}
 
     def beats(other: str, mine: str) -> bool:
         if not (placed[other].is_paired and placed[mine].is_paired) or not sign:
@@ -48,6 +50,8 @@ def find_trades(comparison: Comparison, *costs: str) -> list[Trade]:
         if not shared or any(a is None or b is None for a, b in pairs):
             return False
         gains = [sign * fmean(seeds[mine][seed] - seeds[other][seed] for seed in sorted(shared))]
+        if exact[mine] and exact[other]:
+            gains = [0.0]  # what differs is rounding
         gains += [b - a for a, b in pairs if a is not None and b is not None]
         return all(gain >= 0.0 for gain in gains) and any(gain > 0.0 for gain in gains)
 
@@ -62,7 +66,7 @@ def _place(group: Group, base: Group) -> Trade:
     is_paired = group.baseline or (difference is not None and difference.n > 0)
     quality = own.mean if own else None
     if not group.baseline and is_paired and difference and base.quality.final:
-        quality = base.quality.final.mean + difference.mean
+        quality = base.quality.final.mean + (0.0 if _is_exact(group) else difference.mean)
     costs = {"step_seconds": _steady_step(group), "peak_bytes": group.cost.peak_bytes}
     bases = {"step_seconds": _steady_step(base), "peak_bytes": base.cost.peak_bytes}
     ratios = {"step_seconds": group.speed.step_ratio, "peak_bytes": group.cost.peak_ratio}
@@ -72,6 +76,11 @@ def _place(group: Group, base: Group) -> Trade:
             continue
         costs[cost] = None if there is None else there * ratio.mean
     return Trade(group.label, quality, own.sd if own else None, costs, (), is_paired)
+
+
+def _is_exact(group: Group) -> bool:
+    """Whether what differs between the group and an exact baseline is rounding, by its verdict."""
+    return bool(group.exact) if group.baseline else find_outcome(group.verdict) == "exact"
 
 
 def _steady_step(group: Group) -> float | None:

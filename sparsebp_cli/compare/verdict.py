@@ -17,6 +17,7 @@ from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference, Quartiles
 
 COUNTS = {1: "one seed", 2: "two seeds"}
 LEVEL = 0.05
+SURVIVORS = "of the seeds that did not diverge: "
 ROUNDING = 0.005  # of the metric's value: training amplifies the rounding of an exact policy, but never this far
 
 
@@ -48,7 +49,7 @@ def give_verdict(
     is_plain = quality.unequal is None or quality.difference is None
     found = _quality(quality, metric, way, exact=doubts.rounding) if is_plain else _unequal(quality, metric)
     if doubts.diverged and quality.difference is not None:
-        found = f"of the seeds that did not diverge: {found}"
+        found = f"{SURVIVORS}{found}"
     examples = "" if doubts.rounding else _examples(quality)
     parts = [found, quality.coarsened, examples, _margin(quality.not_worse)]
     if doubts.other_examples:
@@ -65,6 +66,27 @@ def give_verdict(
 def split_statements(verdict: str) -> list[str]:
     """Return a verdict's statements, without its final full stop; text in brackets stays whole."""
     return re.split(r"; (?![^()]*\))", verdict.rstrip("."))
+
+
+OUTCOMES: tuple[str, ...] = (
+    "better",
+    "equal within the margin",
+    "exact",
+    "no difference shown",
+    "worse",
+    "no statement",
+)
+
+
+def find_outcome(verdict: str) -> str:
+    """Return which of ``OUTCOMES`` the first statement of a verdict is; never more than it says."""
+    first = split_statements(verdict)[0].removeprefix(SURVIVORS)
+    if first.startswith("exact: "):
+        return "exact"
+    if first.startswith("no difference in "):
+        return "no difference shown"
+    found = (outcome for outcome in ("equal within the margin", "better", "worse") if f" is {outcome} " in first)
+    return next(found, "no statement")
 
 
 def describe_lost(doubts: Doubts) -> str:
@@ -201,7 +223,7 @@ def _speed(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> list[str]:
         return ["no step times to compare"]
     if speed.busy is not None or baseline.busy is not None:
         return [f"no statement about step time: {_busy(speed.busy, baseline.busy)}", *_probe_statement(speed)]
-    statements = [_step(speed, baseline.step)]
+    statements = _step_statements(speed, baseline.step)
     if hardware:
         different = ", ".join(hardware)
         statements.append(f"the step times are of different hardware ({different}), which can explain all of that")
@@ -228,7 +250,17 @@ def _probe_statement(speed: Speed) -> list[str]:
     return [f"timed in turns with dense, forward and backward take {change} (median and quartiles of {ratio.n} probes)"]
 
 
-def _step(speed: Speed, baseline: Quartiles) -> str:
+def _step_statements(speed: Speed, baseline: Quartiles) -> list[str]:
+    """Compare whole steps; where that decides nothing, since their batches differ too, also those timed in turns."""
+    decided = _step(speed, baseline)
+    if decided is not None:
+        return [decided]
+    in_turns = _probe_statement(speed)
+    return ["whole steps overlap in time", *in_turns] if in_turns else ["step times overlap: neither is clearly faster"]
+
+
+def _step(speed: Speed, baseline: Quartiles) -> str | None:
+    """Say how the time of a step changed; None: the times of few runs overlap."""
     ratio = speed.step_ratio
     assert speed.step is not None
     if ratio is not None and ratio.low is not None:
@@ -243,7 +275,7 @@ def _step(speed: Speed, baseline: Quartiles) -> str:
         change = 100 * (speed.step.median / baseline.median - 1.0)
         text = f"step time {change:+.1f} % in these runs"
     else:
-        return "step times overlap: neither is clearly faster"
+        return None
     return f"{text}{_realised(speed.realised_share)}" if faster else text
 
 

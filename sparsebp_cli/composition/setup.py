@@ -15,6 +15,7 @@ from sparsebp_cli.policy import (
     ExampleSelector,
     GradientSelector,
     InformedSelector,
+    InputSaver,
     ParameterSelector,
     Policy,
     Stateful,
@@ -31,6 +32,7 @@ _CONTRACT: dict[str, type[Policy]] = {
         ParameterSelector,
         BatchPacker,
         BlockDropper,
+        InputSaver,
     )
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies

@@ -48,6 +48,7 @@ KINDS = (
     "ParameterSelector",
     "BatchPacker",
     "BlockDropper",
+    "InputSaver",
 )
 _INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
@@ -55,6 +56,7 @@ _TOKENS: Conditions = {"kind": ("TokenSelector",)}
 _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
 _PACKER: Conditions = {"kind": ("BatchPacker",)}
 _DROPPER: Conditions = {"kind": ("BlockDropper",)}
+_SAVER: Conditions = {"kind": ("InputSaver",)}
 _SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 _TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
 _TURNING = "{policy} with another set of parameters each step"
@@ -168,6 +170,33 @@ _POLICY_RULES = (
     Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
         policy=_DROPPER,
+        options={"sharding": ("fsdp2",)},
+    ),
+    Rule(
+        "{other} and {policy} in one backward is not built: give one of them",
+        why="Both decide what the gradient of a weight is computed from.",
+        policy=_SAVER,
+        other={"kind": ("GradientSelector",)},
+    ),
+    Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="Selected positions and packed batches have rows of their own, and what is saved is drawn by row.",
+        policy=_SAVER,
+        other={"kind": ("TokenSelector", "BatchPacker")},
+    ),
+    Rule(
+        "{policy} saves inputs of linears: needs {sites:linears}, got {sites:=}",
+        policy=_SAVER,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} with {float8} is not built: float8 linears save their inputs in 8 bits themselves",
+        policy=_SAVER,
+        options={"float8": GIVEN},
+    ),
+    Rule(
+        "{policy} needs {sharding:none}: it is not built for sharded weights",
+        policy=_SAVER,
         options={"sharding": ("fsdp2",)},
     ),
     Rule(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -38,10 +39,7 @@ class Plan(BaseModel):
     @property
     def group(self) -> str:
         """Content hash of everything that affects the result except the seed: runs of one group are repetitions."""
-        content = self.recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
-        if (processes := self.recipe.target.options.get("processes", 1)) > 1:  # multiplies the examples of each step
-            content["target"] = {"processes": processes}
-        return content_hash(content)
+        return content_hash(group_content(self.recipe))
 
     def save(self, run_folder: Path) -> Path:
         """Write ``plan.json`` into the run's existing folder, atomically, and return its path."""
@@ -75,6 +73,14 @@ def _tell_version(file: Path) -> str:
     return f"; sparsebp {theirs} made it, this is {mine}" if theirs and theirs != mine else ""
 
 
+def group_content(recipe: Recipe) -> dict[str, object]:
+    """Return the part of a recipe that affects the result, except the seed, as JSON content."""
+    content: dict[str, object] = recipe.model_dump(mode="json", exclude=OUTSIDE_GROUP)  # type: ignore[arg-type]
+    if (processes := recipe.target.options.get("processes", 1)) > 1:  # multiplies the examples of each step
+        content["target"] = {"processes": processes}
+    return content
+
+
 def content_hash(content: object) -> str:
     """Return 12 hexadecimal digits that depend only on the JSON content, not on the order of keys."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -84,21 +90,26 @@ def content_hash(content: object) -> str:
 def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
     """Make the plan of one run, with a new run id. Relative paths of models and data are resolved against the folder of
     the recipe's file first, then the working folder."""
-    folder = recipe_file.resolve().parent
-    model, dataset = recipe.model, recipe.dataset
-    model = model.model_copy(
-        update={
-            "name": _absolute(model.name, folder, MODELS),
-            "tokenizer": _absolute(model.tokenizer, folder, MODELS),
-        }
-    )
-    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folder, DATASETS)})
-    resolved = recipe.model_copy(update={"model": model, "dataset": dataset})
+    resolved = resolve_paths(recipe, [recipe_file.resolve().parent, Path.cwd()])
     return Plan(recipe=resolved, provenance=find_provenance(recipe_file, code_diff=recipe.tracking.code_diff))
 
 
-def _absolute(name: str | None, folder: Path, group: str) -> str | None:
+def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
+    """Return a recipe in which paths of models and data are absolute; relative ones are searched in the folders in
+    order."""
+    model, dataset = recipe.model, recipe.dataset
+    model = model.model_copy(
+        update={
+            "name": _absolute(model.name, folders, MODELS),
+            "tokenizer": _absolute(model.tokenizer, folders, MODELS),
+        }
+    )
+    dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folders, DATASETS)})
+    return recipe.model_copy(update={"model": model, "dataset": dataset})
+
+
+def _absolute(name: str | None, folders: Sequence[Path], group: str) -> str | None:
     if name is None or name.startswith("package:") or name in entry_points(group=group).names:
         return name  # an installed name takes precedence over a folder of the same name
-    found = find_path(name, [folder, Path.cwd()])
+    found = find_path(name, folders)
     return name if found is None else str(found)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from sparsebp_cli.plan.plan import content_hash
 from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run import read
 
 # These sections say where a run is executed and how it is named, not what is trained.
 FREE = ("name", "target", "tracking", "checkpoint")
@@ -67,6 +69,15 @@ class Seal:
         fields = [*current, *(field for field in then if field not in current)]
         found = (FieldChange(field, then.get(field, ABSENT), current.get(field, ABSENT)) for field in fields)
         return [change for change in found if change.then != change.now]
+
+
+def read_seal(run_folder: Path) -> Seal | None:
+    """Return the last seal in a run's journal; None if it has none."""
+    last = None
+    for record, _ in read(run_folder):
+        if record["kind"] == "seal":
+            last = Seal.from_json(record["values"])
+    return last
 
 
 def shorten(value: str) -> str:

@@ -2,8 +2,11 @@
 
 Fine-tuning some layers and freezing the others is as old as transfer learning and needs no paper. Training one layer at
 a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter Optimization Method for
-Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. We differ: the optimizer keeps the state of
-layers after their turn, and parameters outside the layers are trained at every step, unless a pattern freezes them.
+Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. Layers drawn anew for each turn, beside
+embeddings and head that are always trained: Rui Pan et al., "LISA: Layerwise Importance Sampling for Memory-Efficient
+Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. We differ: by default the optimizer
+keeps the state of layers after their turn, as LISA's code does and BAdam's does not; parameters outside the layers are
+trained at every step, unless a pattern freezes them; there is no copy of the layers in turn in 32 bits.
 """
 
 from __future__ import annotations
@@ -27,6 +30,13 @@ class _Cycle:
     name: str = "the order of layers"
 
 
+@dataclass(frozen=True)
+class _Draw:
+    """The name under which the layers of a turn are drawn, independently of other turns."""
+
+    name: str = "the layers of a turn"
+
+
 @final
 class Frozen(ParameterSelector):
     """Train the parameters that patterns name, or all but those; train the layers all the time, or in turns."""
@@ -42,12 +52,18 @@ class Frozen(ParameterSelector):
         description="layers: of the trained parameters, only some layers (of an encoder and a decoder) are trained at "
         "a time, in turns. null: all are trained at every step.",
     )
-    order: Literal["descending", "ascending", "random"] = Field(
+    order: Literal["descending", "ascending", "random", "independent"] = Field(
         "descending",
-        description="Order of the turns: from the last layer, from the first, or a new random order each round.",
+        description="Order of the turns: from the last layer, from the first, a new random order each round, or layers "
+        "that are drawn for each turn independently of those before.",
     )
     every: PositiveInt = Field(1, description="Optimizer steps that a turn lasts.")
     at_once: PositiveInt = Field(1, description="Layers that are trained in one turn.")
+    optimizer_state: Literal["keep", "drop"] = Field(
+        "keep",
+        description="What becomes of the optimizer's state of a layer when its turn ends. drop: it is freed, and the "
+        "layer's next turn starts as a new training.",
+    )
 
     @model_validator(mode="after")
     def _means_something(self) -> Self:
@@ -55,7 +71,7 @@ class Frozen(ParameterSelector):
             raise ValueError("give train or freeze, not both: parameters that train does not name are frozen")
         if not self.train and not self.freeze and self.turn is None:
             raise ValueError("give train, freeze or turn: without them nothing is frozen")
-        for option in ("order", "every", "at_once"):
+        for option in ("order", "every", "at_once", "optimizer_state"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
         return self
@@ -71,6 +87,10 @@ class Frozen(ParameterSelector):
     @property
     def changes(self) -> bool:
         return self.turn is not None
+
+    @property
+    def drops_state(self) -> bool:
+        return self.optimizer_state == "drop"
 
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
         chosen = {parameter.name for parameter in parameters}
@@ -89,6 +109,11 @@ class Frozen(ParameterSelector):
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 
     def _in_turn(self, layers: list[int], step: Step) -> set[int]:
+        if self.order == "independent":
+            import torch
+
+            generator = replace(step, index=step.index // self.every).generator(_Draw())
+            return {layers[i] for i in torch.randperm(len(layers), generator=generator)[: self.at_once].tolist()}
         num_turns = -(-len(layers) // self.at_once)
         round_number, number = divmod(step.index // self.every, num_turns)
         if self.order == "random":

@@ -3,7 +3,7 @@ which share they keep. Names and defaults are those of Composer's ``SelectiveBac
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
@@ -12,6 +12,8 @@ from sparsebp_cli.policy import ExampleSelector, Step, choice
 
 class SampledExamples(ExampleSelector):
     """An example selector that draws the same number of examples from each batch while it is active."""
+
+    constants: ClassVar[tuple[str, ...]] = ("start", "end")
 
     start: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.5, description="Share of the training's steps after which examples are selected."

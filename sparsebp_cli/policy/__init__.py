@@ -9,6 +9,9 @@ from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitT
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
+from sparsebp_cli.policy.saved import Saved, SavedCodes, SavedColumns, SavedElements, SavedRows, SavedSketch
+from sparsebp_cli.policy.saver import InputSaver
+from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, Split, TwoToFour
 from sparsebp_cli.policy.state import Observation, Observed, Stateful
@@ -29,6 +32,7 @@ __all__ = [
     "FoundPolicy",
     "GradientSelector",
     "InformedSelector",
+    "InputSaver",
     "Observation",
     "Observed",
     "PackedSize",
@@ -39,6 +43,13 @@ __all__ = [
     "Reading",
     "ResidualBlock",
     "Rows",
+    "Saved",
+    "SavedCodes",
+    "SavedColumns",
+    "SavedElements",
+    "SavedRows",
+    "SavedSketch",
+    "Schedule",
     "Score",
     "ScoredTokenSelector",
     "Seen",

@@ -15,9 +15,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy.schedule import Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -139,9 +149,19 @@ class Policy(BaseModel, ABC):
 
     Options are pydantic fields with a description and a range; unknown ones are refused. Import torch inside the
     decision, not at the top of the file, so that recipes can be checked without it.
+
+    A real number among the options may follow a :class:`Schedule` over the training, except those that ``constants``
+    names. A policy does nothing for it: the engine asks a copy that has the numbers of the step.
+
+    Args:
+        takes_schedules: Whether options may follow a schedule; no for kinds that decide alike at every step.
+        constants: Names of options that may not, such as one that says itself when something happens.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    takes_schedules: ClassVar[bool] = True
+    constants: ClassVar[tuple[str, ...]] = ()
+    _schedules: tuple[tuple[str, Schedule], ...] = PrivateAttr(())
 
     @property
     @abstractmethod
@@ -159,6 +179,57 @@ class Policy(BaseModel, ABC):
         """Name and options of a policy that selects as much at random, as a recipe writes them under ``policy``. None
         if there is none, as for a policy that itself draws at random. A comparison asks for runs with the control."""
         return None
+
+    @property
+    def schedules(self) -> Mapping[str, Schedule]:
+        """The options that follow a schedule, by name; their own values are those of one of its ends."""
+        return dict(self._schedules)
+
+    def follow(self, schedules: Mapping[str, Schedule]) -> Self:
+        """Return a copy of which some options follow schedules.
+
+        Args:
+            schedules: By name of the option. Both ends must be allowed values.
+
+        Returns:
+            The copy.
+        """
+        policy = self.model_copy()
+        policy._schedules = tuple(schedules.items())  # noqa: SLF001 - a copy of this class
+        return policy
+
+    def values_at(self, step: Step) -> tuple[float, ...]:
+        """Return the values of the scheduled options.
+
+        Args:
+            step: When; it knows the length of the training.
+
+        Returns:
+            As many numbers as there are schedules.
+        """
+        if not self._schedules:
+            return ()
+        assert step.num_steps is not None, "refused at attach"
+        return tuple(schedule.value(step.index, step.num_steps) for _, schedule in self._schedules)
+
+    def at(self, step: Step) -> Self:
+        """Return the policy with the numbers of a step; itself if no option follows a schedule.
+
+        Args:
+            step: When.
+
+        Returns:
+            The policy that decides at this step.
+        """
+        if not self._schedules:
+            return self
+        names = (name for name, _ in self._schedules)
+        return self.model_copy(update=dict(zip(names, self.values_at(step), strict=True))).follow({})
+
+    @model_serializer(mode="wrap")
+    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        options: dict[str, object] = handler(self)
+        return {**options, **{name: schedule.model_dump() for name, schedule in self._schedules if name in options}}
 
 
 class GradientSelector(Policy):

@@ -11,12 +11,13 @@ from importlib.metadata import EntryPoint
 from pydantic import ValidationError
 from pydantic_core import from_json, to_json
 
-from sparsebp_cli.entry_point import entry_points
+from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.errors import PolicyError, did_you_mean
 from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.policy.hidden_state import find_hidden_state, refuse_hidden_state
+from sparsebp_cli.policy.scheduled_option import split_schedules
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
@@ -61,6 +62,17 @@ class FoundPolicy:
         """
         if self.policy_class is None:
             raise PolicyError(f"policy {self.name!r} of {self.source} is broken: {self.problem}")
+        plain, schedules = split_schedules(self.policy_class, options)
+        if not schedules:
+            return self._validate(self.policy_class, plain)
+        ends = [
+            self._validate(self.policy_class, plain | {name: getattr(s, end) for name, s in schedules.items()})
+            for end in ("to", "start")
+        ]
+        # What a policy declares of itself must hold at every step, so the end that promises less stands for all.
+        return min(ends, key=lambda policy: policy.exact + policy.unbiased).follow(schedules)
+
+    def _validate(self, policy_class: type[Policy], options: Mapping[str, object]) -> Policy:
         try:
             text = to_json(dict(options), inf_nan_mode="constants")
             from_json(text)
@@ -68,8 +80,8 @@ class FoundPolicy:
             text = b""
         try:
             if text:
-                return self.policy_class.model_validate_json(text)
-            return self.policy_class.model_validate(dict(options))
+                return policy_class.model_validate_json(text)
+            return policy_class.model_validate(dict(options))
         except ValidationError:
             raise
         except Exception as error:  # a plugin's own checks may fail in any way
@@ -161,7 +173,7 @@ def _make_one(policy: PolicyLike) -> Policy:
 
 def _load(name: str, entries: Iterable[EntryPoint]) -> FoundPolicy:
     """Import the policy of one name."""
-    by_target = {(_find_source(entry), entry.value): entry for entry in entries}
+    by_target = {(find_source(entry), entry.value): entry for entry in entries}
     sources = " and ".join(dict.fromkeys(source for source, _ in by_target))
     if len(by_target) > 1:
         return FoundPolicy(name, sources, None, f"this name is offered more than once, by {sources}")
@@ -192,13 +204,6 @@ def _find_kinds(policy_class: type[Policy]) -> list[type[Policy]]:
     own."""
     above = policy_class.__mro__[1:]
     return [c for c in above if inspect.isabstract(c) and issubclass(c, Policy) and c is not Policy]
-
-
-def _find_source(entry: EntryPoint) -> str:
-    try:
-        return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown"
-    except Exception:  # a distribution with damaged metadata
-        return "unknown"
 
 
 def _describe_failure(error: BaseException) -> str:

@@ -112,7 +112,7 @@ def _describe(location: Location, details: ErrorDetails, model: type[BaseModel])
     if kind == "extra_forbidden":
         owner = _find_model(model, location[:-1])
         return FieldError(
-            location, unknown_key_message(str(location[-1]), [*owner.model_fields] if owner else []), "unknown"
+            location, unknown_key_message(str(location[-1]), _list_keys(owner) if owner else []), "unknown"
         )
     if kind in {"value_error", "assertion_error"}:
         return FieldError(
@@ -125,6 +125,10 @@ def _describe(location: Location, details: ErrorDetails, model: type[BaseModel])
     shown = show_with_type(value) if kind in MUST_BE else show(value)
     must_be = _must_be(details, _find_field(model, location))
     return FieldError(location, f"must be {must_be}, got {shown}{_find_hint(kind, value)}")
+
+
+def _list_keys(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _must_be(details: ErrorDetails, field: FieldInfo | None) -> str:

@@ -15,7 +15,7 @@ _WHY = "which no checkpoint holds: a policy is frozen options and a decision, an
 
 def find_hidden_state(policy_class: type[Policy]) -> str:
     """Return what is wrong with a class that could remember something by itself; empty if it could not."""
-    for name in policy_class.__private_attributes__:
+    for name in policy_class.__private_attributes__.keys() - Policy.__private_attributes__.keys():
         return f"keeps state in its private attribute {name!r}, {_WHY}"
     if not policy_class.model_config.get("frozen"):
         return "has options that can be changed: keep frozen=True"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal, Self, final
+from typing import ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,8 @@ class PackedSize:
 class BatchPacker(Policy):
     """Leaves out rows of a batch. That changes no gradient except by rounding, so its only decision is whether it is
     worth it. All packers have the four options below; the engine implements them."""
+
+    takes_schedules: ClassVar[bool] = False
 
     labels: bool = Field(
         True,

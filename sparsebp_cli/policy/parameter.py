@@ -39,6 +39,11 @@ class ParameterSelector(Policy):
     def changes(self) -> bool:
         """Whether the selection may differ between steps with these options."""
 
+    @property
+    def drops_state(self) -> bool:
+        """Whether the optimizer's state of a parameter is freed when it is no longer trained."""
+        return False
+
     @abstractmethod
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
         """Select parameters.

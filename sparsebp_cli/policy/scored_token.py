@@ -43,8 +43,8 @@ class ScoredTokenSelector(TokenSelector):
     )
     carry: Literal["trained", "real", "column"] = Field(
         "trained",
-        description="Positions that carry gradient in mode detach: the trained ones, all but padding, or those that "
-        "carry_column marks.",
+        description="Positions that carry gradient in modes detach and stop: the trained ones, all but padding, or "
+        "those that carry_column marks.",
     )
     carry_column: str | None = Field(
         None, description="Column of the data that marks the tokens at which gradient is carried."
@@ -61,7 +61,7 @@ class ScoredTokenSelector(TokenSelector):
         if (self.carry == "column") != (self.carry_column is not None):
             raise ValueError("carry: column and carry_column go together: give both or neither")
         if self.carry != "trained" and self.mode == "exact":
-            raise ValueError(f"carry: {self.carry} needs mode: detach; in mode exact the gradient flows where it does")
+            raise ValueError(f"carry: {self.carry} needs mode: detach or stop; in exact all carry gradient")
         return self
 
     @abstractmethod

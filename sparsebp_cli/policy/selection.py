@@ -161,11 +161,11 @@ class Blocks(Selection):
         return grad_NO.masked_fill(factor_NO == 0, 0.0) * factor_NO
 
     def num_kept(self, grad_NO: Tensor) -> Tensor:
-        import torch
-
-        high, wide = self.grid(grad_NO)
-        kept = torch.zeros(high * wide, dtype=torch.int64, device=grad_NO.device)
-        return self._spread(kept.index_fill_(0, self.index_K, 1), grad_NO).sum()
+        (rows, columns), (num_rows, num_columns) = self.block_shape, grad_NO.shape
+        _, wide = self.grid(grad_NO)
+        height_K = (num_rows - self.index_K // wide * rows).clamp(max=rows)
+        width_K = (num_columns - self.index_K % wide * columns).clamp(max=columns)
+        return (height_K * width_K).sum()
 
     def _spread(self, value: Tensor, grad_NO: Tensor) -> Tensor:
         (rows, columns), (num_rows, num_columns) = self.block_shape, grad_NO.shape

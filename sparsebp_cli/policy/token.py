@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Score = Literal["loss", "entropy", "reference_loss"]
+TokenMode = Literal["exact", "detach", "stop"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class TokenChoice:
 
     Args:
         trained_BT: Positions whose loss counts; only targets.
-        carries_BT: Positions that carry gradient, at least the trained ones, and no padding; only ``mode: detach``
-            uses it.
+        carries_BT: Positions that carry gradient, at least the trained ones, and no padding; the modes
+            ``detach`` and ``stop`` use it.
     """
 
     trained_BT: torch.Tensor
@@ -66,10 +67,11 @@ class TokenSelector(Policy):
     differentiates. It receives the scores of a forward without gradients if it needs them. All token selectors have the
     three options below; the engine implements them."""
 
-    mode: Literal["exact", "detach"] = Field(
+    mode: TokenMode = Field(
         "exact",
         description="exact: the gradient of the masked loss, without the work that it does not need. detach: keys and "
-        "values of positions that carry no gradient are constants in every layer; biased, and much faster.",
+        "values of positions that carry no gradient are constants in every layer; biased, and much faster. stop: their "
+        "gradient trains the weights that make them, and ends at the input of the layer; biased less than detach.",
     )
     reference: str | None = Field(
         None, description="Model, by name or path, whose loss of each token is the score reference_loss."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import BaseModel, ValidationError
@@ -26,7 +27,7 @@ class PlacedRecipe:
     def error(self, location: Location, text: str) -> RecipeError:
         """Return an error at a key of the recipe, to be raised."""
         field_error = FieldError(location, text)
-        return _find_place(self.tree, field_error).error(text, field_error.key)
+        return find_place(self.tree, field_error).error(text, field_error.key)
 
 
 def check_recipe(tree: Node) -> PlacedRecipe:
@@ -51,9 +52,15 @@ def check_recipe(tree: Node) -> PlacedRecipe:
         field_errors += find_unsupported(recipe, data)
     if recipe is not None and not field_errors:
         return PlacedRecipe(recipe, tree)
-    placed = [(_find_place(tree, field_error), field_error) for field_error in field_errors]
+    raise first_error(tree, field_errors)
+
+
+def first_error(tree: Node, field_errors: Sequence[FieldError]) -> RecipeError:
+    """Return the error to be raised of several: those in the tree's own file first, then by line and column; a missing
+    key comes last."""
+    placed = [(find_place(tree, field_error), field_error) for field_error in field_errors]
     place, first = min(placed, key=lambda pair: _rank(*pair, own_file=tree.place.file))
-    raise place.error(first.text, first.key)
+    return place.error(first.text, first.key)
 
 
 def _check_policies(entries: object, field_errors: list[FieldError]) -> list[PolicyEntry]:
@@ -115,7 +122,7 @@ def _add_home(field_error: FieldError) -> FieldError:
     )
 
 
-def _find_place(tree: Node, field_error: FieldError) -> Place:
+def find_place(tree: Node, field_error: FieldError) -> Place:
     """Return the place of the value; for collections, unknown keys and missing keys that of the nearest key."""
     node = tree
     for part in field_error.location:

@@ -42,6 +42,8 @@ def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -
         key = ".".join(str(part) for part in place)
         yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
     yield from _find_arguments(recipe)
+    if recipe.training.max_cost is not None and recipe.measure.probe_every is None:
+        yield FieldError(("training", "max_cost"), "needs measure.probe_every: probes count the work of a step")
 
 
 def refuse_unsupported(recipe: Recipe) -> None:

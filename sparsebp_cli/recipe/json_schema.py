@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparsebp_cli.policy import FoundPolicy, find_policies
+from sparsebp_cli.policy.schedule import Schedule
+from sparsebp_cli.policy.scheduled_option import is_schedulable
 from sparsebp_cli.recipe.schema import Recipe, TargetSection
 from sparsebp_cli.recipe.target import FoundTarget, find_targets, named_targets
 
@@ -28,6 +30,7 @@ def recipe_schema(
     usable = {name: policy for name, policy in found.items() if policy.policy_class is not None}
 
     sections.pop("PolicyEntry")
+    sections["Schedule"] = Schedule.model_json_schema()
     for name, policy in usable.items():
         _add_policy(sections, name, policy)
     sections["Policy"] = _make_entry(usable)
@@ -79,8 +82,19 @@ def _add_policy(sections: dict[str, Schema], name: str, policy: FoundPolicy) -> 
     options = policy.policy_class.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
     for inner, definition in options.pop("$defs", {}).items():
         sections[f"{prefix}.{inner}"] = definition
-    options["properties"] = {"name": {"const": name}, **options.get("properties", {})}
+    fields = options.get("properties", {})
+    for option in fields:
+        if is_schedulable(policy.policy_class, option):
+            fields[option] = _allow_schedule(fields[option])
+    options["properties"] = {"name": {"const": name}, **fields}
     sections[prefix] = options
+
+
+def _allow_schedule(field: Schema) -> Schema:
+    """Return the schema of an option that is a number, or changes over the training."""
+    about: Schema = {key: field[key] for key in ("description", "default") if key in field}
+    number = {key: value for key, value in field.items() if key not in about and key != "title"}
+    return {**about, "anyOf": [*number.pop("anyOf", [number]), {"$ref": "#/$defs/Schedule"}]}
 
 
 def _make_entry(usable: Mapping[str, FoundPolicy]) -> Schema:

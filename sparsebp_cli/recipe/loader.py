@@ -29,14 +29,19 @@ def load_recipe(file: Path, changes: Sequence[str] = ()) -> Recipe:
 
 def load_placed(file: Path, changes: Sequence[str] = ()) -> PlacedRecipe:
     """Load a recipe as :func:`load_recipe` does, and keep the places of its keys."""
-    tree = _read_file(file)
-    assert isinstance(tree.content, dict)
-    base = tree.content.pop("base", None)
-    if base is not None:
-        tree = _merge(_read_base(file, base), tree)
+    tree = load_tree(file)
     for change in changes:
         tree = expand_shorthand(apply_override(tree, change))
     return check_recipe(_name_by_file(tree, file))
+
+
+def load_tree(file: Path, named_by: Node | None = None) -> Node:
+    """Read a recipe, laid over its base, with short forms expanded; nothing is validated. ``named_by`` is the value
+    that names the file, where another file does."""
+    tree = _read_file(file, named_by)
+    assert isinstance(tree.content, dict)
+    base = tree.content.pop("base", None)
+    return tree if base is None else lay_over(_read_base(file, base), tree)
 
 
 def load_stored(content: Mapping[str, object], source: str, changes: Sequence[str] = ()) -> PlacedRecipe:
@@ -52,7 +57,7 @@ def load_stored(content: Mapping[str, object], source: str, changes: Sequence[st
 def _read_file(file: Path, named_by: Node | None = None) -> Node:
     """Read a file whose top is a mapping, and expand its short forms. ``named_by`` is the ``base`` that names the
     file."""
-    text = _read_text(file, named_by)
+    text = read_text(file, named_by)
     tree = read_document(text, str(file))
     if tree is None:
         raise Place(str(file), 1, 1).error("empty: a recipe needs at least version, model and dataset")
@@ -61,7 +66,8 @@ def _read_file(file: Path, named_by: Node | None = None) -> Node:
     return expand_shorthand(tree)
 
 
-def _read_text(file: Path, named_by: Node | None) -> str:
+def read_text(file: Path, named_by: Node | None = None) -> str:
+    """Read a file of at most 64 KiB; raise RecipeError if it cannot be read or is no text."""
     try:
         mode = file.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -107,13 +113,13 @@ def _read_base(file: Path, base: Node) -> Node:
     return tree
 
 
-def _merge(under: Node, over: Node) -> Node:
+def lay_over(under: Node, over: Node) -> Node:
     """Lay one tree over another: mappings key by key, everything else whole."""
     if not (isinstance(under.content, dict) and isinstance(over.content, dict)):
         return over
     content = dict(under.content)
     for key, child in over.content.items():
-        content[key] = _merge(content[key], child) if key in content else child
+        content[key] = lay_over(content[key], child) if key in content else child
     return replace(over, content=content)
 
 

@@ -29,7 +29,13 @@ def apply_override(tree: Node, change: str) -> Node:
     if deletes:
         return _delete(tree, parts, 0, place)
     node = read_document(value, place.file, parts) or Node(None, place)
-    return _set(tree, parts, 0, replace(node, key_place=place))
+    return set_value(tree, parts, replace(node, key_place=place))
+
+
+def set_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
+    """Return a new tree with a value at a dotted key, given as its parts. Raise RecipeError at the value's place if the
+    key does not exist."""
+    return _set(tree, parts, 0, value)
 
 
 def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:

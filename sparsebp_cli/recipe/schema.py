@@ -46,6 +46,9 @@ class ModelSection(Section):
         "float32", description="Type of the weights; bfloat16 computes in bfloat16 throughout."
     )
     attention: Literal["sdpa", "eager"] = Field("sdpa", description="transformers' attention implementation.")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="Probability of every dropout of the model; null: as its config says."
+    )
     float8: Literal["emulated", "native"] | None = Field(
         None,
         description="Linears multiply in float8, by torchao: native in a GPU's float8 units, emulated with the same "
@@ -131,6 +134,17 @@ class TrainingSection(Section):
     """Optimisation, with the names of transformers.TrainingArguments."""
 
     max_steps: PositiveInt = Field(200, description="Optimizer steps.")
+    max_seconds: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="Finish after the step that brings the time of all steps to so many seconds, if max_steps is not "
+        "reached before. Measurements and checkpoints are not counted; a resumed run goes on counting. The schedule of "
+        "the learning rate stays that of max_steps. null: no limit.",
+    )
+    max_cost: Annotated[float, Field(gt=0.0)] | None = Field(
+        None,
+        description="The same for work: so many dense steps, by the FLOPs of forward and backward that probes count. "
+        "null: no limit.",
+    )
     learning_rate: Annotated[float, Field(gt=0.0)] = Field(3e-4, description="Peak learning rate.")
     per_device_train_batch_size: PositiveInt = Field(8, description="Examples in a forward pass.")
     gradient_accumulation_steps: PositiveInt = Field(1, description="Forward passes in an optimizer step.")
@@ -150,6 +164,11 @@ class TrainingSection(Section):
     ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
     warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast; weights keep their type.")
+    group_by: Literal["length", "prefix"] | None = Field(
+        None,
+        description="What the examples of a batch have in common: a similar length, or their first 16 tokens. It "
+        "changes the order of the data. null: nothing, a random order.",
+    )
     seed: CountFromZero = Field(0, description="Seed of data order, dropout, adapters and policies.")
 
 
@@ -210,6 +229,11 @@ class CheckpointSection(Section):
 
     every: PositiveInt = Field(50, description="Steps between checkpoints.")
     keep_last: PositiveInt = Field(2, description="Number of checkpoints to keep.")
+    stop_at: PositiveInt | None = Field(
+        None,
+        description="Stop after this step with a checkpoint; a resume with another value goes on. Studies that halve "
+        "set it. null: train to the end.",
+    )
 
 
 class TargetSection(Section):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from sparsebp_cli.entry_point import entry_points
+from sparsebp_cli.entry_point import entry_points, find_source
 from sparsebp_cli.errors import RecipeError, UsageError, did_you_mean
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.policy.field_error import FieldError, describe_errors
@@ -163,7 +163,7 @@ def _kinds() -> set[str]:
 
 def _load(name: str, entries: Iterable[EntryPoint]) -> FoundTarget:
     by_value = {entry.value: entry for entry in entries}
-    sources = " and ".join(dict.fromkeys(_find_source(entry) for entry in by_value.values()))
+    sources = " and ".join(dict.fromkeys(find_source(entry) for entry in by_value.values()))
     if len(by_value) > 1:
         return FoundTarget(name, sources, None, f"this name is offered more than once, by {sources}")
     ((value, entry),) = by_value.items()
@@ -176,7 +176,3 @@ def _load(name: str, entries: Iterable[EntryPoint]) -> FoundTarget:
     if not (isinstance(options, type) and issubclass(options, TargetOptions)):
         return FoundTarget(name, sources, None, f"{value} has no options_class derived from TargetOptions")
     return FoundTarget(name, sources, target_class)
-
-
-def _find_source(entry: EntryPoint) -> str:
-    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "unknown"

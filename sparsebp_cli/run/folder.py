@@ -13,6 +13,7 @@ $SPARSEBP_HOME/runs/RUN_ID/
     cancelled        exists once a user has asked to cancel the run
     request          request to the process that watches a run elsewhere: stop, kill
     tracking.json    how much of the journal was sent, and to which MLflow run
+    labels.json      the tags and the note that a user gave it (see label.py)
     checkpoints/     step-00000050/, ...
     model/           the trained model, as transformers saves it
 """
@@ -29,6 +30,7 @@ from filelock import FileLock, Timeout
 
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
 from sparsebp_cli.run.journal import find_outline
+from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.record import State
 
 SHORTEST_PREFIX = 3
@@ -191,16 +193,21 @@ def _name_runs() -> dict[RunFolder, str]:
 
 def find_run(word: str) -> list[RunFolder]:
     """Return the runs that a word refers to: an id, a unique prefix of one (3 digits or more), a run's folder, a
-    recipe's name (all its runs, oldest first), ``@last`` or ``@N`` (the newest N, oldest first). Raise RunNotFoundError
-    if there is none, or a prefix is not unique."""
+    recipe's name (all its runs, oldest first), ``@last`` or ``@N`` (the newest N, oldest first), ``@TAG``. Raise
+    RunNotFoundError if there is none, or a prefix is not unique."""
     if word == Path(word).name and (home() / "runs" / word / "plan.json").is_file():
         return [RunFolder(home() / "runs" / word)]
     named = _name_runs()
     runs = list(named)
     if word.startswith("@"):
         count = "1" if word == "@last" else word[1:]
+        if not count.isdecimal() and (tagged := [run for run in runs if count in Labels.load(run.path).tags]):
+            return tagged[::-1]
         if not count.isdecimal() or not 0 < int(count) <= len(runs):
-            raise RunNotFoundError(f"{word}: there are {len(runs)} runs; use @last or @N with N from 1 to {len(runs)}")
+            raise RunNotFoundError(
+                f"{word}: there are {len(runs)} runs; use @last or @N with N from 1 to {len(runs)}"
+                + ("" if count.isdecimal() else ", or the tag of a run")
+            )
         return runs[: int(count)][::-1]
     if os.sep in word and (Path(word) / "plan.json").is_file():
         return [RunFolder(Path(word).absolute())]

@@ -71,6 +71,8 @@ SIGN_AGREEMENT = Metric("fidelity/sign_agreement", "share", "higher")
 BIAS = Metric("fidelity/bias", "", "lower")  # of random policies, over fidelity_draws
 BIAS_STANDARD_ERROR = Metric("fidelity/bias_standard_error", "", "lower")  # what bias is by chance alone
 VARIANCE = Metric("fidelity/variance", "", "lower")
+SGD_VARIANCE = Metric("fidelity/sgd_variance", "")  # of the dense gradient over micro-batches, over its squared norm
+NOISE_RATIO = Metric("fidelity/noise_ratio", "", "lower")  # the policy's squared error over that
 CHOICE_COST = Metric("choice/cost_ratio", "", "lower")  # r: FLOPs of a policy's step over dense, before training
 CHOICE_SECONDS = Metric("choice/seconds_ratio", "", "lower", timing=True)  # the same in time, taken in turn
 CHOICE_SHARE = Metric("choice/share", "share")  # p: of what the policy chooses among, the part that is trained

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ENDINGS = (".png", ".svg", ".pdf")
 OPTIONS = {"svg.hashsalt": "sparsebp", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+OPTIONS |= {"pdf.fonttype": 42, "svg.fonttype": "none"}  # journals refuse Type 3 fonts; text of an SVG stays text
 
 
 def check_path(path: Path) -> None:

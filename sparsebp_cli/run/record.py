@@ -161,6 +161,7 @@ FIELDS: dict[str, dict[str, Check]] = {
             warmup_steps=lambda value: is_count(value) and value <= MOST_WARMUP_STEPS,
             tokens_per_step=is_figure,
             eval_examples=is_figure,
+            repeats=_is_text,
             dataset_digest=lambda value: value is None or _is_text(value),
             changes=_is_list_of(_is_dict_with(field=_is_text, then=_is_text, now=_is_text, step=is_count)),
         )

@@ -54,6 +54,7 @@ class Facts(TypedDict, total=False):
     train_examples: object
     dataset_digest: str | None
     changes: list[AcceptedChange]
+    repeats: str
     device: object
 
 

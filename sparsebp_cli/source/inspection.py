@@ -25,6 +25,7 @@ from sparsebp_cli.source.model import (
 from sparsebp_cli.source.name import DATASETS, MODELS, find_source, hub_cache, hub_folder, search_hint
 from sparsebp_cli.source.weight import check_weights
 
+ABSENT = " is not on this machine"  # of a name that is known, and whose files can be got
 OWN = "sparsebp"  # the distribution whose datasets are small and local, and so may be loaded here
 
 
@@ -44,7 +45,7 @@ def inspect_sources(recipe: Recipe, folders: Sequence[Path], *, is_here: bool) -
     for check in (_inspect_model, _inspect_reference, _inspect_data):
         for found in check(recipe, folders):
             text = found.text
-            if found.kind == "wrong" and not is_here and text.startswith("no file or folder"):
+            if found.kind == "wrong" and not is_here and (text.startswith("no file or folder") or ABSENT in text):
                 yield Problem("unknown", found.location, f"{text}; the machine of the run may have one")
             else:
                 yield found
@@ -110,7 +111,7 @@ def _find_model(name: str, location: Location, folders: Sequence[Path]) -> tuple
 
 
 def _unknown(name: str, location: Location, group: str, folders: Sequence[Path]) -> Problem:
-    text = f"{name} is not on this machine; the hub may have it"
+    text = f"{name}{ABSENT}; the hub may have it"
     return Problem("unknown", location, f"{text}{search_hint(name, group, [*folders, hub_cache()])}")
 
 
@@ -171,7 +172,11 @@ def _inspect_installed(
         text = f"{section.name} is a dataset of a plugin: it is loaded when the run starts"
         yield Problem("unknown", ("dataset", "name"), text)
         return
-    splits = {name: rows[:NUM_ROWS] for name, rows in load().items()}
+    try:
+        splits = {name: rows[:NUM_ROWS] for name, rows in load().items()}
+    except DataError as error:
+        yield Problem("wrong", ("dataset", "name"), str(error))
+        return
     yield from _inspect_splits(section, splits, spans)
 
 

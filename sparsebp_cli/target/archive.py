@@ -26,7 +26,7 @@ MOST_PARTS = 32  # of a path: removing a folder that is nested 1,000 times ends 
 ODD_NAMES = {errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL}
 CHECKPOINT = re.compile(r"step-[0-9]{8,}")
 # Files about the processes, locks and requests of one machine; never copied to the other.
-PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request"}
+PRIVATE = {"target.json", "watcher.log", "tracking.json", "cancelled", "request", "labels.json"}
 
 
 def pack(

@@ -16,6 +16,7 @@ from sparsebp_cli.policy import (
     EdgeRouter,
     ExampleSelector,
     GradientSelector,
+    InputSaver,
     ParameterSelector,
     Policy,
     TokenSelector,
@@ -29,6 +30,7 @@ from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
 from sparsebp_cli.testing.promise import require, through_json
 from sparsebp_cli.testing.router import check_router
+from sparsebp_cli.testing.saver import check_input_saver
 from sparsebp_cli.testing.selector import check_keep_all, check_selector
 from sparsebp_cli.testing.token import check_token_selector
 
@@ -47,29 +49,27 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
     options = {name: value for name, value in options.items() if name != "where"}  # of sites that the suite has not
     made = _check_options(policy_class, options)
     _check_control(made)
-    if isinstance(made, EdgeRouter):
-        check_router(made)
-        return
-    if isinstance(made, ParameterSelector):
-        check_parameter_selector(made)
-        return
-    if isinstance(made, BatchPacker):
-        check_batch_packer(made)
-        return
-    if isinstance(made, BlockDropper):
-        check_block_dropper(made)
-        return
-    if isinstance(made, TokenSelector):
-        check_token_selector(made)
-        return
-    if isinstance(made, ExampleSelector):
-        check_example_selector(made)
-        return
-    if not isinstance(made, GradientSelector):
-        raise AssertionError(f"{policy_class.__name__} is of no kind that has a suite")
-    check_selector(made)
-    if "keep" in policy_class.model_fields:
-        check_keep_all(_make(policy_class, options | {"keep": 1.0}))
+    match made:
+        case EdgeRouter():
+            check_router(made)
+        case ParameterSelector():
+            check_parameter_selector(made)
+        case BatchPacker():
+            check_batch_packer(made)
+        case BlockDropper():
+            check_block_dropper(made)
+        case InputSaver():
+            check_input_saver(made)
+        case TokenSelector():
+            check_token_selector(made)
+        case ExampleSelector():
+            check_example_selector(made)
+        case GradientSelector():
+            check_selector(made)
+            if "keep" in policy_class.model_fields:
+                check_keep_all(_make(policy_class, options | {"keep": 1.0}))
+        case _:
+            raise AssertionError(f"{policy_class.__name__} is of no kind that has a suite")
 
 
 def _find_class(policy: object, options: dict[str, object]) -> tuple[type[Policy], dict[str, object]]:

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import yaml
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import History, RunFolder, State, metric
+from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.visible import mask
+
+if TYPE_CHECKING:
+    from mlflow.entities import DatasetInput
 
 RUN_ID = "sparsebp.run_id"
 TRIAL = "sparsebp.trial"
+TAGS, NOTE = "sparsebp.tags", "sparsebp.note"
 SHOWN = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.CEILING, metric.REALISED_SHARE, metric.COSINE)
 LONGEST_VALUE = 6000  # of a parameter, in MLflow 3.17
 LONGEST_TAG = 5000
 LONGEST_KEY = 250
+DIGEST_LENGTH = 12  # of the data's digest, where a narrow column shows it; the tag has all of it
 
 STATUS = {
     State.QUEUED: "SCHEDULED",
@@ -60,8 +67,9 @@ def parameters(plan: Plan) -> dict[str, str]:
     return {clean_name(key): mask(text)[:LONGEST_VALUE] for key, text in flat}
 
 
-def tags(plan: Plan, history: History, state: State, trial: str = "") -> dict[str, str]:
+def tags(plan: Plan, history: History, state: State, trial: str = "", labels: Labels | None = None) -> dict[str, str]:
     """Return the tags of a run. ``trial`` is the content of ``trial.json``, left out if longer than a tag may be."""
+    labels = labels or Labels()
     text = history.ends[-1].get("text", "") if history.ends and state.over else ""
     found = {clean_name(key): value for key, value in plan.recipe.tracking.tags.items()}
     found |= {
@@ -74,12 +82,19 @@ def tags(plan: Plan, history: History, state: State, trial: str = "") -> dict[st
         "sparsebp.version": plan.provenance.sparsebp_version,
         "sparsebp.attempts": str(len(history.warm)),
         "sparsebp.not_finite": ",".join(_infinite(history)),
+        TAGS: ",".join(labels.tags),
+        NOTE: labels.note,
         "mlflow.note.content": _describe_run(plan, history, state),
         "mlflow.source.name": plan.provenance.recipe_file,
         "mlflow.source.git.commit": plan.provenance.git_sha,
     }
     found |= {TRIAL: trial} if 0 < len(trial) <= LONGEST_TAG else {}
     return {key: value[:LONGEST_TAG] for key, value in found.items()}
+
+
+def read_labels(tags: Mapping[str, str]) -> Labels:
+    """Return the labels of a run from its tags in the store."""
+    return Labels(tuple(filter(None, tags.get(TAGS, "").split(","))), tags.get(NOTE, ""))
 
 
 def artifacts(plan: Plan, history: History) -> dict[str, str]:
@@ -97,6 +112,24 @@ def artifacts(plan: Plan, history: History) -> dict[str, str]:
     if plan.provenance.git_diff:
         files["git.diff"] = plan.provenance.git_diff
     return files
+
+
+def dataset_input(plan: Plan, history: History) -> DatasetInput | None:
+    """Return the training data as an input of the run; None until the worker has read them."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    facts, dataset = history.facts, plan.recipe.dataset
+    if not facts.get("dataset_digest"):
+        return None
+    profile = {"train_examples": facts.get("train_examples"), "eval_examples": facts.get("eval_examples")}
+    entity = Dataset(
+        name=mask(dataset.name).rstrip("/").rpartition("/")[2][:LONGEST_KEY] or "data",
+        digest=str(facts["dataset_digest"])[:DIGEST_LENGTH],
+        source_type="sparsebp",
+        source=json.dumps({"name": mask(dataset.name), "format": str(dataset.format)}),
+        profile=json.dumps(profile),
+    )
+    return DatasetInput(entity, [InputTag("mlflow.data.context", "training")])
 
 
 def _describe_run(plan: Plan, history: History, state: State) -> str:

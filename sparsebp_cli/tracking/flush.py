@@ -22,8 +22,19 @@ from sparsebp_cli.errors import SparseBPError, TrackingError
 from sparsebp_cli.plan import Plan, content_hash
 from sparsebp_cli.run import History, RunFolder, read
 from sparsebp_cli.run.journal import FILE as JOURNAL
+from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.visible import mask
-from sparsebp_cli.tracking.content import RUN_ID, STATUS, artifacts, clean_name, find_state, parameters, run_name, tags
+from sparsebp_cli.tracking.content import (
+    RUN_ID,
+    STATUS,
+    artifacts,
+    clean_name,
+    dataset_input,
+    find_state,
+    parameters,
+    run_name,
+    tags,
+)
 from sparsebp_cli.tracking.picture import FILE as PICTURE
 from sparsebp_cli.tracking.picture import draw_run
 from sparsebp_cli.tracking.store import experiment_id, one_line, open_client, resolve_uri, sqlite_lock
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
 
 
 FILE = "tracking.json"
+DATASET = "dataset input"  # its place among what was sent; no artifact has this name
 
 
 @dataclass(frozen=True)
@@ -209,12 +221,22 @@ class Flusher:
         self._sent.offset = self._pending[0].start if self._pending else batch[-1].end
         self._sent.save(self.run.path)
 
+    def _send_dataset(self, client: MlflowClient) -> None:
+        """Send the training data as an input, once; MLflow takes the same input twice as one."""
+        found = dataset_input(self.plan, self._history)
+        if found is None or self._sent.described.get(DATASET) == found.dataset.digest:
+            return
+        with sqlite_lock(self.uri):
+            client.log_inputs(self._sent.mlflow_run_id, [found])
+        self._sent.described[DATASET] = found.dataset.digest
+        self._sent.save(self.run.path)
+
     def _describe(self, client: MlflowClient, mlflow_run: Run) -> None:
         from mlflow.entities import Param, RunTag
 
         run_id, state = mlflow_run.info.run_id, find_state(self.run, self._history)
         trial = self.run.trial_file.read_text(encoding="utf-8") if self.run.trial_file.exists() else ""
-        wanted = tags(self.plan, self._history, state, trial)
+        wanted = tags(self.plan, self._history, state, trial, Labels.load(self.run.path))
         with sqlite_lock(self.uri):
             params = {k: v for k, v in parameters(self.plan).items() if k not in mlflow_run.data.params}
             labels = {k: v for k, v in wanted.items() if mlflow_run.data.tags.get(k, "") != v}
@@ -230,6 +252,7 @@ class Flusher:
                     client.set_terminated(run_id, STATUS[state], ended)
             elif mlflow_run.info.status != STATUS[state]:
                 client.update_run(run_id, STATUS[state])
+        self._send_dataset(client)
         for name, text in artifacts(self.plan, self._history).items():
             digest = content_hash(text)
             if self._sent.described.get(name) != digest:

@@ -11,13 +11,15 @@ from typing import Self
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.tracking.flush import Flusher, SyncResult
+from sparsebp_cli.tracking.store import is_sqlite
 
 LONGEST_PAUSE = 300.0
 NICENESS = 10  # training takes precedence on the CPU
+FILE_PATIENCE = 4  # a database file cannot hang as a server can, and a busy machine takes long to create one
 
 
 class Follower:
-    """A thread that sends every few seconds, waits longer while the store is away, and sends once more at the end.
+    """A thread that sends every few seconds, waits longer while the store is away; another sends the rest at the end.
 
         with Follower(run, warn=note) as follower:
             process.wait()
@@ -36,8 +38,8 @@ class Follower:
         self, run: RunFolder, *, every: float = 10.0, within: float = 30.0, warn: Callable[[str], None] | None = None
     ) -> None:
         """Prepare; nothing is opened or started yet, and a wrong store does not raise. It sends ``every`` so many
-        seconds, and the last time for at most ``within`` seconds. ``warn`` is called once, from the follower's thread,
-        with one line when the store cannot be used."""
+        seconds, and the last time for at most ``within`` seconds, or four times as long to a database file. ``warn`` is
+        called once, from the follower's thread, with one line when the store cannot be used."""
         self.run, self.every, self.within, self.warn = run, every, within, warn
         self.result = SyncResult()
         self.warnings: list[str] = []
@@ -54,10 +56,16 @@ class Follower:
         """Send the rest after the run is over, and return the result; ``problem`` says so when ``within`` was exceeded.
         The part that was not sent stays in the journal for ``sparsebp sync``."""
         self._over.set()
-        self._thread.join(self.within)
-        if self._thread.is_alive():
+        last = threading.Thread(target=self._send_rest, name="tracking", daemon=True)  # has the caller's niceness again
+        last.start()
+        limit = self.within
+        last.join(limit)
+        if last.is_alive() and self._flusher and is_sqlite(self._flusher.uri):
+            limit *= FILE_PATIENCE
+            last.join(limit - self.within)
+        if last.is_alive():
             sent = self._flusher.points_sent if self._flusher else 0
-            return SyncResult(sent, False, f"the tracking store took longer than {self.within:g} s", self.result.uri)
+            return SyncResult(sent, False, f"the tracking store took longer than {limit:g} s", self.result.uri)
         return self.result
 
     def __enter__(self) -> Self:
@@ -92,4 +100,7 @@ class Follower:
         pause = self.every
         while not self._over.wait(pause):
             pause = self.every if self.flush().complete else min(2 * pause, LONGEST_PAUSE)
+
+    def _send_rest(self) -> None:
+        self._thread.join()
         self.flush()

@@ -13,7 +13,7 @@ import psutil
 from sparsebp_cli.errors import TrackingError
 from sparsebp_cli.run.folder import is_shared
 from sparsebp_cli.run.visible import mask
-from sparsebp_cli.tracking.store import artifact_root, is_server, is_sqlite, open_client, sqlite_file
+from sparsebp_cli.tracking.store import VIEW, artifact_root, is_server, is_sqlite, open_client, sqlite_file
 
 
 def ui_command(uri: str, port: int = 5000) -> list[str]:
@@ -33,6 +33,20 @@ def ui_command(uri: str, port: int = 5000) -> list[str]:
         sys.executable, "-P", "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
         "--backend-store-uri", uri, "--artifacts-destination", str(artifact_root(uri)),
     ]  # fmt: skip
+
+
+def runs_page(address: str, uri: str) -> str:
+    """Return the address of the list of runs of the experiment that was written last; of the start page for a store
+    without runs. ``address`` is that of a server on the store ``uri``."""
+    client = open_client(uri)
+    experiments = [str(found.experiment_id) for found in client.search_experiments()]
+    newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
+    if not newest:
+        return address
+    return (
+        f"{address}/#/experiments/{newest[0].info.experiment_id}/runs"
+        f"?workflowType=machine_learning&viewStateShareKey={VIEW}"
+    )
 
 
 def find_port(wanted: int | None, first: int = 5000) -> int:

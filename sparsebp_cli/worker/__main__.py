@@ -1,7 +1,8 @@
 """``python -m sparsebp_cli.worker RUN/plan.json``: execute one plan, or resume it from its last checkpoint.
 
-Exit codes: 0 finished; 1 failed; 2 the recipe cannot be executed here; 3 diverged; 130 interrupted; 143 terminated.
-The journal records the reason; standard error also shows it, with the traceback of anything unexpected.
+Exit codes: 0 finished, or stopped by checkpoint.stop_at; 1 failed; 2 the recipe cannot be executed here; 3 diverged;
+130 interrupted; 143 terminated. The journal records the reason; standard error also shows it, with the traceback of
+anything unexpected.
 
 For a plan with several processes, this process starts them with the same command and waits for them.
 """
@@ -19,7 +20,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.run import JournalWriter, RunFolder, State, keep_private
 from sparsebp_cli.worker import wait_briefly
-from sparsebp_cli.worker.ending import StopRequest, stop_message
+from sparsebp_cli.worker.ending import StopRequest, pause_message, stop_message
 from sparsebp_cli.worker.process import process_options
 from sparsebp_cli.worker.rank import find_rank, run_rank
 
@@ -85,7 +86,9 @@ def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopReque
     if stop.signal is not None and not training.is_done:
         text = stop_message(stop.signal, training.step)
         return _end(journal, 128 + stop.signal, State.INTERRUPTED, training.step, text)
-    return _end(journal, 0, State.FINISHED, training.step, "")
+    if training.is_paused:
+        return _end(journal, 0, State.INTERRUPTED, training.step, pause_message(training.step))
+    return _end(journal, 0, State.FINISHED, training.step, training.end_reason)
 
 
 def _end(journal: JournalWriter, code: int, status: State, step: int, text: str, **more: object) -> int:

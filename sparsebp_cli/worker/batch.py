@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.worker.data import IGNORED, Example
+from sparsebp_cli.worker.grouping import GroupBy, group_order
 
 PAD_TO = 8  # padded lengths are multiples of this, so that kernels are called with few distinct shapes
 
@@ -34,18 +35,19 @@ class BatchOrder:
         seed: int,
         pad_token_id: int,
         *,
-        rank: int = 0,
-        num_ranks: int = 1,
+        rank: tuple[int, int] = (0, 1),
         columns: Collection[str] = (),
         candidates: str | None = None,
+        group_by: GroupBy | None = None,
     ) -> None:
         """Make the order of the micro-batches that all ranks process together, each with ``batch_size`` of their
-        examples. ``columns`` names the data columns that a batch includes; ``candidates`` names the one of them that
-        marks trainable targets."""
+        examples. ``rank`` is the number of this rank, and that of all; ``columns`` names the data columns that a batch
+        includes; ``candidates`` names the one of them that marks trainable targets; ``group_by`` is what the examples
+        of a micro-batch have in common, None for a random order."""
         self.examples, self.seed, self.pad_token_id = examples, seed, pad_token_id
-        self.batch_size, self.num_ranks, self.columns = batch_size * num_ranks, num_ranks, columns
-        self.candidates = candidates
-        self._own = slice(rank * batch_size, (rank + 1) * batch_size)
+        self.batch_size, self.num_ranks, self.columns = batch_size * rank[1], rank[1], columns
+        self.candidates, self.group_by = candidates, group_by
+        self._own = slice(rank[0] * batch_size, (rank[0] + 1) * batch_size)
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -78,6 +80,8 @@ class BatchOrder:
             # A NumPy array, because the memory trace would count a tensor: the first step after a resume redraws the
             # permutation, and would then show more memory than in an uninterrupted run.
             drawn = torch.randperm(len(self.examples), generator=generator).numpy().copy()
+            if self.group_by is not None:
+                drawn = group_order(self.examples, drawn, self.group_by, self.batch_size, generator)
             self._epoch, self._permutation = epoch, drawn
         return int(self._permutation[offset])
 

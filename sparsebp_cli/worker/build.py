@@ -17,15 +17,16 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import BlockDropper, Policy, TokenSelector, find_policies, make_policy
+from sparsebp_cli.policy import BatchPacker, BlockDropper, Policy, TokenSelector, find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
-from sparsebp_cli.worker.data import Data, build_data
+from sparsebp_cli.worker.data import Data, Example, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
+from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
 from sparsebp_cli.worker.process import Ranks
@@ -93,6 +94,7 @@ def build_training(
             set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
     size = recipe.training.per_device_train_batch_size
+    _tell_prefix_gain(recipe, policies, data.train, size * ranks.count, journal)
     parts = {
         "plan": plan,
         "run": run,
@@ -108,10 +110,10 @@ def build_training(
             size,
             recipe.training.seed,
             tokenizer.pad_token_id,
-            rank=ranks.rank,
-            num_ranks=ranks.count,
+            rank=(ranks.rank, ranks.count),
             columns=_find_columns(policies) | reference.columns,
             candidates=_find_candidate_column(policies),
+            group_by=recipe.training.group_by,
         ),
         "held_out": data.held_out,
         "test": data.test,
@@ -121,6 +123,16 @@ def build_training(
         "ranks": ranks,
     }
     return parts, snapshot
+
+
+def _tell_prefix_gain(
+    recipe: Recipe, policies: Sequence[Policy], examples: Sequence[Example], batch_size: int, journal: JournalWriter
+) -> None:
+    shares = any(isinstance(policy, BatchPacker) and policy.prefixes == "share" for policy in policies)
+    if shares and recipe.training.group_by is None and recipe.dataset.format != "classification":
+        line = describe_prefix_gain(examples, batch_size, recipe.training.seed)
+        if line is not None:
+            journal.write("note", level="info", text=line)
 
 
 def save_model(

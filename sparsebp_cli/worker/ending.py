@@ -40,6 +40,11 @@ def stop_message(number: signal.Signals, step: int) -> str:
     return f"{number.name}: stopped after step {step}"
 
 
+def pause_message(step: int) -> str:
+    """Return the final line of a run that its recipe stopped after a step."""
+    return f"checkpoint.stop_at: stopped after step {step}"
+
+
 def signal_of_message(text: str) -> signal.Signals | None:
     """Return the signal that a line of :func:`stop_message` names; None for any other line."""
     name = text.partition(":")[0]

@@ -1,8 +1,13 @@
-"""Comparison of a step's gradient with that of other examples, for the policy and for dense at the same cost.
+"""Comparison of a step's gradient with those of other examples, for the policy and for dense at the same cost.
 
 Fidelity compares the policy's gradient with the dense one *of the same batch*, where dense has cosine 1 by definition.
 That does not show whether dense on a smaller batch would have been a better use of the cost. Here both are compared
 with the dense gradient of many other training examples, an estimate of the gradient that training needs.
+
+The noise that stochastic gradient descent has anyway is the measure of the policy's error: a policy whose squared error
+is small against the variance of the dense gradient over micro-batches changes little, and one whose error is several
+times as large needs as many times the batch (Z. Wang, J. Chen and J. Zhu, VCAS, ICLR 2024,
+https://arxiv.org/abs/2402.17227, keep the ratio at 0.025). Two halves of the micro-batch estimate that variance.
 
 Dense gets the part of the micro-batch that costs at least as much as the policy's step, in counted FLOPs of forward
 and backward, so that timing noise has no influence. Its cosine is the mean over all disjoint parts of that size.
@@ -41,12 +46,34 @@ class IndependentBatches:
         for batch in batches:
             yield partial(self.loss, batch, targets)
 
-    def parts(self, size: int) -> Iterator[Callable[[], Tensor]]:
-        """Yield a forward for each disjoint part of the micro-batch with ``size`` examples."""
+    def parts(self, size: int) -> Iterator[tuple[Callable[[], Tensor], int]]:
+        """Yield a forward and the number of targets of each disjoint part of the micro-batch with ``size`` examples."""
         batch = self.order[self.number]
         for part in range(len(batch["labels"]) // size):
             own = {name: tensor[part * size : (part + 1) * size] for name, tensor in batch.items()}
-            yield partial(self.loss, own, max(1, num_targets(own)))
+            targets = num_targets(own)
+            yield partial(self.loss, own, max(1, targets)), targets
+
+
+def measure_sgd_variance(trial: TrialStep, dense: Gradients, batches: IndependentBatches) -> float | None:
+    """Return the variance of the dense gradient over micro-batches of this size, over its squared norm; None if two
+    halves with targets cannot be made, or there is no gradient.
+
+    With halves of n1 and n2 targets, E |g1 - g2|^2 is the variance of one target's gradient times (1/n1 + 1/n2), and
+    that of the micro-batch is the same variance over n1 + n2. The trial step must be entered. It costs one dense pass.
+    """
+    size = batches.order.batch_size // 2
+    parts = [part for part in batches.parts(size) if part[1]][:2] if size else []
+    if len(parts) < 2:
+        return None
+    halves = GradientComparison(dense, num_draws=2)
+    for forward, _ in parts:
+        with trial.on("dense") as backward:
+            backward(forward())
+            halves.add_draw(trial.result().gradients)
+    spread = halves.overall().variance  # |g1 - g2|^2 / 2, over |g|^2
+    (_, one), (_, other) = parts
+    return None if spread is None else 2.0 * spread * one * other / (one + other) ** 2
 
 
 class IndependentComparison:
@@ -64,7 +91,7 @@ class IndependentComparison:
         """Compare the dense gradients of parts that cost at least as much as the policy's step, and return their size
         in examples. ``cost_ratio`` is the policy's cost over that of dense on the whole micro-batch."""
         size = examples_at_cost(cost_ratio, self._batches.order.batch_size)
-        for part in self._batches.parts(size):
+        for part, _ in self._batches.parts(size):
             self._dense.add_draw(self._run(part))
         return size
 

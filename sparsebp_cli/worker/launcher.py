@@ -21,7 +21,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.run.record_type import EndRecord
-from sparsebp_cli.worker.ending import StopRequest, signal_of_message, stop_message
+from sparsebp_cli.worker.ending import StopRequest, pause_message, signal_of_message, stop_message
 from sparsebp_cli.worker.process import MEETING_FILE, process_options
 from sparsebp_cli.worker.rank import Reason
 
@@ -43,6 +43,8 @@ def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
     if end is not None and end["status"] == State.FINISHED:
         return 0
     if end is not None and end["status"] == State.INTERRUPTED:
+        if end["text"] == pause_message(end["step"]):
+            return 0
         return 128 + (signal_of_message(end["text"]) or signal.SIGTERM)
     with JournalWriter(run.path) as journal:
         journal.attempt = attempt

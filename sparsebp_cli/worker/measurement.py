@@ -16,7 +16,11 @@ from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
-from sparsebp_cli.worker.independent_gradient import IndependentBatches, IndependentComparison
+from sparsebp_cli.worker.independent_gradient import (
+    IndependentBatches,
+    IndependentComparison,
+    measure_sgd_variance,
+)
 from sparsebp_cli.worker.probe import cost_ratio, count_cost, run_probe
 from sparsebp_cli.worker.selection_gain import gain_metrics, measure_selection_gain
 from sparsebp_cli.worker.step_memory import PeakMemory
@@ -24,6 +28,7 @@ from sparsebp_cli.worker.stopwatch import Stopwatch
 from sparsebp_cli.worker.trial_step import PassResult, TrialStep, trainable_parameters
 
 Values = dict[str, float | None]
+ROUNDING = 1e-8  # of the squared error over the squared norm: below it a policy computes the dense gradient
 
 
 @dataclass
@@ -74,9 +79,10 @@ class Measurement:
             self.journal.write("note", level="info", text=line)
         return gain_metrics(gain)
 
-    def before(self, step: int, forward: Callable[[], Tensor], independent: IndependentBatches | None = None) -> Values:
+    def before(self, step: int, forward: Callable[[], Tensor], batches: IndependentBatches | None = None) -> Values:
         """Return the metrics of the probe and of fidelity, if they are due at a step (from 1), before the step is made.
-        With ``independent``, fidelity is also measured against other examples."""
+        With ``batches``, the error of a policy is held against the noise of dense, and the gradient against that of
+        other examples if these are asked for."""
         probe_due, fidelity_due = (self._is_due(step, every) for every in self._intervals())
         if not (probe_due or fidelity_due):
             return {}
@@ -90,9 +96,14 @@ class Measurement:
                 self._judge(step, probe.proof)
             if fidelity_due:
                 dense, policy = dense or trial.run("dense"), policy or trial.run("policy")
-                others = None if independent is None else IndependentComparison(trial, independent)
+                others = None
+                if batches is not None and batches.num_examples:
+                    others = IndependentComparison(trial, batches)
                 fidelity = self._compare(trial, dense, policy, others)
-                values |= _fidelity_values(fidelity.overall())
+                overall = fidelity.overall()
+                values |= _fidelity_values(overall)
+                if batches is not None and (overall.squared_error or 0.0) > ROUNDING:
+                    values |= _noise_values(overall, measure_sgd_variance(trial, dense.gradients, batches))
                 if others is not None:
                     values |= self._independent_values(trial, others)
             assert policy is not None
@@ -234,6 +245,12 @@ def _fidelity_values(fidelity: Fidelity) -> Values:
         metric.BIAS_STANDARD_ERROR.name: fidelity.bias_standard_error,
         metric.VARIANCE.name: fidelity.variance,
     }
+
+
+def _noise_values(fidelity: Fidelity, sgd_variance: float | None) -> Values:
+    error = fidelity.squared_error
+    ratio = error / sgd_variance if error is not None and sgd_variance else None
+    return {metric.SGD_VARIANCE.name: sgd_variance, metric.NOISE_RATIO.name: ratio}
 
 
 def _short(value: float | None) -> float | None:

@@ -58,11 +58,15 @@ def build_model(
     try:
         if section.config is not None:
             config = _random_config(section.config, len(tokenizer), labels)
+            _set_dropouts(config, section.dropout)
             model = auto.from_config(config, **options)
         else:
             source = _folder_or_id(section.name or "")
             if isinstance(source, Path):
                 check_weights(source, read_config(source))
+            if section.dropout is not None:
+                options["config"] = AutoConfig.from_pretrained(source, revision=section.revision, **labels)
+                _set_dropouts(options["config"], section.dropout)
             model, found = auto.from_pretrained(
                 source,
                 revision=section.revision,
@@ -71,7 +75,7 @@ def build_model(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # _refuse_incomplete reports them by name
                 **options,
-                **labels,
+                **({} if "config" in options else labels),
             )
             new = _refuse_incomplete(source, model, found, is_classification=num_labels is not None)
             if new and tell is not None:
@@ -81,6 +85,10 @@ def build_model(
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     model.config.use_cache = False
+    if section.dropout is not None:
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):  # one whose probability is not read from the config
+                module.p = section.dropout
     if section.float8 is not None:
         convert_to_float8(model, section.float8)
     if section.lora is not None:
@@ -92,6 +100,17 @@ def build_model(
 def _folder_or_id(name: str) -> str | Path:
     source = find_source(name, MODELS)
     return source() if callable(source) else source
+
+
+def _set_dropouts(config: PreTrainedConfig, probability: float | None) -> None:
+    """Set each probability of dropout in a config and in those of its parts; null leaves them."""
+    if probability is None:
+        return
+    for key, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _set_dropouts(value, probability)
+        elif isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
+            setattr(config, key, probability)
 
 
 def _random_config(values: dict[str, Any], vocab_size: int, labels: dict[str, int]) -> PreTrainedConfig:

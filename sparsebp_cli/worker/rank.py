@@ -16,7 +16,7 @@ from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import FILE
-from sparsebp_cli.worker.ending import StopRequest, stop_message
+from sparsebp_cli.worker.ending import StopRequest, pause_message, stop_message
 from sparsebp_cli.worker.process import Ranks
 
 ORPHAN_SECONDS = 0.1
@@ -101,8 +101,11 @@ def run_rank(plan: Plan, run: RunFolder, stop: StopRequest, rank: int) -> NoRetu
         if stop.signal is not None and not training.is_done:
             text = stop_message(stop.signal, training.step)
             journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
+        elif training.is_paused:
+            text = pause_message(training.step)
+            journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
         else:
-            journal.write("end", status=State.FINISHED, step=training.step, text="")
+            journal.write("end", status=State.FINISHED, step=training.step, text=training.end_reason)
     except Exception as error:
         text, code = describe_failure(error)
         reason = write_reason(rank, text, code)

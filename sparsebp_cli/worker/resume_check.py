@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from sparsebp_cli.errors import ChangedError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, FieldChange, Seal, is_free
-from sparsebp_cli.policy import find_policies
+from sparsebp_cli.plan.identity import find_code
+from sparsebp_cli.plan.seal import SECTIONS_OF_DATA, FieldChange, Seal, is_free, read_seal
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder, metric, read
 from sparsebp_cli.run.record_type import AcceptedChange
 from sparsebp_cli.worker.checkpoint import Snapshot
 from sparsebp_cli.worker.process import Ranks
-
-PACKAGES = ("sparsebp", "torch", "transformers")
 
 
 class ResumeCheck:
@@ -33,12 +29,14 @@ class ResumeCheck:
         for all ranks. Raise ChangedError for a difference that the user has not allowed."""
         self.seal = Seal(plan.recipe.model_dump(mode="json"), find_code(plan.recipe))
         self._run, self._journal, self._ranks = run, journal, ranks
-        self._accepted: list[AcceptedChange] = list(History.load(run.path).facts.get("changes", []))
+        facts = History.load(run.path).facts
+        self._accepted: list[AcceptedChange] = list(facts.get("changes", []))
         self._allowed = _read_allowed(run)
         self._reported: set[str] = set()
         self._step = snapshot.step if snapshot else 0
-        self._where = f"the checkpoint of step {self._step}" if snapshot else "the start of the run"
-        self._before = Seal.from_json(snapshot.seal or {}) if snapshot else _read_seal(run)
+        start = f"run {facts['repeats']}, which it repeats" if "repeats" in facts else "the start of the run"
+        self._where = f"the checkpoint of step {self._step}" if snapshot else start
+        self._before = Seal.from_json(snapshot.seal or {}) if snapshot else read_seal(run.path)
         if snapshot and self._before is None:
             self._note("info", f"{self._where} does not record its recipe, code and data: nothing was compared")
         self._check()
@@ -48,7 +46,7 @@ class ResumeCheck:
         if the data changed and the user has not allowed it."""
         self.seal = replace(self.seal, data=digest)
         self._check()
-        if _read_seal(self._run) != self.seal:
+        if read_seal(self._run.path) != self.seal:
             self._journal.write("seal", values=self.seal.to_json())
 
     def _check(self) -> None:
@@ -81,51 +79,6 @@ class ResumeCheck:
 
     def _note(self, level: str, text: str) -> None:
         self._journal.write("note", level=level, text=text)
-
-
-def find_code(recipe: Recipe) -> dict[str, str]:
-    """Return the versions of the packages that decide what a recipe computes, policies' packages included, and our
-    ``commit`` if we run from a repository."""
-    found, code = find_policies(), {}
-    for name in PACKAGES:
-        try:
-            code[name] = version(name)
-        except PackageNotFoundError:  # run from source, not installed
-            code[name] = "unknown"
-    for entry in recipe.policy:
-        if entry.name in found:
-            package, _, number = found[entry.name].source.partition(" ")
-            code.setdefault(package, number)
-    commit = _find_commit(Path(__file__).parents[2] / ".git")
-    return code | ({"commit": commit} if commit else {})
-
-
-def _find_commit(git: Path) -> str:
-    """Return the checked-out commit, read from files alone: a hostile repository could make git run any command."""
-    try:
-        if git.is_file():  # a worktree's .git names the real folder
-            git = git.parent / git.read_text(encoding="utf-8").partition("gitdir: ")[2].strip()
-        head = (git / "HEAD").read_text(encoding="utf-8").strip()
-        if not head.startswith("ref: "):
-            return head
-        name = head.removeprefix("ref: ")
-        common = git / "commondir"
-        top = git / common.read_text(encoding="utf-8").strip() if common.exists() else git
-        if (top / name).exists():
-            return (top / name).read_text(encoding="utf-8").strip()
-        packed = (top / "packed-refs").read_text(encoding="utf-8").splitlines()
-        return next((line.partition(" ")[0] for line in packed if line.endswith(f" {name}")), "")
-    except (OSError, ValueError):
-        return ""
-
-
-def _read_seal(run: RunFolder) -> Seal | None:
-    """Return the last seal in the journal."""
-    last = None
-    for record, _ in read(run.path):
-        if record["kind"] == "seal":
-            last = Seal.from_json(record["values"])
-    return last
 
 
 def _read_allowed(run: RunFolder) -> set[str]:

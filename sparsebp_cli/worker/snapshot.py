@@ -13,6 +13,7 @@ from sparsebp_cli.backward import Engine
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
+from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
@@ -42,6 +43,8 @@ class Restorable(Protocol):
     @property
     def schedule(self) -> LRScheduler: ...
     @property
+    def allowance(self) -> Allowance: ...
+    @property
     def accelerator(self) -> Accelerator: ...
 
 
@@ -54,7 +57,12 @@ def take_snapshot(training: Restorable) -> Snapshot:
         tensors |= {f"{_POLICY}{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
         engine["policy_state"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
     own = ranks.gather(RankState({name: tensor.cpu() for name, tensor in tensors.items()}, capture_rng()))
-    rest = {"schedule": training.schedule.state_dict(), "engine": engine, "tokens": training.tokens}
+    rest = {
+        "schedule": training.schedule.state_dict(),
+        "engine": engine,
+        "tokens": training.tokens,
+        "spent": training.allowance.state_dict(),
+    }
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
     return Snapshot(training.step, weights, optimizer, rest, own, training.seal.to_json())
@@ -83,6 +91,7 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
             state["policy_state"] = state["policy_state"] | kept
         training.engine.load_state_dict(state)
         training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
+        training.allowance.load_state_dict(snapshot.rest.get("spent", {}))  # older checkpoints have none
         restore_rng(own.rng)
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
         # optimizers, policies and generators raise these for a state that does not fit

@@ -18,10 +18,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine
+from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.plan.selection_gain import SelectionGain
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
+from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.data import Example
@@ -80,12 +82,14 @@ class Training:
     tokens: int = 0  # tokens seen in training, of all ranks
     bare: nn.Module = field(init=False)  # the model inside DDP's wrapper
     parameters: list[nn.Parameter] = field(init=False)
+    allowance: Allowance = field(init=False)
     measurement: Measurement = field(init=False)
     memory: StepMemoryRecorder = field(init=False)
 
     def __post_init__(self) -> None:
         self.bare = unwrap(self.model)
         self.parameters = list(trainable_parameters(self.bare, self.engine).values())
+        self.allowance = Allowance.of(self.plan.recipe.training)
         self.measurement = Measurement(
             limit_measurements(self.plan.recipe, self.ranks, self.engine),
             self.journal,
@@ -95,6 +99,8 @@ class Training:
             self.accelerator.device,
             PeakMemory(self.accelerator.device),
         )
+        if self.allowance.max_cost is not None and self.measurement.recipe.measure.probe_every is None:
+            raise UnsupportedError("training.max_cost needs probes, which count the work; this run can make none")
         self.memory = StepMemoryRecorder(
             self.measurement.recipe,
             self.journal,
@@ -121,18 +127,32 @@ class Training:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps of the recipe are done."""
-        return self.step == self.plan.recipe.training.max_steps
+        """Whether all steps of the recipe are done, or a limit of time or work is reached."""
+        return self.step == self.plan.recipe.training.max_steps or bool(self.allowance.exceeded)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether it has to stop here and to be resumed later."""
+        stop_at = self.plan.recipe.checkpoint.stop_at
+        return stop_at is not None and self.step >= stop_at and not self.is_done
+
+    @property
+    def end_reason(self) -> str:
+        """The limit that ended the run before its last step; empty without one."""
+        return self.allowance.exceeded if self.step < self.plan.recipe.training.max_steps else ""
 
     def run_to_end(self) -> None:
-        """Train until ``max_steps`` or a stop request, then save the model or a checkpoint."""
+        """Train until ``max_steps``, a limit or a stop request, then save the model or a checkpoint."""
         recipe = self.plan.recipe
         if self.step == 0:
             self._log(self._evaluate())
-            self._log(self.measurement.at_start(*self._first()))
-        while self.step < recipe.training.max_steps and not self._is_stop_requested():
-            self._log(self._measure(), step=self.step + 1)
+            self._log(gain := self.measurement.at_start(*self._first()))
+            self.allowance.count(gain)
+        while not self.is_done and not self.is_paused and not self._is_stop_requested():
+            self._log(measured := self._measure(), step=self.step + 1)
+            self.allowance.count(measured)
             values = self.memory.watch(self.step + 1, self._train_step)
+            self.allowance.spend(values[metric.STEP_SECONDS.name])
             self.step += 1
             self._log(values | self.measurement.after(self.step))
             if self.is_done or self.step % recipe.measure.eval_every == 0:
@@ -142,6 +162,8 @@ class Training:
             if self.is_done:
                 check_result(evaluation[metric.EVAL_LOSS.name], self.step)
         if self.is_done:
+            if self.end_reason:
+                self.journal.write("note", level="info", text=f"{self.end_reason}; the run ends after step {self.step}")
             self._require_finite()
             self._save_model()
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
@@ -229,8 +251,10 @@ class Training:
         """Take the measurements that are due on the first micro-batch of the coming step."""
         number = self.step * self.plan.recipe.training.gradient_accumulation_steps
         count = self.measurement.recipe.measure.independent_examples
-        others = None if count is None else IndependentBatches(self.order, number, count, self._plain_loss)
-        return self.measurement.before(self.step + 1, lambda: self._loss(*self.order.rank_part(number)), others)
+        batches = (
+            IndependentBatches(self.order, number, count or 0, self._plain_loss) if self.ranks.count == 1 else None
+        )
+        return self.measurement.before(self.step + 1, lambda: self._loss(*self.order.rank_part(number)), batches)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on validation, and after the last step also on the test split."""

@@ -18,6 +18,7 @@ def texts(tmp_path):
     return folder
 
 
+@pytest.mark.long
 def test_the_same_texts_and_seed_give_the_same_weights(texts, tmp_path):
     weights = []
     for name in ("first", "second"):

@@ -25,6 +25,8 @@ from sparsebp_cli.backward.packing.script import ScriptPacking, refusal_of
 from sparsebp_cli.cli.app import app
 from sparsebp_cli.cli.audit_table import print_audit
 
+pytestmark = pytest.mark.xdist_group("applied")  # fixtures of this file take long: one process makes them
+
 Audit = Callable[..., subprocess.CompletedProcess[str]]
 STEPS, CODE = 14, 5
 # Of each batch of the script: see its lengths and labels.
@@ -34,7 +36,6 @@ import sys
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-
 
 def train(mode):
     torch.manual_seed(0)

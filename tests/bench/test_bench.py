@@ -17,6 +17,8 @@ import pytest
 from sparsebp_cli.backward.linear import function
 from sparsebp_cli.bench import Benchmark, BenchmarkRow
 
+pytestmark = pytest.mark.xdist_group("bench")  # fixtures of this file take long: one process makes them
+
 CLI = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", "bench"]
 RECIPE = """\
 version: 1
@@ -201,6 +203,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(folder: Path, words: lis
     assert text in line
 
 
+@pytest.mark.always("2-130")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_ends_both_processes(folder: Path, number: signal.Signals, code: int) -> None:
     command = [*CLI, "topk", "--recipe", "tiny.yaml", "--rounds", "100000", "--out", f"{code}.json"]

@@ -12,14 +12,28 @@ from pathlib import Path
 import pytest
 import typer
 
+from sparsebp_cli.cli.app import VERBS as PANELS
+from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import State, list_runs
 
 from .conftest import Cli, Write, write_run
 
 WIDTH = 100
 VERBS = (
-    *("run", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "ui", "prune", "rm"),
-    *("validate", "schema", "policies", "doctor"),
+    *("run", "study", "resume", "cancel", "logs", "compare", "runs", "show", "sync", "ui", "prune", "rm"),
+    *(
+        "validate",
+        "schema",
+        "policies",
+        "doctor",
+        "quickstart",
+        "init",
+        "new",
+        "recipes",
+        "models",
+        "datasets",
+        "fetch",
+    ),
 )
 HEAVY = ("torch", "mlflow", "transformers", "scipy", "matplotlib", "pandas", "numpy")
 PROBE = """
@@ -46,7 +60,39 @@ def test_every_verb_explains_itself_within_100_columns(call: Cli, verb: str) -> 
 def test_help_names_every_verb_and_the_exit_codes(call: Cli) -> None:
     shown = call("--help").stdout
     assert [verb for verb in VERBS if f" {verb} " not in shown] == []
-    assert "103 cancelled" in " ".join(shown.split())
+    codes = " ".join(shown.replace("│", " ").split()).partition("Exit codes: ")[2]
+    known = {kind.exit_code for kind in _errors(SparseBPError)}
+    assert {int(number) for number in re.findall(r"\b\d+\b", codes)} == known | {0, 1, 103, 130, 143}
+
+
+def _errors(kind: type[SparseBPError]) -> list[type[SparseBPError]]:
+    return [kind, *(found for child in kind.__subclasses__() for found in _errors(child))]
+
+
+@pytest.mark.parametrize("verb", [verb.__name__ for group in PANELS.values() for verb in group])
+def test_help_shows_no_type_of_python(call: Cli, verb: str) -> None:
+    shown = call(verb, "--help").stdout
+    assert "inspect" not in shown
+    assert "<class" not in shown
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "default"),
+    [("compare", "--metric", "eval/loss"), ("init", "--model", "austen-llama"), ("new", "DIR", "sparsebp-NAME")],
+)
+def test_help_shows_a_default_that_is_found_later(call: Cli, verb: str, option: str, default: str) -> None:
+    rest = call(verb, "--help").stdout.partition("Arguments")[2].partition(option)[2]
+    assert f"[default: ({default})]" in " ".join(rest.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("words", [["policies"], ["recipes"], ["targets"], ["runs"], ["show", "@last"]])
+def test_no_line_of_a_listing_is_too_long(call: Cli, two_runs: None, words: list[str], tmp_path: Path) -> None:
+    shown = call(*words).stdout.replace(str(tmp_path), "")  # a path is as long as it is
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= WIDTH
+
+
+def test_no_word_in_the_table_of_policies_is_broken(call: Cli) -> None:
+    assert {"keep_warmup_steps,", "selective-backprop", "ParameterSelector"} <= set(call("policies").stdout.split())
 
 
 def test_the_installed_command_is_this_one() -> None:
@@ -65,6 +111,9 @@ def test_the_installed_command_is_this_one() -> None:
         ["show", "@last"],
         ["schema"],
         ["policies"],
+        ["recipes"],
+        ["new", "policy", "peak-rows"],
+        ["init", "--task", "completion"],
         ["logs", "@last"],
         ["cancel", "@last"],
         ["resume", "@last"],

@@ -62,7 +62,10 @@ def test_runs_of_another_machine_are_read_from_their_folder(call: Cli, study: li
     everything = json.loads(call("compare", "--from", "copied", "-o", "json").stdout)
     assert len(everything["runs"]) == 6
     wrong = call("compare", "dense", "--from", "nowhere")
-    assert wrong.stderr == "error: --from must be a folder of runs or an MLflow store's address, got 'nowhere'\n"
+    assert (
+        wrong.stderr
+        == "error: --from must be a folder of runs, an archive or an MLflow store's address, got 'nowhere'\n"
+    )
     gone = call("compare", "dense", "--from", f"sqlite:///{tmp_path}/none.db")
     assert (gone.returncode, gone.stderr.count("\n")) == (100, 1)
 
@@ -166,3 +169,28 @@ def test_reading_an_empty_file_leaves_it_empty(call: Cli, tmp_path: Path) -> Non
     done = call("compare", "--from", f"sqlite:///{tmp_path}/empty.db")
     assert done.stderr == f"error: tracking store sqlite:///{tmp_path}/empty.db: the file is empty\n"
     assert (tmp_path / "empty.db").stat().st_size == 0
+
+
+def end_all(state: str) -> None:
+    """Write another end into every run's journal."""
+    for run in list_runs():
+        journal = run.path / "journal.jsonl"
+        journal.write_text(journal.read_text().replace('"finished"', f'"{state}"'))
+
+
+@pytest.mark.parametrize("baseline", [[], ["--baseline", "dense"]])
+def test_runs_that_all_failed_are_shown_and_end_with_100(call: Cli, two_runs: None, baseline: list[str]) -> None:
+    end_all("failed")
+    done = call("compare", "@2", *baseline)
+    assert done.returncode == 100
+    assert "Runs that are in no mean" in done.stdout
+    lost = [f"failed: {name}: no run finished, so nothing of it was compared" for name in ("dense", "topk-rows")]
+    assert sorted(done.stderr.splitlines()) == lost
+
+
+def test_a_group_of_which_one_run_finished_is_compared(call: Cli, study: list[RunFolder]) -> None:
+    for run in study[:4]:  # two of the three seeds of both
+        journal = run.path / "journal.jsonl"
+        journal.write_text(journal.read_text().replace('"finished"', '"failed"'))
+    done = call("compare", "dense", "sparse")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -48,7 +48,7 @@ def test_a_sparse_and_a_dense_run_are_trained_tracked_and_compared(
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for words in (
-        "eval loss  5.",
+        "eval loss  first 5.",
         "step 8/8",
         "kept 10",
         "ceiling",

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sparsebp_cli.cli.screen import console, print_json, print_line
+from sparsebp_cli.errors import RunFailedError
 from sparsebp_cli.run import JournalWriter, read
 from sparsebp_cli.run.visible import make_visible
 
@@ -86,4 +87,4 @@ def test_no_verb_passes_on_what_a_journal_or_log_says(verb: list[str], call: Cli
     run.log_file.write_bytes(everything.encode() + b"\n\xff\xfe\x1b[2J\n")
     done = call(*verb, run.run_id) if verb != ["runs"] else call("runs")
     assert_harmless(done.stdout + done.stderr)
-    assert done.returncode == 0
+    assert done.returncode == (RunFailedError.exit_code if verb == ["compare"] else 0)

@@ -239,6 +239,13 @@ def test_overlapping_step_times_are_not_called_faster(make_run: MakeRun) -> None
     assert "step time +50.0 % in these runs" in slow.groups[1].verdict
 
 
+def test_where_whole_steps_overlap_those_timed_in_turns_are_told(make_run: MakeRun) -> None:
+    probed = {"probe/dense_seconds": 0.2, "probe/policy_seconds": 0.1}
+    found = compare_runs([make_run(seconds=0.2), make_run("b", **TOPK, seconds=0.1995, metrics=probed)])
+    timed = "whole steps overlap in time; timed in turns with dense, forward and backward take -50 % [-50, -50]"
+    assert timed in found.groups[1].verdict
+
+
 def test_a_policy_that_claims_to_skip_and_does_not_is_named(make_run: MakeRun) -> None:
     runs = [make_run(), make_run("honest", **TOPK, executed=0.1, claimed=0.1)]
     runs.append(make_run("boaster", **TOPK, executed=1.0, claimed=0.1, backward={"exclude": ["a"]}))

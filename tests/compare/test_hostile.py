@@ -36,7 +36,9 @@ class Elements(HTMLParser):
         if tag in {"img", "iframe", "object", "embed", "link", "base", "form"}:
             self.dangerous.append(tag)
         self.dangerous += [
-            f"{tag} {key}={value}" for key, value in attrs if key.startswith("on") or key in {"src", "href"}
+            f"{tag} {key}={value}"
+            for key, value in attrs
+            if key.startswith("on") or (key in {"src", "href"} and not (value or "").startswith("#"))
         ]
 
 

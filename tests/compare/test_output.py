@@ -177,7 +177,9 @@ def test_markdown_tables_have_as_many_cells_in_every_row(comparison: Comparison)
 
 
 def test_an_unknown_format_is_refused_in_one_line(comparison: Comparison) -> None:
-    with pytest.raises(UsageError, match=r"^the format must be one of json, csv, md, got 'jsn'; did you mean json\?$"):
+    with pytest.raises(
+        UsageError, match=r"^the format must be one of json, csv, md, latex, got 'jsn'; did you mean json\?$"
+    ):
         render(comparison, "jsn")
 
 
@@ -213,6 +215,14 @@ def test_the_picture_is_drawn_with_every_group_in_it(comparison: Comparison, tmp
     assert svg == picture(comparison, tmp_path / "b.svg").read_text()
     for text in ("at equal steps", "at equal time", "topk-rows (1 seed)", "backward", "eval/loss (nats/token)"):
         assert text in svg
+
+
+def test_pictures_for_papers_have_fonts_that_journals_take(comparison: Comparison, tmp_path: Path) -> None:
+    paper = picture(comparison, tmp_path / "a.pdf").read_bytes()
+    assert b"/Type3" not in paper
+    assert b"/CIDFontType2" in paper
+    texts = ET.fromstring(picture(comparison, tmp_path / "a.svg").read_text()).iter("{http://www.w3.org/2000/svg}text")
+    assert any("eval/loss" in "".join(text.itertext()) for text in texts)
 
 
 def test_a_value_before_training_that_lies_far_off_is_told_and_not_drawn(make_run: MakeRun, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ import yaml
 from sparsebp_cli.compare import REPORT_CURVES, Comparison, Question, compare_runs, write_report
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.report import render_report
-from sparsebp_cli.compare.verdict import split_statements
+from sparsebp_cli.compare.report.board import make_board, make_headline
+from sparsebp_cli.compare.trade import find_trades
+from sparsebp_cli.compare.verdict import OUTCOMES, find_outcome, split_statements
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import JournalWriter, RunFolder
@@ -69,7 +71,7 @@ def test_the_page_is_one_file_that_asks_no_network_for_anything(comparison: Comp
     assert [value for _, name, value in page.attributes if name in {"src", "srcset", "action", "background"}] == []
     links = [value for _, name, value in page.attributes if name == "href"]
     assert links
-    assert all(link.startswith("data:") for link in links)
+    assert all(link.startswith(("data:", "#")) for link in links)
     policy = next(value for tag, name, value in page.attributes if name == "content" and "default-src" in value)
     assert policy.startswith("default-src 'none'")
     assert not re.search(
@@ -150,17 +152,18 @@ def test_a_report_that_cannot_be_written_is_refused_in_one_line(
 def test_no_two_of_28_groups_have_the_same_sample(make_run: MakeRun) -> None:
     runs = [make_run(f"g{n}", policy=[{"name": "topk", "keep": 0.01 * (n + 1)}], exact=False) for n in range(28)]
     samples = re.findall(r'<svg class="sample.*?</svg>', render_report(compare_runs(runs)))
-    assert len(set(samples)) == len(samples) == 28
+    assert samples[:28] == samples[28:]  # of the leaderboard, and of the verdicts
+    assert len(set(samples)) == 28
 
 
 def test_what_is_drawn_is_in_tables_too_whose_rows_have_a_head(two_groups: list[RunFolder]) -> None:
     with JournalWriter(two_groups[5].path) as journal:
         journal.write("layers", step=10, values={"model.layers.0": {"kept_share": 0.5, "cosine": 0.9}})
     page = render_report(compare_runs(two_groups, Question(curves=REPORT_CURVES)))
-    curves = page[page.index("The curves in numbers") : page.index("The layers in numbers")]
+    curves = page[page.index("<h2>The curves in numbers") : page.index("<h2>The layers in numbers")]
     assert "<th scope=row>20</th><td class=n>3.004 ± 0.032 (5)</td>" in curves
     assert "<h2>train/loss</h2>" in curves
-    assert "<th scope=row>model.layers.0</th>" in page[page.index("The layers in numbers") :]
+    assert "<th scope=row>model.layers.0</th>" in page[page.index("<h2>The layers in numbers") :]
 
 
 def test_a_statement_with_a_semicolon_in_brackets_is_one_item() -> None:
@@ -181,7 +184,7 @@ def test_step_times_of_a_busy_machine_are_in_no_drawing(two_groups: list[RunFold
     data = json.loads(Page(text).data)
     assert data["differences"][0]["step"] is None
     assert [trade["costs"]["step_seconds"] is None for trade in data["trades"]] == [False, True]
-    assert text.count("Left out are step times from a busy machine: topk-rows.") == 2
+    assert text.count("Left out are step times from a busy machine: topk-rows.") == 3
 
 
 def test_the_curves_of_a_test_loss_begin_with_the_validation_loss(make_run: MakeRun) -> None:
@@ -189,3 +192,74 @@ def test_the_curves_of_a_test_loss_begin_with_the_validation_loss(make_run: Make
     found = compare_runs(runs, Question(curves=REPORT_CURVES))
     data = json.loads(Page(render_report(found)).data)
     assert (data["metric"], data["course"]) == ("test/loss", "eval/loss")
+
+
+def test_the_headline_of_two_groups_is_the_first_statement_of_the_verdict(comparison: Comparison) -> None:
+    first = split_statements(comparison.groups[1].verdict)[0]
+    assert make_headline(comparison) == f"topk-rows against dense: {first}."
+    assert f"<p class=headline>{make_headline(comparison)}</p>" in render_report(comparison)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "outcome"),
+    [
+        ("eval/loss is worse by 0.1 (95% interval +0.05 to +0.15, 3 seeds); 20 % faster.", "worse"),
+        ("of the seeds that did not diverge: eval/loss is better by 0.1 (95% interval ...).", "better"),
+        ("eval/loss is equal within the margin of 0.2, worse by 0.104 (95% interval ...).", "equal within the margin"),
+        ("no difference in eval/loss was shown (95% interval ...), which is no proof.", "no difference shown"),
+        ("exact: what differs is rounding (+1e-07 in eval/loss).", "exact"),
+        ("one seed: no statement about quality; eval/loss is worse by 0.1.", "no statement"),
+        ("declared exact, but +0.3 in eval/loss (one seed) is far more than rounding: a fault.", "no statement"),
+        ("evaluated on other examples than the baseline: no statement about eval/loss.", "no statement"),
+        ("after 39 steps against 60, test/loss is higher by 0.337 (95% interval ...).", "no statement"),
+    ],
+)
+def test_the_outcome_of_a_verdict_is_never_more_than_its_first_statement(verdict: str, outcome: str) -> None:
+    assert find_outcome(verdict) == outcome
+    assert outcome in OUTCOMES
+
+
+def test_what_differs_by_rounding_is_one_quality_and_its_headline_names_the_time(make_run: MakeRun) -> None:
+    runs = [make_run(seconds=0.2), make_run("same", policy=[{"name": "lossless"}], loss=3.0 + 1e-8, seconds=0.1)]
+    found = compare_runs(runs)
+    assert make_headline(found).startswith("same against dense: exact: what differs is rounding (")
+    assert "; step time -50.0 % in these runs" in make_headline(found)
+    dense, same = find_trades(found, "step_seconds")
+    assert (dense.quality, dense.beaten_by, same.beaten_by) == (same.quality, ("same",), ())
+    bar = make_board(found, []).rows[1].cells[1].bar
+    assert bar is not None
+    assert abs(bar.mean - bar.zero) < 0.1
+
+
+def test_the_headline_of_many_groups_names_each_by_its_outcome(make_run: MakeRun) -> None:
+    runs = [make_run("dense", seed) for seed in range(3)]
+    for n in range(9):
+        policy = [{"name": "topk", "keep": 0.1 * (n + 1)}]
+        runs += [make_run(f"g{n}", seed, policy=policy, exact=False) for seed in range(3)]
+    found = compare_runs(runs)
+    outcomes = {find_outcome(group.verdict) for group in found.groups[1:]}
+    headline = make_headline(found)
+    assert headline.startswith("Against dense in eval/loss: ")
+    assert all(f"{outcome}: " in headline for outcome in outcomes)
+    assert sum(f"g{n}" in headline for n in range(9)) + sum(map(int, re.findall(r" and (\d+) more", headline))) == 9
+
+
+def test_the_cells_of_the_leaderboard_are_the_differences_of_the_comparison(comparison: Comparison) -> None:
+    board, group = make_board(comparison, []), comparison.groups[1]
+    cells = dict(zip(board.columns, board.rows[1].cells, strict=True))
+    difference, ratio = group.quality.difference, group.speed.step_ratio
+    assert difference is not None
+    assert ratio is not None
+    assert (cells["to dense"].value, cells["step time"].value) == (difference.mean, ratio.mean)
+    bar = cells["to dense"].bar
+    assert bar is not None
+    assert bar.zero < bar.low < bar.mean < bar.high  # worse, and the interval does not reach zero
+    assert "step time" not in make_board(comparison, ["topk-rows"]).columns
+
+
+def test_every_section_but_the_first_screen_is_folded_and_listed(comparison: Comparison) -> None:
+    page = Page(render_report(comparison))
+    anchors = {value[1:] for _, name, value in page.attributes if name == "href" and value.startswith("#")}
+    folded = {value for tag, name, value in page.attributes if tag == "details" and name == "id"}
+    assert anchors == folded >= {"words", "doubts", "differences", "course", "again", "table-1"}
+    assert not [tag for tag, name, _ in page.attributes if tag == "details" and name == "open"]

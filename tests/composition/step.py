@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,11 +17,13 @@ from sparsebp_cli.policy import (
     BlockDropper,
     Examples,
     ExampleSelector,
+    InputSaver,
     ParameterSelector,
     Policy,
     Step,
     TokenSelector,
 )
+from tests.saver import saving_by_hand
 
 from .training import batch, compile_branches
 from .training import build as build_model
@@ -112,7 +115,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for number in range(2):
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
-            ids, hooks = all_ids, []
+            ids, hooks, saving = all_ids, [], ExitStack()
             step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS)
             for policy in policies_of(ways):
                 assert not isinstance(policy, TokenSelector)
@@ -126,9 +129,12 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                     blocks, _ = find_blocks(model, "the reference")
                     dropped = policy.drop(blocks, Step(number, seed=SEED, num_steps=NUM_STEPS))
                     hooks = [model.get_submodule(name).register_forward_hook(_detach) for name in dropped]
+                elif isinstance(policy, InputSaver):
+                    saving.enter_context(saving_by_hand(model, policy, step))
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
                 loss = model(input_ids=ids, labels=ids).loss * share
             loss.backward()
+            saving.close()
             for hook in hooks:
                 hook.remove()
         if composition == "clipping":

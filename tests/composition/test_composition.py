@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,26 @@ def _way(composition: str, entry: Entry) -> str:
     return "never" if composition != "compile" else ("before", "after")[entry.policy == "random"]
 
 
+# Compiling takes 4 to 15 seconds a cell; these show each way of it, `make test-long` the others.
+COMPILED = {("linears", "topk (along: rows)"), ("linears", "random (along: columns, weighted: true)")}
+COMPILED |= {("branches", "topk (along: rows)")}
+
+
+def _cells() -> list[Any]:
+    cells = []
+    for composition, site, (label, entry) in product(COMPOSITIONS, SITES, zip(LABELS, ENTRIES, strict=True)):
+        if composition == "DDP":
+            continue
+        refused = find_refusal(entry, site, composition) is not None
+        is_short = composition != "compile" or refused or (site, label) in COMPILED
+        marks = () if is_short else pytest.mark.long
+        cells.append(pytest.param(composition, site, entry, id=f"{composition}-{site}-{label}", marks=marks))
+    return cells
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 @pytest.mark.compiles
-@pytest.mark.parametrize("entry", ENTRIES, ids=LABELS)
-@pytest.mark.parametrize("site", SITES)
-@pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "DDP"])
+@pytest.mark.parametrize(("composition", "site", "entry"), _cells())
 def test_a_cell_is_what_the_table_says(composition: str, site: str, entry: Entry) -> None:
     refusal = find_refusal(entry, site, composition)
     compiled = _way(composition, entry)
@@ -162,6 +178,7 @@ def test_a_recipe_is_accepted_or_refused_as_the_table_says(tmp_path: Path, site:
     assert refusal.recipe
 
 
+@pytest.mark.always("branches")
 @pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.compiles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,17 +29,34 @@ def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
 
 
+# Compiling takes 15 seconds a cell; one in the forward and one in the backward show it, `make test-long` the others.
+COMPILED = ("tokens (mode: exact)", "wta-crs")
+
+
+def _cells() -> list[Any]:
+    return [
+        pytest.param(
+            composition,
+            way,
+            id=f"{composition}-{label}",
+            marks=pytest.mark.long
+            if composition == "compile" and label not in COMPILED and not find_refusal(way, composition)
+            else (),
+        )
+        for composition, (label, way) in product(COMPOSITIONS, zip(LABELS, WAYS, strict=True))
+        if composition != "DDP"
+    ]
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21
 @pytest.mark.compiles
-@pytest.mark.parametrize("way", WAYS, ids=LABELS)
-@pytest.mark.parametrize("composition", [name for name in COMPOSITIONS if name != "DDP"])
+@pytest.mark.parametrize(("composition", "way"), _cells())
 def test_a_cell_is_what_the_table_says(composition: str, way: Way) -> None:
     refusal = find_refusal(way, composition)
     if refusal:
         _check_refused(composition, (way,), refusal)
         return
-    tolerance = COARSE if composition == "autocast" else ROUNDED
-    assert _judge(composition, (way,)) <= (tolerance if way.question in LEAVES_ROWS_OUT else EXACT)
+    assert _judge(composition, (way,)) <= _tolerance(composition, way)
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: " + ".join(way.label for way in pair))
@@ -61,6 +79,12 @@ def test_a_gradient_policy_at_linears_goes_with_each(way: Way) -> None:
         return
     assert difference(train("nothing", (way, everything)), alone, without) <= EXACT
     assert difference(train("nothing", (way, some)), alone, without) > 1e-3
+
+
+def _tolerance(composition: str, way: Way) -> float:
+    if composition == "autocast" and (way.question in LEAVES_ROWS_OUT or way.label == "sketch"):
+        return COARSE  # the product of a sketch is rounded twice, and in another order than its reference
+    return ROUNDED if way.question in LEAVES_ROWS_OUT else EXACT
 
 
 def _judge(composition: str, ways: tuple[Way, ...]) -> float:

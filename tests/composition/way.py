@@ -36,12 +36,18 @@ def _tokens(mode: str) -> Way:
 WAYS = (
     _tokens("exact"),
     _tokens("detach"),
+    _tokens("stop"),
     Way("selective-backprop", "ExampleSelector", {"name": "selective-backprop", **_CHOICE}),
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
     Way("lossless", "BatchPacker", {"name": "lossless"}),
     Way("dropbp", "BlockDropper", {"name": "dropbp", "keep": 0.5}),
+    Way("lcsb", "BlockDropper", {"name": "lcsb", "keep": 0.5}),
+    Way("wta-crs", "InputSaver", {"name": "wta-crs", "keep": 0.3}),
+    Way("gact", "InputSaver", {"name": "gact", "bits": 4}),
+    Way("dropit", "InputSaver", {"name": "dropit", "keep": 0.3}),
+    Way("sketch", "InputSaver", {"name": "sketch", "keep": 0.5}),
     Way("update: eager", "update", options={"update": "eager"}),
     Way("segments: 2", "segments", options={"segments": 2}),
 )
@@ -51,7 +57,7 @@ _REENTRANT = (
     "layer: enable checkpointing with use_reentrant=False"
 )
 _DROPPED = (
-    "DropBP with reentrant checkpointing (at 'model'), which runs the backward of every layer: enable checkpointing "
+    "{name} with reentrant checkpointing (at 'model'), which runs the backward of every layer: enable checkpointing "
     "with use_reentrant=False"
 )
 _COMPARED = (
@@ -62,6 +68,11 @@ _CHECKPOINTED = (
     "segments and activation checkpointing (at 'model') in one model are not built: switch checkpointing off, segments "
     "compute layers again as well"
 )
+
+
+def _class_of(way: Way) -> str:
+    found = find_policy(str(way.policy["name"])).policy_class if way.policy else None
+    return found.__name__ if found is not None else ""
 
 
 def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
@@ -80,7 +91,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     return {
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
         ("BatchPacker", "reentrant checkpointing"): _COMPARED,
-        ("BlockDropper", "reentrant checkpointing"): _DROPPED,
+        ("BlockDropper", "reentrant checkpointing"): _DROPPED.format(name=_class_of(way)),
         ("segments", "checkpointing"): _CHECKPOINTED,
         ("segments", "reentrant checkpointing"): _CHECKPOINTED,
         ("update", "DDP"): "update='eager' works in one process, got several (DDP or FSDP)",
@@ -99,6 +110,11 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         return "SelectedTokens with segments=2 is not built: it runs layers for some positions only"
     if questions == {"BatchPacker", "segments"}:
         return "Lossless with segments=2 is not built: it changes the batch inside of the forward"
+    if "InputSaver" in questions and questions & {"TokenSelector", "BatchPacker", "GradientSelector"}:
+        where = "backward" if "GradientSelector" in questions else "forward"
+        names = [find_policy(str(way.policy["name"])).policy_class for way in (first, second)]
+        shown = " and ".join(name.__name__ for name in names if name is not None)
+        return f"{shown} in one {where} is not built: give one of them"
     if "BatchPacker" in questions and questions & {"TokenSelector", "ExampleSelector", "GradientSelector"}:
         other = next(way for way in (first, second) if way.question != "BatchPacker")
         name = find_policy(str(other.policy["name"])).policy_class

@@ -14,10 +14,11 @@ import typer
 from sparsebp_cli.cli.app import VERBS, app
 from sparsebp_cli.cli.run import make_plans
 from sparsebp_cli.recipe import load_recipe
-from tests.docs.block import ROOT, Block, blocks, commands
+from sparsebp_cli.study.loader import load_study
+from tests.docs.block import FOLLOWED, ROOT, Block, blocks, commands
 
 COMMANDS = commands()
-WITH_PYTHON = list(dict.fromkeys(block.file for block in blocks("python")))
+WITH_PYTHON = list(dict.fromkeys(block.file for block in blocks("python") if block.file not in FOLLOWED))
 MAKE_TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 IMAGE = "sparsebp:latest"
 
@@ -50,7 +51,7 @@ def test_every_command_is_one_that_exists_with_these_options(
     arguments = _ours(words)
     if arguments is not None:
         _, values = _parse(arguments)
-        if "recipes" in values and not values.get("like"):
+        if "recipes" in values and not values.get("like") and command.file not in FOLLOWED:
             assert make_plans(values["recipes"], values["changes"] or [], values["seeds"])
     elif words[0] == "make":
         assert {word for word in words[1:] if "=" not in word} <= MAKE_TARGETS
@@ -67,7 +68,18 @@ def test_a_wrong_verb_or_option_would_be_noticed() -> None:
             _parse(words)
 
 
-@pytest.mark.parametrize("block", blocks("yaml"), ids=lambda block: block.place)
+RECIPES = [block for block in blocks("yaml") if not block.text.startswith("version: 1\nstudy:")]
+STUDIES = [block for block in blocks("yaml") if block not in RECIPES]
+
+
+@pytest.mark.parametrize("block", STUDIES, ids=lambda block: block.place)
+def test_every_study_is_accepted(block: Block, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    (tmp_path / "study.yaml").write_text(block.text)
+    assert load_study(tmp_path / "study.yaml").firsts
+
+
+@pytest.mark.parametrize("block", RECIPES, ids=lambda block: block.place)
 def test_every_recipe_and_part_of_one_is_accepted(block: Block, tmp_path: Path, stride: None) -> None:
     for file in (ROOT / "recipes").glob("*.yaml"):
         shutil.copy(file, tmp_path)

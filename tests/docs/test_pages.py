@@ -16,7 +16,9 @@ from sparsebp_cli.run.metric import METRICS
 from tests.docs.block import FILES, ROOT
 from tests.docs.conftest import PLUGIN
 
-LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
+LINK = re.compile(r"\]\(([^)#\s]*)#?([^)\s]*)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+WRITTEN = [ROOT / "docs" / "reference" / f"{name}.md" for name in ("api", "glossary", "stability", "verdicts")]
 HOSTS = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("huggingface", "co"))]
 PATHS = [f"/{name}/" for name in ("work", "opt", "root")]
 TEXTS = {".py", ".md", ".toml", ".yaml", ".json", ".txt", ".svg", ".csv", ""}
@@ -78,10 +80,36 @@ def test_the_rooms_of_the_contributors_guide_are_those_of_the_layers() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == rooms
 
 
-@pytest.mark.parametrize("file", [*FILES, ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"], ids=_name)
-def test_links_lead_to_files(file: Path) -> None:
-    links = [link for link in LINK.findall(file.read_text(encoding="utf-8")) if "://" not in link]
-    assert [link for link in links if not (file.parent / link).exists()] == []
+def _anchors(file: Path) -> set[str]:
+    """The anchors that a forge and Sphinx give to the headings of a page."""
+    text = re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
+
+
+@pytest.mark.parametrize("file", [*FILES, *WRITTEN, ROOT / "CHANGELOG.md", ROOT / "docs" / "log.md"], ids=_name)
+def test_links_lead_to_files_and_headings(file: Path) -> None:
+    broken = []
+    for link, anchor in LINK.findall(file.read_text(encoding="utf-8")):
+        if "://" in link or not (link or anchor):
+            continue
+        page = file.parent / link if link else file
+        if not page.exists() or (anchor and page.suffix == ".md" and anchor not in _anchors(page)):
+            broken.append(f"{link}#{anchor}")
+    assert broken == []
+
+
+def test_every_page_of_the_guide_has_one_place_in_the_tree_and_one_link_above_it() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    pages = {file.stem for file in (ROOT / "docs" / "guide").glob("*.md")}
+    in_tree = re.findall(r"^guide/([\w-]+)$", text, re.MULTILINE)
+    assert sorted(in_tree) == sorted(pages)
+    assert sorted(set(re.findall(r"\]\(guide/([\w-]+)\.md", text))) == sorted(pages)
+
+
+def test_the_glossary_is_sorted_and_defines_each_word_once() -> None:
+    words = re.findall(r"^\| ([a-z][\w -]*) \|", WRITTEN[1].read_text(encoding="utf-8"), re.MULTILINE)[1:]
+    assert words == sorted(set(words))
+    assert len(words) > 30
 
 
 def test_no_file_names_this_machine_or_a_package_registry() -> None:
@@ -100,7 +128,7 @@ def test_no_file_names_this_machine_or_a_package_registry() -> None:
 def test_the_image_gets_every_file_that_the_package_is_built_from() -> None:
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     project, wheel = pyproject["project"], pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = {"pyproject.toml", project["readme"], *project["license-files"], *wheel["packages"], "recipes"}
+    needed = {"pyproject.toml", project["readme"], *project["license-files"], *wheel["only-include"]}
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     copied = {

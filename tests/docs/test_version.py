@@ -7,6 +7,7 @@ import tomllib
 from datetime import date
 
 import pytest
+import yaml
 
 from tests.docs.block import ROOT
 
@@ -32,6 +33,13 @@ def _version(heading: str) -> tuple[int, ...]:
 
 def test_the_project_has_the_version_of_the_newest_section_of_the_changelog() -> None:
     assert RELEASED[0].startswith(f"[{PROJECT['version']}]")
+
+
+def test_a_citation_names_this_version_and_its_day() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == PROJECT["version"]
+    assert RELEASED[0].endswith(str(citation["date-released"]))
+    assert citation["license"] == PROJECT["license"]
 
 
 def test_versions_of_the_changelog_descend_from_what_is_unreleased_and_have_dates() -> None:

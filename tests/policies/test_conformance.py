@@ -19,6 +19,7 @@ from sparsebp_cli.policy import (
     Elements,
     GradientSelector,
     InformedSelector,
+    InputSaver,
     Policy,
     Rows,
     Selection,
@@ -85,11 +86,15 @@ def _cases() -> list[Any]:
     cases = []
     for name, found in find_policies().items():
         assert found.policy_class is not None, f"{name}: {found.problem}"
-        # Each set takes thousands of draws with all that is read: pairs of options are left to the long tests.
-        informed = issubclass(found.policy_class, InformedSelector)
+        # Each set takes thousands of draws with all that is read: pairs of options and options that every selector has
+        # are left to the long tests. So are pairs of other policies, unless one of the two is the form of what is kept.
+        draws_much = issubclass(found.policy_class, InformedSelector | InputSaver)
         num_required = len(found.policy_class.model_json_schema().get("required", []))
+        common = set(GradientSelector.model_fields) if draws_much else set()
         for options in _option_sets(found.policy_class):
-            marks = [pytest.mark.long] if informed and len(options) > num_required + 1 else []
+            is_pair = len(options) > num_required + 1
+            is_long = (is_pair or not common.isdisjoint(options)) if draws_much else is_pair and "along" not in options
+            marks = [pytest.mark.long] if is_long else []
             cases.append(pytest.param(name, options, id=f"{name}-{options}", marks=marks))
     return cases
 

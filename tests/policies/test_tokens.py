@@ -33,6 +33,8 @@ FLOWS: list[dict[str, Any]] = [
     {},
     {"mode": "detach"},
     {"mode": "detach", "carry": "real"},
+    {"mode": "stop"},
+    {"mode": "stop", "carry": "real"},
     {"mode": "detach", "carry": "column", "carry_column": "prompt"},
     {"mask_column": "loss_mask"},
     {"mode": "detach", "mask_column": "loss_mask", "carry": "real"},

@@ -101,7 +101,7 @@ def test_wrong_values_are_named_with_what_is_allowed(refuse: Refuse, text: str, 
 def test_an_unknown_key_lists_the_known_ones_and_the_nearest(refuse: Refuse) -> None:
     line = refuse(TRAINING + "lerning_rate: 3e-4")
     assert line.startswith(
-        "r.yaml:6:3: training.lerning_rate: unknown key 'lerning_rate'; allowed: max_steps, learning_rate, "
+        "r.yaml:6:3: training.lerning_rate: unknown key 'lerning_rate'; allowed: max_steps, max_seconds, "
     )
     assert line.endswith("; did you mean learning_rate?")
 

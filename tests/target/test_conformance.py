@@ -38,6 +38,7 @@ def test_a_real_engine_keeps_the_contract(name: str, request: pytest.FixtureRequ
         assert not list((Path(options["folder"]) / "runs").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.xdist_group("engines")
 def test_podman_keeps_the_contract(docker_engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

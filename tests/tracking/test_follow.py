@@ -99,7 +99,13 @@ def test_training_comes_first_only_the_followers_thread_is_nice(store: Path, mak
     found: list[int] = []
     run = make_run(2)
     run.plan_file.unlink()
-    with Follower(run, warn=lambda _: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))):
+
+    def note(_: str) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+
+    with Follower(run, every=0.01, warn=note):
+        wait_for(lambda: bool(found))
+    with Follower(run, every=1000.0, warn=note):  # nothing is trained while the rest is sent
         pass
-    assert found == [10]
+    assert found == [10, before]
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before

@@ -21,6 +21,8 @@ from sparsebp_cli.tracking import Follower, SyncResult, sync, ui_command, ui_env
 from tests.tracking.material import attempt, metric_rows
 from tests.tracking.server import Server
 
+pytestmark = pytest.mark.xdist_group("tracking server")  # fixtures of this file take long: one process makes them
+
 MakeRun = Callable[..., RunFolder]
 
 

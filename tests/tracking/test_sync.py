@@ -24,6 +24,7 @@ from sparsebp_cli.plan.provenance import Provenance
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.tracking import Flusher, delete_record, sync
 from sparsebp_cli.tracking.content import clean_name, find_state
+from sparsebp_cli.tracking.ui import runs_page
 from tests.tracking.material import Row, attempt, metric_rows
 
 MakeRun = Callable[..., RunFolder]
@@ -65,6 +66,7 @@ def test_sending_twice_changes_nothing(store: Path, make_run: MakeRun) -> None:
     assert (metric_rows(store), only_run(store).to_dictionary()) == before
 
 
+@pytest.mark.always("half", "lost")
 @pytest.mark.parametrize("damage", ["lost", "half", "foreign", "older", "ahead"])
 def test_whatever_happens_to_the_kept_place_there_is_one_run_and_one_table(
     store: Path, make_run: MakeRun, damage: str
@@ -291,6 +293,32 @@ def test_the_resolved_recipe_becomes_parameters_tags_and_artifacts(store: Path, 
     assert (folder / "git.diff").read_text() == "+ changed\n"
 
 
+def test_the_store_opens_at_the_runs_with_their_data_and_columns(store: Path, make_run: MakeRun) -> None:
+    address = "http://127.0.0.1:5000"
+    assert runs_page(address, f"sqlite:///{store}") == address
+    run = make_run(3)
+    sync(run)
+    sync(run)  # the input stays one
+    found = only_run(store)
+    [data] = found.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest, data.tags[0].value) == ("d", "abc", "training")
+    client = MlflowClient(f"sqlite:///{store}")
+    experiment = client.get_experiment(found.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert "metrics.`eval/loss`" in json.loads(experiment.tags["mlflow.sharedViewState.sparsebp"])["selectedColumns"]
+    page = f"{address}/#/experiments/{found.info.experiment_id}/runs"
+    assert runs_page(address, f"sqlite:///{store}").startswith(f"{page}?workflowType=machine_learning&")
+
+
+def test_an_experiment_that_has_a_kind_keeps_it(store: Path, make_run: MakeRun) -> None:
+    client = MlflowClient(f"sqlite:///{store}")
+    client.create_experiment("sparsebp", tags={"mlflow.experimentKind": "finetuning"})
+    sync(make_run(2))
+    tags = client.get_experiment(only_run(store).info.experiment_id).tags
+    assert tags["mlflow.experimentKind"] == "finetuning"
+    assert "mlflow.sharedViewState.sparsebp" in tags
+
+
 def test_a_run_that_is_over_has_its_picture_and_a_living_one_has_none(store: Path, make_run: MakeRun) -> None:
     run = make_run(3, end=None)
     with run.lock("worker"):
@@ -352,6 +380,7 @@ class BreakingFlusher(Flusher):
         super()._send_batch(client)
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("batches", [0, 1, 2])
 def test_a_store_lost_between_two_batches_of_one_record_gets_the_rest_later(
     store: Path, make_run: MakeRun, batches: int

@@ -14,6 +14,8 @@ from sparsebp_cli.errors import UsageError
 from . import case
 from .conftest import CHECKPOINTING, differing, is_free, weights
 
+pytestmark = pytest.mark.xdist_group("case")  # fixtures of this file take long: one process makes them
+
 SIZE = {"vocabulary": 512, "hidden": 64, "layers": 2, "steps": 4}
 QUIET = {"use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
 LOSS = ("loss", "grad_norm")

@@ -14,6 +14,7 @@ from sparsebp_cli.errors import UsageError
 from .conftest import TRAINER, Make, differing, is_free, make_arguments, make_examples, make_model, through, weights
 
 
+@pytest.mark.always("1-PolicyTrainer")
 @pytest.mark.parametrize(("accumulation", "door"), through([1, 2], [2]), indirect=["door"])
 def test_a_column_of_the_data_trains_as_labels_without_the_others_would(
     accumulation: int, door: Make, tmp_path: Path

@@ -43,6 +43,7 @@ def build(door: Make, folder: Path, base: type[Trainer] = Trainer, policies: Any
     )
 
 
+@pytest.mark.always("PolicyTrainer-RuntimeError('boom')", "PolicyCallback-KeyboardInterrupt()")
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
 def test_after_an_error_in_the_middle_the_model_is_given_back(error: BaseException, door: Make, tmp_path: Path) -> None:
     trainer = build(door, tmp_path, Failing)

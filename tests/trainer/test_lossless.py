@@ -31,7 +31,10 @@ from .conftest import (
 from .test_same import OwnLoss, own_loss_func
 
 # peft 0.21 asks transformers 5.23 by its old name
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.xdist_group("plain trainings"),
+]
 HEADER, LONGEST, IGNORED = 20, 40, -100
 NO_REENTRANT = {CHECKPOINTING: True, f"{CHECKPOINTING}_kwargs": {"use_reentrant": False}}
 
@@ -117,6 +120,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
     return train
 
 
+@pytest.mark.always(
+    "lora, bf16, checkpointing-PolicyCallback",
+    "own loss-PolicyTrainer",
+    "label smoothing-PolicyTrainer",
+    "epochs that do not divide-PolicyTrainer",
+    "padding-PolicyTrainer",
+)
 @pytest.mark.parametrize(("name", "door"), through(CASES, ("lora, bf16, checkpointing", "own loss")), indirect=["door"])
 def test_lossless_trains_the_losses_and_weights_of_trainer(
     name: str, door: Make, tmp_path: Path, plain: Callable[[str], tuple[dict[str, Tensor], list[float], float]]

@@ -115,6 +115,7 @@ def test_what_reads_all_logits_does_not_go_with_a_choice_of_tokens_or_examples(
         door(Trainer, [policy], {}, model=make_model(), args=make_arguments(tmp_path, **args), **kwargs)
 
 
+@pytest.mark.always("PolicyTrainer-tokens3_1", "PolicyCallback-uniform2")
 @pytest.mark.parametrize("policy", [MASKED, LOSSES, EXAMPLES], ids=lambda policy: policy["name"] + str(len(policy)))
 def test_a_loss_out_of_the_models_log_probabilities_does_not_go_with_a_choice(
     policy: Any, door: Make, tmp_path: Path

@@ -31,6 +31,7 @@ def build(door: Make, folder: Path, policy: dict[str, Any] | None = None, **opti
     )
 
 
+@pytest.mark.always("3-PolicyCallback")
 @pytest.mark.parametrize(("step", "door"), through([3, 6], [3]), indirect=["door"])
 def test_a_resumed_training_ends_with_the_same_weights(step: int, door: Make, tmp_path: Path) -> None:
     whole = build(door, tmp_path)
@@ -51,6 +52,20 @@ def test_a_resumed_training_ends_with_the_same_weights(step: int, door: Make, tm
         assert differing(weights(whole.model), weights(other.model))
 
 
+@pytest.mark.always("PolicyTrainer")
+def test_a_resumed_training_goes_on_with_the_schedule_of_an_option(door: Make, tmp_path: Path) -> None:
+    policy = {"name": "random", "along": "rows", "keep": {"from": 1.0, "to": 0.25, "over": 0.75, "by": "cosine"}}
+    whole = build(door, tmp_path, policy)
+    whole.train()
+    resumed = build(door, tmp_path / "again", policy)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert differing(weights(whole.model), weights(resumed.model)) == []
+    other = build(door, tmp_path / "third", policy | {"keep": 0.25})
+    with pytest.raises(UsageError, match=r"policies.0.keep was {'from': 1.0, .*}, got 0.25"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+@pytest.mark.always("PolicyTrainer")
 def test_true_resumes_from_the_newest_checkpoint(door: Make, tmp_path: Path) -> None:
     whole = build(door, tmp_path, save_total_limit=1)
     whole.train()

@@ -28,7 +28,10 @@ from .conftest import (
 )
 
 # peft 0.21 asks transformers 5.23 by its old name
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.xdist_group("plain trainings"),
+]
 
 DENSE = ["dense"]
 TRAINED = "policy/trained_share"
@@ -124,6 +127,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
 BOTH = ("lora, bf16, checkpointing", "own loss and collator", "epochs that do not divide")
 
 
+@pytest.mark.always(
+    "accumulation and clipping-PolicyTrainer",
+    "checkpointing-PolicyTrainer",
+    "lora, bf16, checkpointing-PolicyTrainer",
+    "tied weights-PolicyTrainer",
+    "epochs that do not divide-PolicyCallback",
+)
 @pytest.mark.parametrize(("name", "door"), through(CASES, BOTH), indirect=["door"])
 def test_dense_and_keep_of_one_train_the_same_weights_as_trainer(
     name: str, door: Make, tmp_path: Path, plain: Callable[[str], tuple[dict[str, Tensor], list[Any]]]
@@ -146,6 +156,10 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.always(
+    "PolicyTrainer-{'backward': {'sites': 'branches', 'checkpointing': 'sparse'}}",
+    "PolicyTrainer-{'backward': {'segments': 2}}",
+)
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("door", [TRAINER], indirect=True)
 def test_every_way_of_attaching_is_dense_without_a_policy(
@@ -169,6 +183,9 @@ POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.always(
+    "random rows-PolicyCallback", "examples-PolicyTrainer", "parameters-PolicyTrainer", "tokens detached-PolicyTrainer"
+)
 @pytest.mark.parametrize(("name", "door"), through(POLICIES, ["random rows", "tokens detached"]), indirect=["door"])
 def test_a_policy_trains_what_it_trains_in_a_loop_of_ones_own(name: str, door: Make, tmp_path: Path) -> None:
     sites, policy = POLICIES[name]

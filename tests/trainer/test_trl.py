@@ -92,6 +92,9 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def grpo(folder: Path, model: LlamaForCausalLM, peft_config: Any = None, **options: Any) -> Any:
     """Groups of four answers to one prompt, which the model writes during training."""
     own = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8}
+    if options.get("beta"):  # the reference is loaded by the model's name
+        model.save_pretrained(folder / "model")
+        model.config._name_or_path = str(folder / "model")
     return GRPOTrainer(
         model,
         reward,
@@ -121,11 +124,13 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "DPO": (dpo, {}),
     "DPO, lora": (dpo, {"peft_config": lora}),
     "GRPO": (grpo, {}),
+    "GRPO, reference": (grpo, {"beta": 0.1}),
     "GRPO, accumulation, iterations": (grpo, {"gradient_accumulation_steps": 2, "num_iterations": 2}),
 }
-LOGGED = ("loss", "eval_loss", "num_tokens", "reward", "entropy", "rewards/margins", "mean_token_accuracy")
+LOGGED = ("loss", "eval_loss", "num_tokens", "reward", "entropy", "rewards/margins", "mean_token_accuracy", "kl")
 
 
+@pytest.mark.always("SFT", "SFT, lora, checkpointing", "DPO", "GRPO, accumulation, iterations")
 @pytest.mark.parametrize("name", CASES)
 def test_lossless_trains_the_losses_and_weights_of_the_trainer(name: str, tmp_path: Path) -> None:
     make, options = CASES[name]

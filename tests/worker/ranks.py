@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 import warnings
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
@@ -27,30 +27,29 @@ def make_run(recipe: Recipe, folder: Path) -> RunFolder:
     return run
 
 
-def _train(runs: list[RunFolder], rank: int = 0, port: int | None = None) -> None:
+def _train(runs: list[RunFolder], rank: int = 0, meeting: Path | None = None) -> None:
     """Carry plans out one after the other in this process: alone, or as one of two ranks."""
     from accelerate.state import AcceleratorState
 
     from sparsebp_cli.worker.training import Training
 
     torch.set_num_threads(1)
-    if port is not None:
+    if meeting is not None:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        torch.distributed.init_process_group("gloo")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     for run in runs:
         AcceleratorState._reset_state(reset_partial_state=True)
         plan = Plan.load(run.plan_file)
-        ranks = Ranks() if port is None else Ranks(rank, 2, plan.recipe.target.options["sharding"] == "fsdp2")
+        ranks = Ranks() if meeting is None else Ranks(rank, 2, plan.recipe.target.options["sharding"] == "fsdp2")
         with JournalWriter(run.path) if rank == 0 else SilentJournal(run.path) as journal:
             Training.build(plan, run, journal, StopRequest(), ranks).run_to_end()
 
 
-def _train_as_rank(runs: list[RunFolder], rank: int, port: int) -> None:
+def _train_as_rank(runs: list[RunFolder], rank: int, meeting: Path) -> None:
     """The body of a forked process."""
     with (runs[0].path.parent / f"rank-{rank}.log").open("w") as log:
         try:
-            _train(runs, rank, port)
+            _train(runs, rank, meeting)
         except BaseException:
             traceback.print_exc(file=log)
             log.flush()
@@ -67,10 +66,8 @@ def train_alone(runs: list[RunFolder]) -> None:
 
 def train_on_two(runs: list[RunFolder]) -> None:
     """Carry plans out one after the other on two ranks, which are started once for all of them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [FORKS.Process(target=_train_as_rank, args=(runs, rank, port)) for rank in (0, 1)]
+    meeting = runs[0].path.parent / f"meeting-{uuid4().hex}"
+    processes = [FORKS.Process(target=_train_as_rank, args=(runs, rank, meeting)) for rank in (0, 1)]
     for process in processes:
         process.start()
     for process in processes:

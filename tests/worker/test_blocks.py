@@ -35,10 +35,11 @@ def _last(history: History, name: str) -> float:
     return list(history.series(name).values())[-1]
 
 
-def test_a_killed_run_with_dropped_blocks_resumes_identically(tiny_recipe, prepared) -> None:
+@pytest.mark.parametrize("name", ["dropbp", pytest.param("lcsb", marks=pytest.mark.long)])
+def test_a_killed_run_with_dropped_blocks_resumes_identically(tiny_recipe, prepared, name) -> None:
     recipe = tiny_recipe(
         model={"config": DROPPING},
-        policy=[{"name": "dropbp", "keep": 0.4}],  # 2.4 of 6 blocks: 2 at some steps, 3 at others
+        policy=[{"name": name, "keep": 0.4}],  # dropbp: 2.4 of 6 blocks: 2 at some steps, 3 at others
         training={"max_steps": 30, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
         checkpoint={"every": 3},
         backward={"checkpointing": "full"},

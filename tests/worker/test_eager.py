@@ -28,6 +28,7 @@ def weights(run: RunFolder) -> dict[str, bytes]:
     return {name: tensor.view(-1).numpy().tobytes() for name, tensor in tensors.items()}
 
 
+@pytest.mark.always("policy-autocast", "frozen-in-turn")
 @pytest.mark.parametrize(
     ("model", "training", "more"),
     [
@@ -61,6 +62,7 @@ def test_an_eager_run_ends_with_the_weights_and_numbers_of_the_deferred_one(
     assert {n for n in histories[0].metrics if n in METRICS} == {n for n in histories[1].metrics if n in METRICS}
 
 
+@pytest.mark.always("parameter")
 @pytest.mark.parametrize("clip", ["previous", "parameter"])
 def test_a_killed_eager_run_goes_on_bit_by_bit(tiny_recipe: Any, prepared: Any, clip: str) -> None:
     recipe = tiny_recipe(

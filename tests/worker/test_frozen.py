@@ -33,6 +33,7 @@ def _history(run: Any) -> History:
     return History.load(run.path)
 
 
+@pytest.mark.always("adamw")
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
 def test_a_killed_run_whose_layers_take_turns_resumes_identically(tiny_recipe, prepared, optim) -> None:
     recipe = tiny_recipe(
@@ -52,6 +53,7 @@ def test_a_killed_run_whose_layers_take_turns_resumes_identically(tiny_recipe, p
     assert outcome(straight) == outcome(broken)
 
 
+@pytest.mark.always("turns and rows of branches", "lora")
 @pytest.mark.parametrize(
     ("policy", "sections"),
     [
@@ -102,6 +104,7 @@ LAYER, HEAD = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64), 2 * 32 * 300
 PROBED = {"probe_every": 5, "fidelity_every": None}
 
 
+@pytest.mark.always("float8 lora", "turns", "tied")
 @pytest.mark.parametrize(
     ("policy", "sections"),
     [

@@ -10,13 +10,18 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sparsebp_cli.backward import attach
+from sparsebp_cli.backward import GradientComparison, attach
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.recipe.composition import find_unsupported
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.data import IGNORED, Example
-from sparsebp_cli.worker.independent_gradient import IndependentBatches, IndependentComparison, examples_at_cost
+from sparsebp_cli.worker.independent_gradient import (
+    IndependentBatches,
+    IndependentComparison,
+    examples_at_cost,
+    measure_sgd_variance,
+)
 from sparsebp_cli.worker.trial_step import TrialStep
 from tests.worker.conftest import LLAMA, work
 
@@ -83,6 +88,72 @@ def test_both_cosines_are_those_of_gradients_taken_one_example_at_a_time(cost_ra
     assert found[1] == pytest.approx(sum(dense) / len(dense), abs=1e-5)
     ours = torch.cat([policy[name].flatten().double() for name, _ in model.named_parameters()])
     assert found[0] == pytest.approx(cosine(ours, large), abs=1e-5)
+
+
+def test_the_variance_of_sgd_is_what_halves_of_a_batch_say() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, vocab_size=64)).train()
+    examples = ragged_examples(23)
+    order = BatchOrder(examples, 5, seed=3, pad_token_id=0)
+    batches = IndependentBatches(order, 1, 0, lambda batch, targets: micro_batch_loss(model, batch, targets, CPU))
+    held = [order._example(position) for position in range(5, 10)]
+    engine = attach(model, [make_policy("topk", keep=0.5, along="rows")])
+    with TrialStep(
+        model, engine, partial(micro_batch_loss, model, *order.rank_part(1), CPU), torch.Tensor.backward
+    ) as trial:
+        dense = trial.run("dense").gradients
+        found = measure_sgd_variance(trial, dense, batches)
+    engine.detach()
+    halves = [[examples[number] for number in held[start : start + 2]] for start in (0, 2)]  # the fifth is in neither
+    one, other = (by_hand(model, half) for half in halves)
+    counts = [sum(int((example.labels[1:] != IGNORED).sum()) for example in half) for half in halves]
+    whole = torch.cat([dense[name].flatten().double() for name, _ in model.named_parameters()])
+    per_target = (one - other).square().sum() / (1 / counts[0] + 1 / counts[1])
+    assert found == pytest.approx(float(per_target / sum(counts) / whole.square().sum()), rel=1e-4)
+    assert found > 0
+
+
+def test_halves_of_one_pool_have_the_variance_of_the_pool() -> None:
+    """A linear model: the gradient of an example is its input, so the variance over batches is known."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(24_000, 6, generator=generator) + 1.0  # unit variance
+    found = []
+    for batch in inputs.split(8):
+        gradient, one, other = batch.mean(0), batch[:4].mean(0), batch[4:].mean(0)
+        halves = GradientComparison({"w": gradient}, num_draws=2)
+        halves.add_draw({"w": one})
+        halves.add_draw({"w": other})
+        spread = halves.overall().variance
+        assert spread is not None
+        found.append(2.0 * spread * 4 * 4 / 8**2 * float(gradient.square().sum()))
+    assert sum(found) / len(found) == pytest.approx(6 / 8, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("policy", "size", "has_one"),
+    [
+        ({"name": "random", "keep": 0.5, "along": "rows", "weighted": True}, 4, True),
+        ({"name": "topk", "keep": 0.5, "along": "rows"}, 4, True),
+        ({"name": "topk", "keep": 1.0, "along": "rows"}, 4, False),
+        ({"name": "dense"}, 4, False),
+        ({"name": "topk", "keep": 0.5, "along": "rows"}, 1, False),
+    ],
+    ids=["random", "topk", "keep 1", "dense", "one example"],
+)
+def test_a_run_tells_its_error_over_the_noise_of_sgd(
+    tiny_recipe: Any, prepared: Any, policy: Any, size: int, has_one: bool
+) -> None:
+    measure = {"probe_every": None, "fidelity_every": 2, "warmup_steps": 1}
+    training = {"max_steps": 2, "per_device_train_batch_size": size}
+    run = prepared(tiny_recipe(policy=[policy], measure=measure, training=training))
+    assert work(run) == 0, run.log_file.read_text()
+    history = History.load(run.path)
+    assert ("fidelity/noise_ratio" in history.metrics) is has_one
+    if has_one:
+        error, variance, ratio = (
+            history.last(f"fidelity/{name}") for name in ("relative_error", "sgd_variance", "noise_ratio")
+        )
+        assert ratio == pytest.approx(error**2 / variance)
 
 
 def test_other_examples_are_none_of_the_micro_batch_and_leave_the_order_as_it_is() -> None:

@@ -36,6 +36,7 @@ def _finished(run: RunFolder) -> History:
     return History.load(run.path)
 
 
+@pytest.mark.always("random-feedback-llama")
 @pytest.mark.parametrize("config", [DROPPING_LLAMA, pytest.param(GPT2, marks=pytest.mark.long)], ids=["llama", "gpt2"])
 @pytest.mark.parametrize(
     "policy",
@@ -51,6 +52,7 @@ def test_measuring_changes_no_weight_and_no_number(tiny_recipe, prepared, config
     _compare_with_and_without(tiny_recipe, prepared, config, policy, {})
 
 
+@pytest.mark.always("branches-feedback", "max-child")
 @pytest.mark.parametrize(
     ("config", "policy", "backward"),
     [
@@ -231,6 +233,7 @@ def test_a_policy_that_is_asked_nowhere_is_named(measured) -> None:
     assert warnings == ["no gradient reached any of the 2 sites: the policy decided nothing"]
 
 
+@pytest.mark.always("topk-0.3-columns", "random-0.3-[1]")
 @pytest.mark.parametrize(
     "policy",
     [

@@ -59,6 +59,7 @@ def test_what_is_saved_at_the_end_of_the_forward_is_what_the_probe_counts(finish
     assert 0 <= history.series("memory/saved_for_backward_bytes")[3] - saved <= 64
 
 
+@pytest.mark.always("walk")
 @pytest.mark.parametrize(
     ("config", "policy", "backward"),
     [

@@ -44,6 +44,7 @@ def test_a_killed_run_with_a_plugin_resumes_to_the_same_bits(tiny_recipe, prepar
     assert outcome(run) == outcome(straight)
 
 
+@pytest.mark.always("momentum")
 @pytest.mark.parametrize("name", ["momentum", "product"])
 def test_a_plugin_is_under_40_lines_and_its_own_tests_pass(name: str) -> None:
     folder = PLUGINS / f"sparsebp-{name}"

@@ -24,6 +24,8 @@ from sparsebp_cli.run import History, RunFolder, State
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.ranks import make_run, train_alone, train_on_two
 
+pytestmark = pytest.mark.xdist_group("two processes")  # fixtures of this file take long: one process makes them
+
 # Sums over the batch are added up in another order, and AdamW divides small gradients by their own size. The largest
 # differences over the cases below, six steps at a learning rate of 3e-3: 3.6e-7 of losses and gradient norms, 4.5e-5 in
 # weights (7 of 512 entries of one matrix; a wrong gradient moves them by 3e-3 a step). Held to:

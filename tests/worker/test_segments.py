@@ -33,6 +33,7 @@ def _recipe(make: Callable[..., Recipe], family: str = "llama", **sections: Any)
     return recipe.model_copy(update={"model": recipe.model.model_validate(model)})
 
 
+@pytest.mark.always("llama")
 @pytest.mark.parametrize("family", DEEP)
 def test_weights_equal_a_plain_loop_bitwise_while_probes_are_taken(tiny_recipe, prepared, family) -> None:
     """Accumulation, clipping, dropout and tied embeddings (gpt2), a schedule, and probes between the steps."""

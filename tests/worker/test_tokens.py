@@ -211,6 +211,7 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.always("tokens-loss", "selective-backprop-")
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p['name']}-{p.get('score', '')}")
 def test_measuring_changes_nothing_and_a_resumed_run_is_the_same(completion, prepared, policy) -> None:
     quiet = {"eval_every": 5, "eval_batches": 2, "probe_every": None, "fidelity_every": None}

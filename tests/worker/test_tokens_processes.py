@@ -15,6 +15,8 @@ from tests.worker.conftest import LLAMA
 from tests.worker.ranks import make_run, train_alone, train_on_two
 from tests.worker.test_processes import ABSOLUTE, RELATIVE
 
+pytestmark = pytest.mark.xdist_group("two processes")  # fixtures of this file take long: one process makes them
+
 ALWAYS = {"start": 0.0, "end": 1.0, "interrupt": 0}
 CASES = {
     "mask": {"name": "tokens", "score": "mask", "mask_column": "last"},

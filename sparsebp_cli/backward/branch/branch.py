@@ -110,11 +110,12 @@ class Branch:
                     f"{self.name!r} got a key/value cache with earlier positions; sites='branches' needs an empty cache"
                 )
             call.kwargs[self.attention.cache] = None
-            call.whole_reason = (
-                "its attention has dropout"
-                if _has_attention_dropout(self.core)
-                else _find_unsupported(self.core, args, call.kwargs)
-            )
+            if _has_attention_dropout(self.core):
+                call.whole_reason = "its attention has dropout"
+            elif not self.attention.some_queries:
+                call.whole_reason = "its attention computes the queries of all positions or none"
+            else:
+                call.whole_reason = _find_unsupported(self.core, args, call.kwargs)
         if call.whole_reason and self.core.training:
             call.generators = capture_generators(x.device)
         return call

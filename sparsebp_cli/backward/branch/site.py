@@ -80,8 +80,8 @@ def _find_branches(model: nn.Module) -> list[Branch]:
     if not branches:
         layer = type(layers.layers[0]).__name__ if layers.layers else type(model).__name__
         raise UnsupportedError(
-            f"sites='branches' knows no layout of {layer}; known: {', '.join(sorted(layouts))}; "
-            "others come through the entry-point group sparsebp.layouts"
+            f"sites='branches' knows no layout of {layer}, but those of {len(layouts)} other layers; a plugin can add "
+            "it through the entry-point group sparsebp.layouts"
         )
     return branches
 

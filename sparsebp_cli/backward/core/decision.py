@@ -9,10 +9,10 @@ of a parameter's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from math import prod
 
 from torch import Tensor
@@ -21,7 +21,8 @@ from sparsebp_cli.backward.core.allowance import allowed_share
 from sparsebp_cli.backward.core.extension import SiteCost, SplitCost
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import FlopEstimate, SiteReport
-from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
+from sparsebp_cli.backward.core.scope import Scope
+from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
     Budget,
     GradientSelector,
@@ -145,21 +146,23 @@ class _Rule:
     """What applies at a site from one gradient to the next; a policy computes these properties, so they are stored."""
 
     selector: GradientSelector  # as the user made it
-    policy: GradientSelector  # with the ``keep`` of the warm-up
+    policy: GradientSelector  # with the numbers of the step: those of schedules, and the ``keep`` of the warm-up
     selection: type[Selection] | None
     budget: Budget | None  # None: another at each site and step
     has_state: bool
-    warmup_step: int  # step of the warm-up to which this applies; after its end, its length
+    last_change: float  # the step from which on nothing changes
+    step: int  # the step to which this applies; with others from the last change on
 
     @classmethod
     def of(cls, selector: GradientSelector, step: Step) -> _Rule:
-        policy, length = selector, selector.keep_warmup_steps
+        policy, length = selector.at(step), selector.keep_warmup_steps
         if step.index < length:
             keep: float = selector.model_dump(include={"keep"})["keep"]  # the contract checks that it has one
             policy = selector.model_copy(update={"keep": keep ** (step.index / length)})
         is_fixed = type(policy).budget_at is GradientSelector.budget_at
         budget = Budget.of(policy.budget) if is_fixed else None
-        return cls(selector, policy, policy.selection, budget, isinstance(policy, Stateful), min(step.index, length))
+        last_change = math.inf if selector.schedules else length
+        return cls(selector, policy, policy.selection, budget, isinstance(policy, Stateful), last_change, step.index)
 
 
 class SiteDecisions:
@@ -180,18 +183,16 @@ class SiteDecisions:
         self.step: Step | None = None  # of the backward under way
         self.counters = SiteCounters({})
         self.states = PolicyStates()
-        self._scopes = [_Scope(selector, num_layers) for selector in selectors]
+        self._scopes = [(selector, Scope(selector, num_layers)) for selector in selectors]
         self._selectors: dict[str, GradientSelector | None] = {}  # by site; None: no selector names it
         self._rules: dict[str, _Rule | None] = {}
 
     def check_disjoint(self, names: Sequence[str], layer_of: Callable[[str], int | None]) -> None:
         """Refuse a pattern that matches no site, and a site that belongs to two selectors (:class:`UsageError`)."""
-        for scope in self._scopes:
-            for pattern in scope.selector.where or ():
-                if not any(fnmatchcase(name, pattern) for name in names):
-                    raise UsageError(f"where: {pattern!r} matches no site{did_you_mean(pattern, names)}")
+        for _, scope in self._scopes:
+            scope.check_patterns(names)
         for name in names:
-            found = [scope.selector for scope in self._scopes if scope.contains(name, layer_of(name))]
+            found = [selector for selector, scope in self._scopes if scope.contains(name, layer_of(name))]
             if len(found) > 1:
                 one, two = (type(selector).__name__ for selector in found[:2])
                 raise UsageError(f"{one} and {two} both decide at {name!r}: give them other where or layers")
@@ -270,7 +271,7 @@ class SiteDecisions:
 
     def _selector_at(self, site: Site) -> GradientSelector | None:
         if site.name not in self._selectors:  # patterns are matched once
-            found = (scope.selector for scope in self._scopes if scope.contains(site.name, site.layer))
+            found = (selector for selector, scope in self._scopes if scope.contains(site.name, site.layer))
             self._selectors[site.name] = next(found, None)
         return self._selectors[site.name]
 
@@ -281,7 +282,7 @@ class SiteDecisions:
             self._rules[name] = None if selector is None else _Rule.of(selector, step)
         rule = self._rules[name]
         # A step may come again after a resume, so the end of the warm-up is compared too instead of remembered.
-        if rule is not None and rule.warmup_step != min(step.index, rule.selector.keep_warmup_steps):
+        if rule is not None and rule.step != step.index and min(rule.step, step.index) < rule.last_change:
             rule = self._rules[name] = _Rule.of(rule.selector, step)
         return rule
 
@@ -337,20 +338,6 @@ def _allow(budget: Budget, selection: Selection | Split | None, grad_NO: Tensor,
     return Budget(dgrad, wgrad, budget.is_mean)
 
 
-class _Scope:
-    """The sites at which one selector decides."""
-
-    def __init__(self, selector: GradientSelector, num_layers: int) -> None:
-        self.selector = selector
-        self._layers = None if selector.layers is None else _number(selector.layers, num_layers)
-
-    def contains(self, name: str, layer: int | None) -> bool:
-        where = self.selector.where
-        return (self._layers is None or layer in self._layers) and (
-            where is None or any(fnmatchcase(name, pattern) for pattern in where)
-        )
-
-
 # A residual belongs to an example's index in the batch and a position, and stays until a gradient arrives at that index
 # again. So the last batch of an epoch may be smaller, and batches may differ in length.
 
@@ -381,11 +368,3 @@ def _retain_unmatched(left: Tensor, before: Tensor) -> Tensor:
     waiting[tuple(slice(size) for size in before.shape)] = before.to(left.dtype)
     waiting[tuple(slice(size) for size in left.shape)] = left
     return waiting
-
-
-def _number(layers: list[int], num_layers: int) -> frozenset[int]:
-    wrong = [layer for layer in layers if not -num_layers <= layer < num_layers]
-    if wrong:
-        allowed = f"{-num_layers} to {num_layers - 1}" if num_layers else "none: no layers were found"
-        raise UnsupportedError(f"layers: the model has no layer {wrong[0]}; allowed: {allowed}")
-    return frozenset(layer % num_layers for layer in layers)

@@ -68,7 +68,7 @@ class PolicyStates:
         with torch.no_grad():
             for number, policy in self._policies.items():
                 before = self._states[number]
-                after = _check(policy, policy.observe(before, observation, step))
+                after = _check(policy, policy.at(step).observe(before, observation, step))
                 if _layout(after) != _layout(before):
                     raise UsageError(
                         f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "

@@ -28,6 +28,7 @@ class Layer:
     core: nn.Module  # its attention
     attention: AttentionLayout
     argument_names: tuple[str, ...]  # of its forward, in order; hidden states come first
+    norm: nn.Module | None  # whose output the attention reads; None: it reads the residual stream
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,15 @@ def find_decoder(model: nn.Module) -> Decoder:
     layers = []
     for number, module in enumerate(numbers.layers):
         branches = layouts.get(_name(module), ())
-        found = next(((branch.core, branch.attention) for branch in branches if branch.attention is not None), None)
-        core = None if found is None else getattr(module, found[0], None)
-        if found is None or not isinstance(core, nn.Module):
+        found = next((branch for branch in branches if branch.attention is not None), None)
+        core = None if found is None else getattr(module, found.core, None)
+        if found is None or found.attention is None or not isinstance(core, nn.Module):
             raise UnsupportedError(
                 f"token selection does not know {_name(module)}: a plugin can describe its attention, as a tuple of "
                 f"BranchLayout under the entry-point group {GROUP} with the name {_name(module)}"
             )
-        layers.append(Layer(numbers.names[number], module, core, found[1], argument_names(module)))
+        norm = getattr(module, found.before) if found.before else None
+        layers.append(Layer(numbers.names[number], module, core, found.attention, argument_names(module), norm))
     if not layers:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
     decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
@@ -95,12 +97,12 @@ def find_decoder(model: nn.Module) -> Decoder:
     return decoder
 
 
-def refuse_prompt(model: nn.Module, name: str) -> None:
+def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
     """Refuse a trained prompt, such as peft's, that would get no gradient if only trained positions carry one."""
     for module in model.modules():
         if getattr(getattr(module, "active_peft_config", None), "is_prompt_learning", False):
             raise UnsupportedError(
-                f"{name} in mode detach gives the prompt of {_name(module)} no gradient, since trained positions alone "
+                f"{name} in mode {mode} gives the prompt of {_name(module)} no gradient, since trained positions alone "
                 "carry one: give carry: real, or mode: exact"
             )
 

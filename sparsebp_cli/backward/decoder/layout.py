@@ -24,11 +24,14 @@ class AttentionLayout:
             computes queries, keys and values.
         key_value: Children that compute keys or values, or the one linear that computes all three.
         cache: The argument of ``forward`` that takes a key/value cache.
+        some_queries: Whether its forward can compute the queries of some positions only; not where it takes their
+            number from its own input. Such an attention is recomputed whole.
     """
 
     query: tuple[str, ...]
     key_value: tuple[str, ...]
     cache: str = "past_key_values"
+    some_queries: bool = True
 
     @property
     def fused(self) -> bool:
@@ -64,25 +67,86 @@ _BOTH_NORMS = (
     BranchLayout("self_attn", "o_proj", "input_layernorm", "post_attention_layernorm", _SEPARATE),
     BranchLayout("mlp", "down_proj", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )
+_ONE_NORM = (  # both branches read it
+    BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
+    BranchLayout("mlp", "down_proj", "input_layernorm"),
+)
+_NORM_AFTER = (
+    BranchLayout(
+        "self_attn",
+        "o_proj",
+        after="post_attention_layernorm",
+        attention=AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm")),
+    ),
+    BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
+)
+_PRE_NORM_LAYERS = (
+    "ArceeDecoderLayer",
+    "BitNetDecoderLayer",
+    "CwmDecoderLayer",
+    "Ernie4_5DecoderLayer",
+    "FlintDecoderLayer",
+    "GemmaDecoderLayer",
+    "GlmDecoderLayer",
+    "GraniteDecoderLayer",
+    "HeliumDecoderLayer",
+    "HunYuanDenseV1DecoderLayer",
+    "Jais2DecoderLayer",
+    "LlamaDecoderLayer",
+    "MinistralDecoderLayer",
+    "Ministral3DecoderLayer",
+    "MistralDecoderLayer",
+    "NemotronDecoderLayer",
+    "OlmoDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "SeedOssDecoderLayer",
+    "SmolLM3DecoderLayer",
+)
 _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
-    "LlamaDecoderLayer": _PRE_NORM,
-    "MistralDecoderLayer": _PRE_NORM,
-    "Qwen2DecoderLayer": _PRE_NORM,
-    "Qwen3DecoderLayer": _PRE_NORM,
-    "SmolLM3DecoderLayer": _PRE_NORM,
-    "GemmaDecoderLayer": _PRE_NORM,
-    "OlmoDecoderLayer": _PRE_NORM,
-    "GraniteDecoderLayer": _PRE_NORM,
+    **dict.fromkeys(_PRE_NORM_LAYERS, _PRE_NORM),
+    "ApertusDecoderLayer": (
+        BranchLayout("self_attn", "o_proj", "attention_layernorm", attention=_SEPARATE),
+        BranchLayout("mlp", "down_proj", "feedforward_layernorm"),
+    ),
+    "CohereDecoderLayer": _ONE_NORM,
+    "Cohere2DecoderLayer": _ONE_NORM,
+    "Exaone4DecoderLayer": (
+        BranchLayout("self_attn", "o_proj", after="post_attention_layernorm", attention=_SEPARATE),
+        BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
+    ),
     "Gemma2DecoderLayer": _BOTH_NORMS,
     "Gemma3DecoderLayer": _BOTH_NORMS,
-    "Olmo2DecoderLayer": (
+    "Glm4DecoderLayer": (
+        BranchLayout("self_attn", "o_proj", "input_layernorm", "post_self_attn_layernorm", _SEPARATE),
+        BranchLayout("mlp", "down_proj", "post_attention_layernorm", "post_mlp_layernorm"),
+    ),
+    "NanoChatDecoderLayer": (
+        _PRE_NORM[0],
+        BranchLayout("mlp", "fc2", "post_attention_layernorm"),
+    ),
+    "Olmo2DecoderLayer": _NORM_AFTER,
+    "Olmo3DecoderLayer": _NORM_AFTER,
+    "PersimmonDecoderLayer": (
+        BranchLayout("self_attn", "dense", "input_layernorm", attention=AttentionLayout((), ("query_key_value",))),
+        BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm"),
+    ),
+    "StableLmDecoderLayer": (
         BranchLayout(
             "self_attn",
             "o_proj",
-            after="post_attention_layernorm",
-            attention=AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm")),
+            "input_layernorm",
+            attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), some_queries=False),
         ),
-        BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
+        BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
+    ),
+    "Starcoder2DecoderLayer": (
+        _PRE_NORM[0],
+        BranchLayout("mlp", "c_proj", "post_attention_layernorm"),
+    ),
+    "VaultGemmaDecoderLayer": (
+        _PRE_NORM[0],
+        BranchLayout("mlp", "down_proj", "pre_feedforward_layernorm"),
     ),
     "Phi3DecoderLayer": (
         BranchLayout("self_attn", "o_proj", "input_layernorm", attention=AttentionLayout((), ("qkv_proj",))),

@@ -24,7 +24,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.linear.function import Needs, SelectionSource, WeightLayout
 from sparsebp_cli.backward.observe.internals import version_of
-from sparsebp_cli.policy import Rows, Selection, Split
+from sparsebp_cli.policy import Rows, Saved, Selection, Split
 
 
 def float8_class() -> type[nn.Linear] | None:
@@ -81,7 +81,8 @@ class Float8Layout(WeightLayout):
         self.grad_for_wgrad = _Casts(config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
         self.input_for_wgrad = _Casts(config.cast_config_input_for_grad_weight, role.INPUT, 0)
 
-    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
+    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource, saved: Saved | None = None) -> Tensor:
+        assert saved is None, "refused at attach"
         # Like torchao's forward, which reads CUDA's autocast state on every device.
         if torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))

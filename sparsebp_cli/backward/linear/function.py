@@ -22,7 +22,8 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import pad
 
 from sparsebp_cli.backward.core.report import FlopEstimate
-from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, Split, TwoToFour
+from sparsebp_cli.backward.linear.saved import multiply_saved
+from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Saved, Selection, Split, TwoToFour
 
 # Below this share of kept entries a CSR product, conversion included, is faster than masking and a dense product. The
 # measured break-even was 0.077: `sparsebp bench topk`, two CPU cores, torch 2.13, MKL, docs/log.md, 2026-11-21.
@@ -74,13 +75,13 @@ class WeightLayout(ABC):
     output_dim: int  # the dimension of the weight that is O
     replaces: ClassVar[bool] = False  # whether this form also runs where no policy is active, with the same numbers
 
-    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
-        """Run the layer with a backward that calls the policy."""
+    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource, saved: Saved | None = None) -> Tensor:
+        """Run the layer with a backward that calls the policy; ``saved`` is stored instead of the input."""
         weight, bias = weight_of(module), cast("Tensor | None", module.bias)
         if torch.is_autocast_enabled(x.device.type):
             # Outside of the Function, so that autograd records the casts and returns gradients in full precision.
-            x, weight, bias = _autocast(x), _autocast(weight), None if bias is None else _autocast(bias)
-        output: Tensor = SelectedLinear.apply(x, weight, bias, decider)  # type: ignore[no-untyped-call]
+            x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
+        output: Tensor = SelectedLinear.apply(x, weight, bias, decider, saved)  # type: ignore[no-untyped-call]
         return output
 
     def share(self, selection: type[Selection] | None, budget: float) -> float:
@@ -107,12 +108,14 @@ class LinearCost:
     product_flops: float  # of one of them, dense
     needs: Needs
     form: WeightLayout
+    saved_share: float = 1.0  # of wgrad's multiplications, with what was saved of the input
     pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return the dense work, and the part that the kernel for this kind of selection executes."""
         flops = self.product_flops * (self.needs.dgrad + self.needs.wgrad)
-        return FlopEstimate(flops, flops * self.form.share(selection, budget))
+        left = self.product_flops * (self.needs.dgrad + self.needs.wgrad * self.saved_share)
+        return FlopEstimate(flops, left * self.form.share(selection, budget))
 
     def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
         """Return the same if dgrad and wgrad are selected apart."""
@@ -175,17 +178,32 @@ class MatmulLayout(WeightLayout):
 
 @final
 class SelectedLinear(Function):
-    """A linear layer whose backward calls the policy. Saves the input only for wgrad and the weight only for dgrad."""
+    """A linear layer whose backward calls the policy. Saves the input only for wgrad and the weight only for dgrad.
+
+    ``saved`` is stored instead of the input, and wgrad computed with it; then the policy selects nothing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        decider: SelectionSource,
+        saved: Saved | None,
+    ) -> Tensor:
         # A missing gradient stays None; as zeros it would be multiplied, and the policy would decide about it.
         ctx.set_materialize_grads(False)
         ctx.decider, ctx.input_shape = decider, x.shape
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
         ctx.order = _order(decider.form, x, frozen=not needs_wgrad)
         # Not as attributes: autograd checks saved tensors for changes in place, and hooks may move them to the host.
-        ctx.save_for_backward(x if needs_wgrad or decider.reads_input else None, weight if needs_dgrad else None)
+        if saved is not None and needs_wgrad:
+            tensors, ctx.unpack = saved.pack()
+            ctx.save_for_backward(None, weight if needs_dgrad else None, *tensors)
+        else:
+            keeps_input, ctx.unpack = needs_wgrad or decider.reads_input, None
+            ctx.save_for_backward(x if keeps_input else None, weight if needs_dgrad else None)
         # Some layouts return a view. Autograd forbids in-place changes of a view created inside a Function, so the view
         # is detached.
         return decider.form.forward(x, weight, bias).detach()
@@ -194,8 +212,8 @@ class SelectedLinear(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
-            return None, None, None, None
-        x, weight = ctx.saved_tensors
+            return None, None, None, None, None
+        x, weight, *tensors = ctx.saved_tensors
         decider, needs = ctx.decider, Needs(*ctx.needs_input_grad[:3])
         grad_NO = grad.reshape(-1, grad.shape[-1])
         read_ND = None if x is None else x.reshape(-1, x.shape[-1])
@@ -203,21 +221,23 @@ class SelectedLinear(Function):
         shown_NO = grad_NO
         grad_NO, selection = decider.decide(shown_NO, grad.shape[:-1], ctx.input_shape[-1], needs, read_ND)
         if isinstance(selection, Split):
-            return *_split(ctx, grad.shape, grad_NO, x_ND, weight, selection), None
+            return *_split(ctx, grad.shape, grad_NO, x_ND, weight, selection), None, None
         if selection is not None:
             gradients = None
             if not decider.reference:
                 gradients = run_kernel(decider.form, grad_NO, x_ND, weight, selection, needs)
             if gradients is not None:
                 dgrad_ND, wgrad, bias_grad = gradients
-                return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None
+                return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None, None
             grad_NO = selection.apply(grad_NO)
         if grad_NO is not shown_NO:  # otherwise keep the strides of `grad`, which determine the order of sums
             grad = grad_NO.view(grad.shape)
         dgrad = None if weight is None else _dense_dgrad(grad, decider.form.by_output(weight), ctx.order)
         wgrad = None if x_ND is None else decider.form.wgrad(grad_NO, x_ND)
+        if ctx.unpack is not None:
+            wgrad = multiply_saved(decider.form, grad_NO, ctx.unpack(tuple(tensors)), reference=decider.reference)
         bias_grad = _dense_bias_grad(grad, ctx.order) if needs.bias else None
-        return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None
+        return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None, None
 
 
 def _split(
@@ -281,7 +301,8 @@ def _dense_bias_grad(grad: Tensor, order: _Order) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0) if order.flat_bias else grad.sum_to_size(grad.shape[-1:])
 
 
-def _autocast(tensor: Tensor) -> Tensor:
+def autocast(tensor: Tensor) -> Tensor:
+    """Return a tensor as autocast would pass it to a product."""
     # Autocast itself casts floating-point arguments except float64. It also caches the cast of a weight, so that the
     # gradients of a layer used twice are summed in low precision; here they are summed in full precision.
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:

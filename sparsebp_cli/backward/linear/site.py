@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from inspect import signature
 from typing import TYPE_CHECKING, cast, final
@@ -33,11 +33,12 @@ from sparsebp_cli.backward.linear.function import (
     weight_of,
 )
 from sparsebp_cli.backward.linear.reading import SharedNorm, read_before, row_norm
+from sparsebp_cli.backward.linear.saving import InputSaving
 from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.observe.internals import are_transforms_active
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free, uncompiled
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import Reading, Seen, Selection, Site, Split
+from sparsebp_cli.policy import Reading, Saved, Seen, Selection, Site, Split
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import ShortForward, SiteEngine
@@ -81,12 +82,18 @@ class LinearAdapter(SiteAdapter):
 
     ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
     that do not decide here. Without ``installs`` no linear is a site and none is changed: counting alone costs up to a
-    twentieth of a step. Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and
-    :class:`UnsupportedError` if the model is attached or offloaded.
+    twentieth of a step. ``saving`` decides what is saved of inputs. Raises :class:`UsageError` if a pattern matches
+    nothing or there is no linear, and :class:`UnsupportedError` if the model is attached or offloaded.
     """
 
     def __init__(
-        self, model: nn.Module, exclude: Iterable[str] = (), *, may_be_empty: bool = False, installs: bool = True
+        self,
+        model: nn.Module,
+        exclude: Iterable[str] = (),
+        *,
+        may_be_empty: bool = False,
+        installs: bool = True,
+        saving: InputSaving | None = None,
     ) -> None:
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
         if not installs:
@@ -94,19 +101,24 @@ class LinearAdapter(SiteAdapter):
         self.names = tuple(name for name, _, _ in self._found.covered)
         self._time_first = find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
-        self._patches = ForwardPatches()
+        self._patches, self._saving = ForwardPatches(), saving
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
             check_free(name, module)
         if not self.names and not may_be_empty:
             left = f"; not covered: {', '.join(self.not_covered)}" if self.not_covered else ""
             raise UsageError(f"{type(model).__name__} has no linear to attach to{left}")
+        if saving is not None:
+            saving.scope.check_patterns(self.names)
 
     def install(self, engine: SiteEngine) -> None:
         norms = SharedNorm()
         for name, module, form in self._found.covered:
             first = name in self._time_first
-            override = LinearOverride(name, module, form, engine, self._layers[name], norms, time_first=first)
+            layer, saving = self._layers[name], self._saving
+            if saving is not None and not saving.scope.contains(name, layer):
+                saving = None
+            override = LinearOverride(name, module, form, engine, layer, norms, saving, time_first=first)
             self._patches.install(module, override)
 
     def remove(self) -> None:
@@ -156,6 +168,7 @@ class LinearOverride(ForwardOverride):
         engine: SiteEngine,
         layer: int | None,
         norms: SharedNorm,
+        saving: InputSaving | None = None,
         *,
         time_first: bool = False,
     ) -> None:
@@ -164,6 +177,8 @@ class LinearOverride(ForwardOverride):
         self._norms, self._reads = norms, engine.decisions.reads_at(Site(name, 0, (), layer))
         # Not compiled: the norms are taken from no graph. As a decorator it would import torch._dynamo with this file.
         self._run_informed = uncompiled(self._read_and_run) if self._reads else self._read_and_run
+        self._saving = saving
+        self._run_saving = self._save_and_run if saving is None else uncompiled(self._save_and_run)
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
@@ -180,11 +195,22 @@ class LinearOverride(ForwardOverride):
         if sizes is not None and not torch.compiler.is_compiling():
             rows = find_rows(x, sizes, time_first=self.time_first)
         reads = self._reads if self.engine.enabled else frozenset[Reading]()
-        if forward is None and rows is None and not reads:
+        saves = self._saving is not None and self.engine.enabled
+        if forward is None and rows is None and not reads and not saves:
             return run_linear(self.module, x, self)
         num_rows = None if forward is None else self._count_dense_rows(x, forward)
         call = _Call(self, num_rows, rows, self.form, self.reference, self.engine, reads=reads)
+        if saves:
+            return self._run_saving(x, call)
         return self._run_informed(x, call) if reads else run_linear(self.module, x, call)
+
+    def _save_and_run(self, x: Tensor, call: _Call) -> Tensor:
+        """Run the linear with what its policy saves of the input."""
+        assert self._saving is not None
+        weight = weight_of(self.module)
+        site = Site(self.name, weight.shape[self.form.output_dim], tuple(x.shape[:-1]), self.layer)
+        kept = self._saving.save(site, x, is_trained=weight.requires_grad)
+        return run_linear(self.module, x, replace(call, saved_share=kept.share), kept.saved)
 
     def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:
         """Run the linear with the norms that its policy reads."""
@@ -223,12 +249,13 @@ class LinearOverride(ForwardOverride):
         needs: Needs,
         dense_rows: int | None = None,
         readings: Mapping[Reading, Tensor] | None = None,
+        saved_share: float = 1.0,
     ) -> tuple[Tensor, Selection | Split | None]:
         """Call the policy for a gradient that stands for ``dense_rows`` rows of the dense backward, None for its
-        own.
+        own. ``saved_share`` is the share of wgrad's multiplications with what was saved of the input.
         """
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
-        work = LinearCost(2.0 * grad_NO.numel() * num_inputs, needs, self.form)
+        work = LinearCost(2.0 * grad_NO.numel() * num_inputs, needs, self.form, saved_share)
         seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or {})
         return self.engine.decisions.decide_linear(site, seen, work, dense_rows)
 
@@ -247,6 +274,7 @@ class _Call:
     form: WeightLayout
     reference: bool
     engine: SiteEngine
+    saved_share: float = 1.0  # of wgrad's multiplications
     reads: frozenset[Reading] = frozenset()
     readings: dict[Reading, Tensor] = field(default_factory=dict)
 
@@ -261,7 +289,7 @@ class _Call:
         readings = self.readings
         if self.reads_input and x_ND is not None:
             readings = {**readings, "input": x_ND}
-        return self.linear.decide_rows(grad_NO, rows, num_inputs, needs, self.num_rows, readings)
+        return self.linear.decide_rows(grad_NO, rows, num_inputs, needs, self.num_rows, readings, self.saved_share)
 
 
 def _refuse_transforms(name: str) -> None:
@@ -272,15 +300,17 @@ def _refuse_transforms(name: str) -> None:
         )
 
 
-def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource) -> Tensor:
-    """Run a linear layer, by the same call that the module makes, with a backward that calls the policy."""
+def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource, saved: Saved | None = None) -> Tensor:
+    """Run a linear layer, by the same call that the module makes, with a backward that calls the policy; ``saved`` is
+    stored instead of the input.
+    """
     weight, bias = module.weight, cast("nn.Parameter | None", module.bias)
     assert isinstance(weight, Tensor)
     needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
     if not (needs_grad and torch.is_grad_enabled()):
         output: Tensor = type(module).forward(module, x)
         return output
-    return decider.form.apply(module, x, decider)
+    return decider.form.apply(module, x, decider, saved)
 
 
 def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], WeightLayout]]:

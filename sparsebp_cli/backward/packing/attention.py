@@ -18,7 +18,10 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.packing.layout import PackedLayout, SegmentGroup
+from sparsebp_cli.backward.packing.across import PackedMemory
+from sparsebp_cli.backward.packing.groups import Padding, SegmentGroup
+from sparsebp_cli.backward.packing.layout import PackedLayout
+from sparsebp_cli.backward.packing.padding import with_padding, without_padding
 from sparsebp_cli.errors import UnsupportedError
 
 PREFIX = "packed_"  # of the names under which our functions are registered
@@ -34,6 +37,7 @@ class PackedState:
     layout: PackedLayout
     shortens: bool = True  # whether the last layer runs the rows that are read alone, if the layout has these
     num_calls: int = 0  # of attention layers
+    memory: PackedMemory | None = None  # of a decoder: the rows of the encoder
 
 
 _state: ContextVar[PackedState | None] = ContextVar("state", default=None)
@@ -67,7 +71,9 @@ class PackedMask:
     groups: tuple[SegmentGroup, ...]
     ends: bool = False  # whether the layer ends at attention, by ReachedAttention
     kept: tuple[Tensor, Tensor] | None = None  # keys and values of all rows, where the layer has some rows alone
+    memory: PackedMemory | None = None  # None: rows attend to each other
     _masks: dict[tuple[int, str, torch.dtype | None], Tensor | None] = field(default_factory=dict)
+    _pairs: dict[int, Tensor] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise ReadsMaskError(f"a layer of this model reads the attention mask itself ({name}): rows cannot be packed")
@@ -97,30 +103,74 @@ class PackedMask:
             self._masks[key] = self._make(self.groups[number], implementation, dtype)
         return self._masks[key]
 
+    def of_memory(self, number: int, implementation: str, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask (G, 1, 1, K) of a group that attends to an encoder; None: everything."""
+        assert self.memory is not None
+        allowed = self.memory.groups[number].is_key_GK
+        if allowed is None or implementation == "sdpa":
+            return None if allowed is None else allowed[:, None, None]
+        return torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)[:, None, None]
+
+    def bias_of_group(self, number: int, bias_HTT: Tensor) -> Tensor:
+        """Return the bias (G or 1, H, L, K) of a group, by the positions of its queries and keys."""
+        group, size = self.groups[number], bias_HTT.shape[-1]
+        if number not in self._pairs:
+            pairs_GLK = group.query_GL[:, :, None] * size + group.key_GK[:, None, :]
+            if group.num_segments > 1 and bool((pairs_GLK == pairs_GLK[:1]).all()):
+                pairs_GLK = pairs_GLK[:1]
+            self._pairs[number] = pairs_GLK
+        pairs_GLK = self._pairs[number]
+        chosen = bias_HTT.flatten(1).index_select(1, pairs_GLK.flatten())
+        return chosen.view(len(bias_HTT), *pairs_GLK.shape).transpose(0, 1)
+
     def _make(self, group: SegmentGroup, implementation: str, dtype: torch.dtype) -> Tensor | None:
-        queries, keys = group.query_GL, group.key_GK
-        if group.num_segments > 1 and (keys == keys[:1]).all():
+        queries, keys, padding = group.query_GL, group.key_GK, group.padding
+        if padding is None and group.num_segments > 1 and (keys == keys[:1]).all():
             queries, keys = queries[:1], keys[:1]
-        num_before, zero = keys.shape[1] - queries.shape[1], torch.zeros((), dtype=torch.long, device=keys.device)
+        size, place = (queries.shape[1], keys.shape[1]), torch.arange(keys.shape[1], device=keys.device)
         # Causality by the order of rows, since position numbers may repeat; the model's rule by position numbers.
-        rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :])
-        rule = rule.expand(queries.shape[0], queries.shape[1], keys.shape[1])
+        zero = torch.zeros((), dtype=torch.long, device=keys.device)
+        rule = self.allowed(zero, zero, queries[:, :, None], keys[:, None, :]).expand(queries.shape[0], *size)
+        last = place[size[1] - size[0] :] if padding is None else padding.order_GL
+        order = place <= last[..., None]
         if not group.attends:
             rule = torch.zeros_like(rule)
-        order = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device).tril(num_before)
+        if padding is not None:
+            rule = rule & padding.is_key_GK[:, None]
         if self.layout.is_causal and bool((rule & ~order).any()):
             raise LooksAheadError("positions attend to later ones")
-        if implementation == "sdpa" and (bool(rule.all()) or (num_before == 0 and bool((rule == order).all()))):
+        if implementation == "sdpa" and (bool(rule.all()) or _is_triangle(rule, padding)):
             return None
         if implementation == "sdpa":
             return rule[:, None]
         return torch.zeros_like(rule, dtype=dtype).masked_fill(~rule, torch.finfo(dtype).min)[:, None]
 
 
+def _is_triangle(rule_GLK: Tensor, padding: Padding | None) -> bool:
+    """Whether each query attends to as many keys, from the first on, as its number says; padded ones may to others."""
+    num_queries, num_keys = rule_GLK.shape[1:]
+    if num_queries != num_keys:
+        return False
+    is_triangle = (rule_GLK == torch.ones_like(rule_GLK[0]).tril()).all(2).flatten()
+    return bool((is_triangle if padding is None else is_triangle[padding.place_R]).all())
+
+
+@dataclass(frozen=True)
+class PackedBias:
+    """A bias of positions that attention adds to its scores, (H, T, T) of the plain batch; None: zeros."""
+
+    values_HTT: Tensor | None
+
+
+def find_mask(args: tuple[object, ...], kwargs: Mapping[str, object]) -> PackedMask | None:
+    """Return the mask of packed rows among the arguments of a module."""
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, PackedMask)), None)
+
+
 @contextmanager
-def packed(layout: PackedLayout, *, shortens: bool) -> Iterator[PackedState]:
+def packed(layout: PackedLayout, *, shortens: bool, memory: PackedMemory | None = None) -> Iterator[PackedState]:
     """Let models that were switched build masks for these rows inside the block."""
-    state = PackedState(layout, shortens)
+    state = PackedState(layout, shortens, memory=memory)
     token = _state.set(state)
     try:
         yield state
@@ -162,7 +212,7 @@ class Switch:
 
 def _register(implementation: str) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, bidirectional_mask_function
 
     own_mask = cast("Mapping[str, Callable[..., object]]", ALL_MASK_ATTENTION_FUNCTIONS)[implementation]
 
@@ -170,7 +220,9 @@ def _register(implementation: str) -> None:
         state = _state.get()
         if state is None:
             return own_mask(*args, **kwargs)
-        return PackedMask(state, cast("MaskFunction", kwargs["mask_function"]), state.layout.groups)
+        # The one mask of a decoder that is not causal is that of the encoder's rows.
+        memory = state.memory if kwargs["mask_function"] is bidirectional_mask_function else None
+        return PackedMask(state, cast("MaskFunction", kwargs["mask_function"]), state.layout.groups, memory=memory)
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, **kwargs: object
@@ -205,7 +257,8 @@ def _attend(
     read, num_rows = mask.layout.read, mask.layout.num_rows
     if mask.kept is not None and read is not None:
         num_rows = len(read.row_M)
-    if key.shape[2] != num_rows or query.shape[2] != num_rows or kwargs.get("position_bias") is not None:
+    num_keys, bias = num_rows if mask.memory is None else mask.memory.num_rows, kwargs.pop("position_bias", None)
+    if key.shape[2] != num_keys or query.shape[2] != num_rows or not (bias is None or isinstance(bias, PackedBias)):
         raise UnsupportedError(f"{type(module).__name__} attends to other rows than those of its own input")
     if mask.ends:
         raise ReachedAttention(key, value)
@@ -214,22 +267,33 @@ def _attend(
     for number, group in enumerate(mask.groups):
         own = slice(group.start, group.end)
         queries = _split(query[:, :, own], group)
-        if mask.kept is not None:
+        if mask.memory is not None:
+            rows_GK = mask.memory.groups[number].row_GK
+            keys, values = (_remembered(whole, rows_GK, group.num_segments) for whole in (key, value))
+        elif mask.kept is not None:
             keys, values = (_before(whole, group) for whole in mask.kept)
         else:
             keys, values = _split(key[:, :, own], group), _split(value[:, :, own], group)
             if group.ancestor_GA.shape[1]:
                 keys, values = torch.cat((_before(key, group), keys), 2), torch.cat((_before(value, group), values), 2)
-        allowed = mask.of_group(number, implementation, query.dtype)
+        find = mask.of_group if mask.memory is None else mask.of_memory
+        allowed = find(number, implementation, query.dtype)
+        if bias is not None and bias.values_HTT is not None:
+            kwargs["position_bias"] = mask.bias_of_group(number, bias.values_HTT)
         output, _ = function(module, queries, keys, values, allowed, **kwargs)
-        outputs.append(output.reshape(1, -1, *output.shape[2:]))
+        output = output.reshape(-1, *output.shape[2:])
+        if group.padding is not None:
+            output = without_padding(output, group.padding)
+        outputs.append(output[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), None
 
 
 def _split(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
     """Return the rows of a group as (G, H, L, D)."""
-    _, num_heads, _, size = rows_1HND.shape
-    return rows_1HND[0].reshape(num_heads, group.num_segments, group.length, size).transpose(0, 1)
+    rows_RHD = rows_1HND[0].transpose(0, 1)
+    if group.padding is not None:
+        rows_RHD = with_padding(rows_RHD, group.padding)
+    return rows_RHD.reshape(group.num_segments, group.length, *rows_RHD.shape[1:]).transpose(1, 2)
 
 
 def _before(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
@@ -239,3 +303,10 @@ def _before(rows_1HND: Tensor, group: SegmentGroup) -> Tensor:
     _, num_heads, _, size = rows_1HND.shape
     rows = rows_1HND[0].index_select(1, group.ancestor_GA.flatten())
     return rows.reshape(num_heads, *group.ancestor_GA.shape, size).transpose(0, 1)
+
+
+def _remembered(rows_1HMD: Tensor, row_GK: Tensor, num_segments: int) -> Tensor:
+    """Return the encoder's rows that each segment attends to as (G, H, K, D)."""
+    _, num_heads, _, size = rows_1HMD.shape
+    rows = rows_1HMD[0].index_select(1, row_GK.flatten()).view(num_heads, *row_GK.shape, size)
+    return rows.transpose(0, 1).expand(num_segments, -1, -1, -1)

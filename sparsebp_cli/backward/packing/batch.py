@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import argument_names
-from sparsebp_cli.backward.packing.layout import Bools, Ints, PackedLayout
+from sparsebp_cli.backward.packing.groups import Bools, Ints, to_tensor
+from sparsebp_cli.backward.packing.layout import PackedLayout
 
 BATCH = ("input_ids", "inputs_embeds", "token_type_ids")  # (B, T, ...): taken apart by row
 KNOWN = {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch", "logits_to_keep"}
@@ -26,8 +28,19 @@ class PackedBatch:
 
     layout: PackedLayout
     read_BT: Tensor  # positions whose output the caller reads
+    place_R: Tensor  # the index of each of them among the B * T positions; made on the host, which need not wait for it
     padding: int = 0  # positions left out as padding
     unread: int = 0  # positions left out after the last label of their example
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the plain batch."""
+        return self.read_BT.numel()
+
+    @property
+    def num_shared(self) -> int:
+        """Positions that have the row of another example."""
+        return self.layout.num_shared
 
     @property
     def signature(self) -> tuple[bool, ...]:
@@ -46,23 +59,25 @@ class Counts:
     padding: int = 0
     unread: int = 0  # after the last label of an example
     shared: int = 0
+    outputs: int = 0  # rows of the head in plain forwards
     head: int = 0  # rows of the head that were left out
     late: int = 0  # rows that the last layer left out, of those that were computed
     error: float = 0.0  # largest relative error that verification found
     checks: int = 0
 
-    def add_plain(self, num_positions: int) -> None:
-        """Count a batch that was left as it is."""
+    def add_plain(self, num_positions: int, num_outputs: int | None = None) -> None:
+        """Count a batch that was left as it is; ``num_outputs``: rows of the head, None for as many as positions."""
         self.batches += 1
+        self.outputs += num_positions if num_outputs is None else num_outputs
         self.positions += num_positions
 
     def add(self, batch: PackedBatch, head_rows: int, last_rows: int | None) -> None:
         """Count a packed batch, with the rows that the head (0: there is none) and the last layer (None: all) ran."""
-        self.add_plain(batch.read_BT.numel())
+        self.add_plain(batch.num_positions, batch.read_BT.numel())
         self.packed += 1
         self.padding += batch.padding
         self.unread += batch.unread
-        self.shared += batch.layout.num_shared
+        self.shared += batch.num_shared
         self.late += 0 if last_rows is None else batch.layout.num_rows - last_rows
         self.head += batch.read_BT.numel() - head_rows if head_rows else 0
 
@@ -74,7 +89,7 @@ class Counts:
         late = f" and {self.late / self.positions:.0%} of the last layer's" if self.late else ""
         text = (
             f"{share:.0%} of the positions not computed ({self.padding:,} padding, {self.unread:,} after the last "
-            f"label, {self.shared:,} in a shared prefix), and {self.head / self.positions:.0%} of the head's rows"
+            f"label, {self.shared:,} in a shared prefix), and {self.head / self.outputs:.0%} of the head's rows"
             f"{late}, in {self.packed} of {self.batches} batches"
         )
         if self.checks:
@@ -82,6 +97,11 @@ class Counts:
                 f"; gradient compared with the plain one {self.checks} times, largest relative error {self.error:.1e}"
             )
         return text
+
+
+def to_place(read_BT: Bools, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the positions that are read, and the index of each."""
+    return torch.from_numpy(read_BT).to(device), to_tensor(np.flatnonzero(read_BT), device)
 
 
 def read_mask(inputs: Mapping[str, Any], size: tuple[int, int]) -> Bools | None:

@@ -22,12 +22,23 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
-from sparsebp_cli.backward.packing.batch import BATCH, Counts, PackedBatch, find_begins, read_mask, read_positions
+from sparsebp_cli.backward.packing.batch import (
+    BATCH,
+    KNOWN,
+    Counts,
+    PackedBatch,
+    find_begins,
+    read_mask,
+    read_positions,
+    to_place,
+)
 from sparsebp_cli.backward.packing.fused import ARGUMENT, has_fused_head, run_fused
-from sparsebp_cli.backward.packing.head import kept_columns, read_rows, run_head, spread_logits, with_logits
+from sparsebp_cli.backward.packing.groups import Bools
+from sparsebp_cli.backward.packing.head import count_rows, kept_columns, read_rows, run_head, spread_logits, with_logits
 from sparsebp_cli.backward.packing.last_layer import install_last_layer
-from sparsebp_cli.backward.packing.layout import Bools, make_layout
-from sparsebp_cli.backward.packing.refusal import find_head, find_model, refuse_arguments, refuse_inexact
+from sparsebp_cli.backward.packing.layout import make_layout
+from sparsebp_cli.backward.packing.pair import ARGUMENTS, PairBatch, PairPacking, is_pair
+from sparsebp_cli.backward.packing.refusal import find_head, find_model, is_attention, refuse_arguments, refuse_inexact
 from sparsebp_cli.backward.packing.verify import Check, compare_gradients, limit_of
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
@@ -67,7 +78,8 @@ class PackingExtension:
     def __init__(self, policy: BatchPacker, model: nn.Module) -> None:
         self.policy, self.model = policy, find_model(model)
         self.stack = self.model.base_model
-        self.head = find_head(self.model)
+        self.pair = PairPacking(policy, self.model) if is_pair(self.model) else None
+        self.head = self.model.get_output_embeddings() if self.pair is not None else find_head(self.model)
         self._prefix = next((f"{name}." if name else "") for name, m in model.named_modules() if m is self.model)
         refuse_inexact(self.model)
         if not has_fused_head(self.model):
@@ -76,7 +88,7 @@ class PackingExtension:
         self._switch = Switch(self.model)
         self._switch.refuse_unknown()
         self._patches = ForwardPatches()
-        self._attention_layers = sum(hasattr(m, "layer_idx") and hasattr(m, "is_causal") for m in self.stack.modules())
+        self._attention_layers = sum(map(is_attention, self.stack.modules()))
         if not self._attention_layers:
             raise UnsupportedError(f"{type(self.model).__name__} has no attention layers that packing knows")
         self.is_causal: bool | None = None  # of the attention; None before the first forward
@@ -95,7 +107,9 @@ class PackingExtension:
         self.engine = engine
         self._switch.on()
         self._patches.install(self.model, PackedForward(self))
-        if self.head is not None:
+        if self.pair is not None:
+            self.pair.install(self._patches)
+        elif self.head is not None:
             self.last_layer = install_last_layer(self._patches, self.stack)
 
     def remove(self) -> None:
@@ -142,7 +156,7 @@ class PackingExtension:
             return None
         padding = int((~(real | alone)).sum()) if self.policy.padding else 0
         unread = int((real & ~needed).sum())
-        return PackedBatch(layout, torch.from_numpy(read).to(device), padding, unread)
+        return PackedBatch(layout, *to_place(read, device), padding, unread)
 
     def _uses_cache(self, inputs: Mapping[str, Any]) -> bool:
         """Return whether the plain forward makes a key/value cache."""
@@ -214,12 +228,16 @@ class PackingExtension:
         taken = {name: value for name, value in taken.items() if name in argument_names(self.model)}
         with packed(layout, shortens=bool(self.shortens) if shortens is None else shortens) as state:
             output = run(taken)
-        if not state.num_calls or state.num_calls % self._attention_layers:
+        self.check_calls(state.num_calls)
+        return output
+
+    def check_calls(self, num_calls: int) -> None:
+        """Raise :class:`UnsupportedError` if attention layers did not run through transformers' interface."""
+        if not num_calls or num_calls % self._attention_layers:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {self._attention_layers} attention layers, of which "
-                f"{state.num_calls} run through transformers' attention interface: its rows cannot be packed"
+                f"{num_calls} run through transformers' attention interface: its rows cannot be packed"
             )
-        return output
 
     def claim(self, dense: DensePass) -> PassEstimate:  # noqa: ARG002 - shares say it
         """Return the remaining shares of a dense pass, by the rows of the last forward on the same batch."""
@@ -227,10 +245,13 @@ class PackingExtension:
             return PassEstimate()
         layout = self.last.layout
         size = layout.shape[0] * layout.shape[1]
-        shares = {}
+        shares = self.pair.shares(self.last) if self.pair is not None and isinstance(self.last, PairBatch) else {}
+        spread = self._find_spread()
         for name, module in self.model.named_modules():
+            if name in shares or module in spread:
+                continue
             if module is self.head:
-                shares[name] = len(torch.unique(read_rows(self.last))) / size
+                shares[name] = count_rows(self.last) / size
             elif hasattr(module, "is_causal"):
                 shares[name] = layout.num_pairs / (size * layout.shape[1])
             else:
@@ -242,6 +263,12 @@ class PackingExtension:
             shares |= {n: len(layout.read.row_M) / size for n, m in self.model.named_modules() if m in above}
         named = {f"{self._prefix}{name}": share for name, share in shares.items()}
         return PassEstimate(backward=named, forward=named, recomputed=named)
+
+    def _find_spread(self) -> set[nn.Module]:
+        """Return the modules that see (B, T, D) or one row an example: the pooler, and what lies above an encoder."""
+        pooler = getattr(self.stack, "pooler", None)
+        spread = set(pooler.modules()) if isinstance(pooler, nn.Module) else set()
+        return spread if self.head is not None else spread | set(self.model.modules()) - set(self.stack.modules())
 
 
 class PackedForward(ForwardOverride):
@@ -268,9 +295,11 @@ class PackedForward(ForwardOverride):
     def _pack(self, arguments: dict[str, Any]) -> Any:
         extension, counts = self.extension, self.extension.counts
         given = {name: value for name, value in arguments.items() if value is not None}
-        refuse_arguments(given, known={ARGUMENT} if self.covered is not None else ())
+        fused = {ARGUMENT} if self.covered is not None else set[str]()
+        refuse_arguments(given, known=fused if extension.pair is None else ARGUMENTS)
         plain = partial(self.run_covered, self._model, **arguments)
-        batch = extension.plan(given, self._read(given))
+        pair = extension.pair
+        batch = extension.plan(given, self._read(given)) if pair is None else pair.plan(given)
         extension.last = batch
         if batch is None:
             counts.add_plain(next(given[name] for name in BATCH if name in given).shape[:2].numel())
@@ -287,7 +316,7 @@ class PackedForward(ForwardOverride):
             return self._pack(arguments)
         extension.is_causal = batch.layout.is_causal
         read = batch.layout.read if extension.shortens else None
-        head_rows = 0 if extension.head is None else len(torch.unique(read_rows(batch)))
+        head_rows = 0 if extension.head is None else count_rows(batch)
         counts.add(batch, head_rows, None if read is None else len(read.row_M))
         extension.note()
         return output.to_tuple() if given.get("return_dict") is False else output
@@ -343,12 +372,15 @@ class PackedForward(ForwardOverride):
 
     def _compute(self, batch: PackedBatch, given: dict[str, Any]) -> Any:
         extension = self.extension
-        options = {
-            name: value
-            for name, value in given.items()
-            if name not in {*BATCH, "attention_mask", "position_ids", "labels", "num_items_in_batch", "logits_to_keep"}
-        } | {"return_dict": True, "use_cache": False}
+        options = {name: value for name, value in given.items() if name not in KNOWN | ARGUMENTS} | {
+            "return_dict": True,
+            "use_cache": False,
+        }
         with extension.engine.short_forward(num_rows=batch.layout.shape[0] * batch.layout.shape[1]):
+            if extension.pair is not None and isinstance(batch, PairBatch):
+                output, num_calls = extension.pair.compute(batch, given, options)
+                extension.check_calls(num_calls)
+                return output
             if extension.head is None:
                 return self._compute_spread(batch, given, options)
             return self._compute_causal(batch, given, options)
@@ -394,7 +426,7 @@ class PackedForward(ForwardOverride):
             return _changed(output, logits=spread_logits(logits, inverse, batch, kept))
         if len(rows):
             chosen = logits.index_select(0, inverse) if batch.layout.num_shared else logits
-            target = labels.flatten()[1:].index_select(0, batch.read_BT.flatten()[:-1].nonzero().flatten())[None]
+            target = labels.flatten()[1:].index_select(0, batch.place_R)[None]
             loss = self._model.loss_function(
                 chosen[None],
                 target,
@@ -457,7 +489,15 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
     if not isinstance(pooler, nn.Module):
         return []
     covered = pooler.__dict__.get("forward") or partial(call_module, pooler)
-    return [(pooler, lambda hidden: covered(batch.layout.spread(hidden[0])))]
+
+    def run(hidden: Tensor) -> Any:
+        if hidden.shape[:2] != (1, batch.layout.num_rows):
+            raise UnsupportedError(
+                f"{type(stack).__name__} chooses what its pooler reads itself: rows cannot be packed"
+            )
+        return covered(batch.layout.spread(hidden[0]))
+
+    return [(pooler, run)]
 
 
 def _changed(output: Any, **changes: Tensor | None) -> Any:

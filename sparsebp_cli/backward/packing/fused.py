@@ -36,7 +36,7 @@ def run_fused(
 
     ``row_R`` are the rows of the positions that have a label. ``run`` calls the forward with shifted labels (1, R).
     """
-    size, place_R = batch.read_BT.shape, batch.read_BT.flatten().nonzero().flatten()
+    size, place_R = batch.read_BT.shape, batch.place_R
     target_R = labels_BT.flatten()[1:].index_select(0, place_R)
     if not len(place_R):  # one row without a label: the loss is zero and still has a gradient
         place_R = row_R = place_R.new_zeros(1)

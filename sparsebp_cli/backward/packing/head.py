@@ -28,13 +28,18 @@ def run_head(
 
 def read_rows(batch: PackedBatch) -> Tensor:
     """Return the row of each position that is read, position by position."""
-    return batch.layout.row_BT.flatten().index_select(0, batch.read_BT.flatten().nonzero().flatten())
+    return batch.layout.row_BT.flatten().index_select(0, batch.place_R)
+
+
+def count_rows(batch: PackedBatch) -> int:
+    """Return how many rows the head runs: those of a shared position once."""
+    return len(torch.unique(read_rows(batch))) if batch.layout.num_shared else len(batch.place_R)
 
 
 def spread_logits(logits_RV: Tensor, inverse: Tensor, batch: PackedBatch, kept: int | Tensor | None) -> Tensor:
     """Return logits (B, T or as many as are kept, V) for a loss of the caller's own, zeros where none are read."""
-    number_BT = torch.zeros(batch.read_BT.shape, dtype=torch.long, device=logits_RV.device)
-    number_BT[batch.read_BT] = inverse
+    number_BT = torch.zeros(batch.read_BT.numel(), dtype=torch.long, device=logits_RV.device)
+    number_BT = number_BT.index_copy_(0, batch.place_R, inverse).view(batch.read_BT.shape)
     columns = kept_columns(kept)
     number_BT, read_BT = number_BT[:, columns], batch.read_BT[:, columns]
     logits = logits_RV.index_select(0, number_BT.flatten()).view(*number_BT.shape, -1)

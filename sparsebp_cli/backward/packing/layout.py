@@ -2,8 +2,8 @@
 
 Two positions of a causal model have the same hidden states if they have the same tokens and position numbers up to and
 including themselves. The positions of a batch therefore form a tree, and each node is computed once. A *segment* is a
-run of positions between two branches of that tree; segments of equal length, with equally many rows before them, form a
-*group*, whose attention is one call. Without shared prefixes a segment is an example.
+run of positions between two branches of that tree; without shared prefixes it is an example. The attention of a *group*
+of segments is one call.
 
 Shape letters: B examples, T positions, N computed rows, G segments of a group, L rows of a segment, A rows before it.
 """
@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from sparsebp_cli.backward.packing.groups import Bools, Ints, SegmentGroup, arrange, make_group, to_tensor
 
 # A branch costs one more attention call per layer; below this many shared positions it costs more than it saves.
 MIN_SHARED = 16
@@ -38,25 +36,6 @@ class Segment:
     end: int
     parent: int | None = None  # number of the segment before it
     attends: bool = True
-
-
-@dataclass(frozen=True)
-class SegmentGroup:
-    """Segments whose attention is one call. Their rows are contiguous: segment by segment."""
-
-    start: int  # first row
-    num_segments: int
-    length: int
-    ancestor_GA: Tensor  # rows that precede each segment, in the order of their positions
-    query_GL: Tensor  # position numbers of the rows
-    key_GK: Tensor  # position numbers of the rows attended to: A before the segment, then its own L
-    attends: bool = True  # False: the rows attend to nothing, as padding does
-    has_one_parent: bool = False  # whether several segments follow the same rows
-
-    @property
-    def end(self) -> int:
-        """The row after the last."""
-        return self.start + self.num_segments * self.length
 
 
 @dataclass(frozen=True)
@@ -200,18 +179,18 @@ def _arrange(
 ) -> PackedLayout:
     size = position_BT.shape
     before = [_chain(segments, number) for number in range(len(segments))]
-    sizes = [(sum(segments[n].end - segments[n].start for n in chain)) for chain in before]
-    members: dict[tuple[int, int, bool], list[int]] = {}
-    for number, segment in enumerate(segments):
-        members.setdefault((segment.end - segment.start, sizes[number], segment.attends), []).append(number)
+    own = [segment.end - segment.start for segment in segments]
+    sizes = {number: (own[number], own[number] + sum(own[n] for n in chain)) for number, chain in enumerate(before)}
+    attends = {number: segment.attends for number, segment in enumerate(segments)}
+    # Segments of other lengths join a group only if what they attend to before themselves is the same.
+    members = arrange(sizes, attends, {number: segment.parent for number, segment in enumerate(segments)})
     rows: dict[int, Ints] = {}
     source_parts, start = [], 0
-    for (length, _, _), numbers in members.items():
-        for number in numbers:
-            segment = segments[number]
-            rows[number] = np.arange(start, start + length)
-            source_parts.append(sources[segment.example][segment.start : segment.end])
-            start += length
+    for number in (number for numbers in members for number in numbers):
+        segment = segments[number]
+        rows[number] = np.arange(start, start + own[number])
+        source_parts.append(sources[segment.example][segment.start : segment.end])
+        start += own[number]
     source_N = np.concatenate(source_parts)
     position_N = position_BT.reshape(-1)[source_N]
     row, computed = np.zeros(size[0] * size[1], np.int64), np.zeros(size[0] * size[1], bool)
@@ -224,37 +203,22 @@ def _arrange(
             chain = np.concatenate([rows[n] for n in (*_chain(segments, last), last)])
             row[sources[example][:length]] = chain
             num_shared += length
+    chains = {n: np.concatenate([rows[m] for m in (*before[n], n)]) for n in rows}
     groups = []
-    for (length, num_before, attends), numbers in members.items():
-        chains = [np.concatenate([rows[n] for n in before[m]]) if before[m] else np.zeros(0, np.int64) for m in numbers]
-        own = np.stack([rows[number] for number in numbers])
-        ancestor = np.stack(chains)
-        keys = np.concatenate((ancestor, own), 1)
-        groups.append(
-            SegmentGroup(
-                int(own[0, 0]),
-                len(numbers),
-                length,
-                _tensor(ancestor, device).view(len(numbers), num_before),
-                _tensor(position_N[own], device),
-                _tensor(position_N[keys], device),
-                attends,
-                len(numbers) > 1 and bool((ancestor == ancestor[:1]).all()),
-            )
-        )
+    for numbers in members:
+        own_rows, keys = [rows[n] for n in numbers], [chains[n] for n in numbers]
+        groups.append(make_group(int(own_rows[0][0]), own_rows, keys, position_N, device, attends=attends[numbers[0]]))
     read = None
     if read_BT is not None and is_causal:
         is_read = np.zeros(len(source_N), bool)
         is_read[row[read_BT.reshape(-1) & computed]] = True
-        chains_of = {n: np.concatenate([rows[m] for m in (*before[n], n)]) for n in rows}
-        attends_of = {n: segments[n].attends for n in rows}
-        read = _find_read(rows, chains_of, attends_of, is_read, position_N, device)
+        read = _find_read(rows, chains, attends, is_read, position_N, device)
     return PackedLayout(
         (size[0], size[1]),
-        _tensor(source_N, device),
-        _tensor(position_N, device),
-        _tensor(row.reshape(size), device),
-        _tensor(computed.reshape(size), device),
+        to_tensor(source_N, device),
+        to_tensor(position_N, device),
+        to_tensor(row.reshape(size), device),
+        to_tensor(computed.reshape(size), device),
         tuple(groups),
         is_causal,
         num_shared,
@@ -274,26 +238,21 @@ def _find_read(
 
     ``rows`` are those of each segment, ``chains`` the same after all rows before the segment.
     """
-    members: dict[tuple[int, int, bool], list[int]] = {}
-    for number, own in rows.items():
-        if is_read[own].any():
-            length = len(own) - int(is_read[own].argmax())
-            members.setdefault((length, len(chains[number]), attends[number]), []).append(number)
-    total = sum(length * len(numbers) for (length, _, _), numbers in members.items())
+    queries = {n: own[is_read[own].argmax() :] for n, own in rows.items() if is_read[own].any()}
+    total = sum(map(len, queries.values()))
     if not total or total > MAX_READ * len(is_read):
         return None
+    members = arrange({n: (len(own), len(chains[n])) for n, own in queries.items()}, attends, attends)
     groups, parts, start = [], [], 0
-    for (length, _, does), numbers in members.items():
-        own = np.stack([rows[number][-length:] for number in numbers])
-        keys = np.stack([chains[number] for number in numbers])
-        position = (_tensor(position_N[own], device), _tensor(position_N[keys], device))
-        groups.append(SegmentGroup(start, len(numbers), length, _tensor(keys, device), *position, does))
-        parts.append(own.reshape(-1))
-        start += own.size
+    for numbers in members:
+        own, keys, does = [queries[n] for n in numbers], [chains[n] for n in numbers], attends[numbers[0]]
+        groups.append(make_group(start, own, keys, position_N, device, attends=does, keys_apart=True))
+        parts.extend(own)
+        start = groups[-1].end
     row_M = np.concatenate(parts)
     number_N = np.zeros(len(is_read), np.int64)
     number_N[row_M] = np.arange(len(row_M))
-    return ReadRows(_tensor(row_M, device), _tensor(number_N, device), tuple(groups))
+    return ReadRows(to_tensor(row_M, device), to_tensor(number_N, device), tuple(groups))
 
 
 def _chain(segments: list[Segment], number: int) -> tuple[int, ...]:
@@ -303,7 +262,3 @@ def _chain(segments: list[Segment], number: int) -> tuple[int, ...]:
         chain.append(parent)
         parent = segments[parent].parent
     return tuple(reversed(chain))
-
-
-def _tensor(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values)).to(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,9 +22,10 @@ LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention
 def refuse_inexact(model: PreTrainedModel) -> None:
     """Raise :class:`UnsupportedError`, by name, for a model whose rows depend on how the batch is arranged."""
     name, config = type(model).__name__, model.config
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name} is an encoder and a decoder: packing is built for one of them alone")
-    if not getattr(model, "_supports_attention_backend", False):
+    is_pair = getattr(config, "is_encoder_decoder", False)  # its attention is seen at the first batch
+    if is_pair and (getattr(config, "num_experts", None) or getattr(config, "expert_capacity", None)):
+        raise UnsupportedError(f"{name} has experts with a capacity: its routers depend on the whole batch")
+    if not is_pair and not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedError(f"{name} does not compute attention through transformers' attention interface")
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS)
     if others:
@@ -48,6 +50,17 @@ def refuse_arguments(given: Mapping[str, Any], known: Collection[str] = ()) -> N
     for name, value in given.items():
         if name not in KNOWN and name not in known and (isinstance(value, Tensor) or value):
             raise UnsupportedError(f"packing does not know what to do with {name} in training")
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Return whether a module is attention that looks its function up by the name of an implementation."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return "get_interface" in getattr(code, "co_names", ())
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Return whether a module is a layer's attention, as far as is known without a batch."""
+    return (hasattr(module, "layer_idx") and hasattr(module, "is_causal")) or calls_interface(module)
 
 
 def find_model(model: nn.Module) -> PreTrainedModel:

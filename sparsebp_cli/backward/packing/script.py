@@ -22,6 +22,7 @@ from sparsebp_cli.backward.decoder.decoder import argument_names
 from sparsebp_cli.backward.packing.batch import Counts, read_mask, read_positions
 from sparsebp_cli.backward.packing.extension import IGNORED, PackingExtension
 from sparsebp_cli.backward.packing.layout import make_layout
+from sparsebp_cli.backward.packing.pair import is_pair
 from sparsebp_cli.backward.packing.refusal import find_head, find_model
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.errors import UnsupportedError
@@ -239,7 +240,7 @@ def count_leftover(model: nn.Module, inputs: Mapping[str, object]) -> Leftover |
     try:
         causal = find_model(model)
         ids = inputs.get("input_ids")
-        if find_head(causal) is None or not isinstance(ids, Tensor) or ids.dim() != 2:
+        if is_pair(causal) or find_head(causal) is None or not isinstance(ids, Tensor) or ids.dim() != 2:
             return None
     except UnsupportedError:
         return None

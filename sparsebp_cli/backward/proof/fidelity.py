@@ -31,6 +31,7 @@ class Fidelity:
         bias: Norm of the mean error over the draws, over the norm of the dense gradient; None unless draws differ.
         bias_standard_error: The ``bias`` expected by chance for an unbiased policy with as many draws.
         variance: Mean squared distance of a draw from the mean of draws, over the dense gradient's squared norm.
+        squared_error: Squared norm of the difference over that of the dense gradient, mean over the draws.
     """
 
     cosine: float | None
@@ -39,6 +40,7 @@ class Fidelity:
     bias: float | None = None
     bias_standard_error: float | None = None
     variance: float | None = None
+    squared_error: float | None = None
 
 
 def compare_gradients(policy: Sequence[Tensor | None], dense: Sequence[Tensor | None]) -> Fidelity:
@@ -125,6 +127,7 @@ class GradientComparison:
             _mean(draw.relative_error for draw in draws),
             _mean(draw.sign_agreement for draw in draws),
             *spread,
+            _mean(draw.error / draw.dense if draw.dense else None for draw in draws),
         )
 
     def _spread(self, parts: list[str], draws: list[_Sums]) -> tuple[float | None, float | None, float | None]:

@@ -24,6 +24,7 @@ from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
 from sparsebp_cli.backward.selection.score.scorer import IGNORED, HasLogits, Scorer, evaluating, next_tokens
+from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 
@@ -116,14 +117,15 @@ class ExamplesOverride(ForwardOverride):
                 "examples do not fit the labels of all of them"
             )
         step, targets_B = self._engine.now(), _count_targets(labels)
-        with ScoringCost(labels.device) as cost:
-            loss_B = self._losses(arguments) if self._policy.needs_loss(step) else None
-        index_K = self._policy.choose(Examples(len(labels), loss_B), step)
-        spent = cost if loss_B is not None else ScoringCost(labels.device)
+        policy, spent, loss_B = self._policy.at(step), ScoringCost(labels.device), None
+        if policy.needs_loss(step):
+            with spent:
+                loss_B = self._losses(arguments)
+        index_K = policy.choose(Examples(len(labels), loss_B), step)
         if index_K is None:
             self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
             return self._inner(**arguments)
-        index_K = index_K.to(labels.device)
+        index_K = upload(labels.device, index_K)[0] if index_K.device.type == "cpu" else index_K
         targets, kept = targets_B.sum(), targets_B[index_K].sum()
         self._count(targets, kept, len(labels), len(index_K), spent)
         chosen = {name: _take(name, value, index_K, len(labels)) for name, value in arguments.items()}
@@ -139,15 +141,16 @@ class ExamplesOverride(ForwardOverride):
     def kept_share(self) -> float:
         """Return the share of examples that would be chosen of the last batch at this step; scores do not affect it."""
         step, number = self._engine.now(), self._number
-        loss_B = torch.zeros(number) if self._policy.needs_loss(step) else None
-        index_K = self._policy.choose(Examples(number, loss_B), step)
+        policy = self._policy.at(step)
+        loss_B = torch.zeros(number) if policy.needs_loss(step) else None
+        index_K = policy.choose(Examples(number, loss_B), step)
         return 1.0 if index_K is None else len(index_K) / number
 
     def _losses(self, arguments: Arguments) -> Tensor:
         """Return the mean loss of each example's targets among the positions that are scored."""
         labels = _tensor(arguments, "labels")
         length = _length(arguments)
-        read = max(2, math.ceil(self._policy.scored_share * length))
+        read = max(2, math.ceil(self._policy.at(self._engine.now()).scored_share * length))
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
         if labels.ndim == 1:
             return self._classify(part, labels)

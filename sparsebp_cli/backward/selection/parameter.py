@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
@@ -38,9 +39,11 @@ class ParameterExtension:
     not fit the model or returns an unknown name, and :class:`UnsupportedError` under reentrant checkpointing.
     """
 
-    def __init__(self, policy: ParameterSelector, model: nn.Module) -> None:
+    def __init__(
+        self, policy: ParameterSelector, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
         _refuse_reentrant(model)
-        self._policy, self._model = policy, model
+        self._policy, self._model, self._optimizer = policy, model, optimizer
         self.parameters, self._places = find_parameters(model)
         self._trained = self._select(Step(0))
         self._enabled = True
@@ -81,7 +84,11 @@ class ParameterExtension:
                 self._frozen_here.remove(name)
 
     def start_step(self, step: Step) -> None:
-        self._trained = self._select(step)
+        before, self._trained = self._trained, self._select(step)
+        if self._policy.drops_state and self._optimizer is not None:
+            # Of those that leave alone: a resumed optimizer may hold the state of a later step than that of attach.
+            for name in before - self._trained:
+                self._optimizer.state.pop(self._get(name), None)
         self.enable(self._enabled)
         for name in self.frozen:
             self._get(name).grad = None  # a gradient of an earlier step would be applied again
@@ -94,7 +101,7 @@ class ParameterExtension:
 
     def _select(self, step: Step) -> frozenset[str]:
         step = replace(step, micro_batch=0, call=0, draw=0, rank=0)
-        chosen = frozenset(self._policy.select(self.parameters, step))
+        chosen = frozenset(self._policy.at(step).select(self.parameters, step))
         unknown = sorted(chosen - self._places.keys())
         if unknown:
             raise PolicyError(f"{type(self._policy).__name__} chose {unknown[0]!r}, allowed: names it was given")

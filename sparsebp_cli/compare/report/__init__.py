@@ -19,6 +19,7 @@ from sparsebp_cli.compare.loaded import flatten
 from sparsebp_cli.compare.number import SECONDS
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.question import find_course
+from sparsebp_cli.compare.report.board import find_busy, make_board, make_headline
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.verdict import split_statements
 from sparsebp_cli.compare.view import View, view_grids
@@ -37,42 +38,70 @@ MARKS = (
 )
 
 
-def write_report(comparison: Comparison, path: Path, command: str = "") -> Path:
+def write_report(comparison: Comparison, path: Path, command: str = "", more: Iterable[Grid] = ()) -> Path:
     """Write the report of a comparison, with the curves of ``REPORT_CURVES``, to an ``.html`` file, and return its
-    path. ``command`` is the one that made the report; empty leaves it out. Raises ``UsageError`` for another ending or
-    a missing folder."""
+    path. ``command`` is the one that made the report; empty leaves it out. ``more`` are further tables. Raises
+    ``UsageError`` for another ending or a missing folder."""
     check_path(path)
-    path.write_text(render_report(comparison, command), encoding="utf-8")
+    path.write_text(render_report(comparison, command, more), encoding="utf-8")
     return path
 
 
-def render_report(comparison: Comparison, command: str = "") -> str:
+def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid] = ()) -> str:
     """Return the report as HTML with style, script and data inside; an empty command is left out."""
     from markupsafe import Markup
 
     data = json.dumps(_make_visible(_data(comparison)), allow_nan=False, separators=(",", ":"))
     curves = [name for name in REPORT_CURVES if any(run.counts and run.curves.get(name) for run in comparison.runs)]
+    page_grids = _filled(
+        [*grids(comparison, everything=True), *more, runs_grid(comparison), environment_grid(comparison)]
+    )
+    numbers = {
+        "curves": _filled(grid for name in curves for grid in view_grids(comparison, View("curves", name))),
+        "layers": _filled(view_grids(comparison, View("layers"))),
+    }
+    missing = _missing_controls(comparison)
     page = render(
         __package__,
         "page.html",
         comparison=comparison,
         names=", ".join(group.label for group in comparison.groups),
         basis=_basis(comparison),
+        headline=make_headline(comparison),
+        board=make_board(comparison, find_busy(comparison)),
+        num_doubts=len(comparison.warnings) + len(missing),
         cards=[_make_card(number, group) for number, group in enumerate(comparison.groups)],
-        missing=_missing_controls(comparison),
+        missing=missing,
         num_simultaneous=next((family.statements for family in comparison.families if family.name == CLAIMS), 0),
         busy_note=_busy_note(comparison),
         has_layers=any(group.layers.figures for group in comparison.groups),
         has_memory=any(group.memory for group in comparison.groups),
-        numbers={
-            "curves": _filled(grid for name in curves for grid in view_grids(comparison, View("curves", name))),
-            "layers": _filled(view_grids(comparison, View("layers"))),
-        },
-        grids=_filled([*grids(comparison, everything=True), runs_grid(comparison), environment_grid(comparison)]),
+        numbers=numbers,
+        grids=page_grids,
+        contents=_list_contents(comparison, page_grids, numbers, bool(missing)),
         appendix=make_appendix(comparison, command),
         data=Markup(data.replace("<", "\\u003c")),  # a "</script>" inside the data would end the script element
     )
     return make_visible(page)
+
+
+def _list_contents(
+    comparison: Comparison, grids: list[Grid], numbers: dict[str, list[Grid]], has_missing: bool
+) -> list[tuple[str, str]]:
+    """Return anchor and title of every folded section of the page, in its order."""
+    groups = comparison.groups
+    parts = {
+        ("words", "In words"): True,
+        ("doubts", "Before believing it"): bool(comparison.warnings) or has_missing,
+        ("differences", "Differences to the baseline"): len(groups) > 1,
+        ("course", "Curves"): True,
+        ("depth", "Layers"): any(group.layers.figures for group in groups),
+        ("live", "Memory over one step"): any(group.memory for group in groups),
+    }
+    found = [part for part, is_there in parts.items() if is_there]
+    found += [(f"table-{number}", grid.title) for number, grid in enumerate(grids, start=1)]
+    found += [(f"numbers-{name}", f"The {name} in numbers") for name, some in numbers.items() if some]
+    return [*found, ("again", "How to make it again")]
 
 
 def _basis(comparison: Comparison) -> str:
@@ -127,20 +156,14 @@ def _filled(grids: Iterable[Grid]) -> list[Grid]:
     return [grid for grid in grids if grid.rows]
 
 
-def _busy(comparison: Comparison) -> list[str]:
-    """Labels of the groups whose machine was too busy to time steps; all groups where the baseline's was."""
-    slowed = [group.label for group in comparison.groups if group.speed.busy is not None]
-    return [group.label for group in comparison.groups] if comparison.groups[0].label in slowed else slowed
-
-
 def _busy_note(comparison: Comparison) -> str:
-    busy = _busy(comparison)
+    busy = find_busy(comparison)
     return f" Left out are step times from a busy machine: {', '.join(busy)}." if busy else ""
 
 
 def _data(comparison: Comparison) -> dict[str, object]:
     number = {group.group: place for place, group in enumerate(comparison.groups)}
-    busy = _busy(comparison)
+    busy = find_busy(comparison)
     return {
         "metric": comparison.metric,
         "course": find_course(comparison.metric),
@@ -149,6 +172,7 @@ def _data(comparison: Comparison) -> dict[str, object]:
         "groups": [group.label for group in comparison.groups],
         "runs": [
             {"group": number[run.group], "seed": run.seed, "id": run.run_id, "curves": run.curves}
+            | {"quality": run.quality, "step": None if group.label in busy else run.step_seconds}
             for group in comparison.groups
             for run in comparison.comparable_runs(group)
         ],

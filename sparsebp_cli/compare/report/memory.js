@@ -57,6 +57,8 @@ function memory(host) {
       figure.append(svg);
       hover(figure, svg, points.map(p => ({ x: px(p[0] / 1000), y: py(total(p) / scale),
         text: `${PHASE_WORDS[p[1]]}, ${bytes(total(p))} in all\n${PART_WORDS.map((word, k) => `${word} ${bytes(p[k + 2])}`).join("\n")}` })));
+      offer(figure, svg, `${group.label}, live bytes over step ${group.step}`, ["milliseconds", "phase", ...PART_WORDS.map(word => `${word} (bytes)`)],
+        points.map(p => [p[0] / 1000, PHASE_WORDS[p[1]], ...p.slice(2)]));
     }
   };
 }

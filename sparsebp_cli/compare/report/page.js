@@ -42,6 +42,7 @@ function marker(g, x, y, size) {
 function frame(host, label, x, y, options) {
   const width = Math.max(280, host.clientWidth), height = options.height || 340;
   const left = 62, right = 14, top = 12, bottom = 46;
+  if (options.lens && options.lens.x) [x, y] = [options.lens.x, options.lens.y];
   const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": label });
   const px = v => left + (v - x[0]) / (x[1] - x[0] || 1) * (width - left - right);
   const py = v => top + (y[1] - v) / (y[1] - y[0] || 1) * (height - top - bottom);
@@ -60,10 +61,14 @@ function frame(host, label, x, y, options) {
   svg.append(path);
   const inside = draw("g", { "clip-path": `url(#${clip})` });
   svg.append(inside);
-  return { svg, inside, px, py, width };
+  const unx = at => x[0] + (at - left) / (width - left - right) * (x[1] - x[0]);
+  const uny = at => y[1] - (at - top) / (height - top - bottom) * (y[1] - y[0]);
+  const isInside = (v, w) => v >= x[0] && v <= x[1] && w >= y[0] && w <= y[1];
+  return { svg, inside, px, py, unx, uny, x, y, width, isInside };
 }
 function widen([low, high], by = .06) {
-  const room = (high - low || Math.abs(high) || 1) * by;
+  const least = 5e-3 * Math.max(Math.abs(low), Math.abs(high)); // what differs by rounding is drawn as one
+  const span = high === low ? Math.abs(high) || 1 : Math.max(high - low, least), room = span * by + Math.max(0, least - (high - low)) / 2;
   return [low - room, high + room];
 }
 const extent = values => [Math.min(...values), Math.max(...values)];
@@ -125,7 +130,8 @@ function curves(host) {
   const found = new Set(data.runs.flatMap(run => Object.keys(run.curves).filter(k => run.curves[k].length)));
   const names = found.has(data.course) ? [...new Set([data.course, ...found])] : [...found]; // a test split has one point
   if (!names.length) { host.append(make("p", { class: "note" }, "No run that counts logged a curve.")); return; }
-  const bar = make("div", { class: "bar" }), figure = make("figure"), hidden = new Set(), redraw = () => paint();
+  const bar = make("div", { class: "bar" }), figure = make("figure"), hidden = new Set(), lens = makeLens();
+  const redraw = () => { Object.assign(lens, makeLens()); paint(); };
   const [pick, name] = select("Metric", names.map(n => [n, n]), redraw);
   const [axis, along] = select("against", [[0, "steps"], [1, "tokens"], [2, "training time"]], redraw);
   const [lines, mode] = select("shown as", [["runs", "each run"], ["mean", "mean and range of seeds"]], redraw);
@@ -152,8 +158,8 @@ function curves(host) {
     const far = start.length && later.length && start.some(p => p.y > y[1] + span || p.y < y[0] - span);
     if (!far) y = extent(all.flatMap(p => p.low === undefined ? [p.y] : [p.low, p.high]));
     const unit = data.units[n] ? `${n} (${data.units[n]})` : n;
-    const f = frame(figure, `${n} against ${AXES[a]}`, [0, Math.max(...all.map(p => p.x)) * 1.02 || 1], widen(y), { xlabel: AXES[a], ylabel: unit });
-    const points = [];
+    const f = frame(figure, `${n} against ${AXES[a]}`, [0, Math.max(...all.map(p => p.x)) * 1.02 || 1], widen(y), { xlabel: AXES[a], ylabel: unit, lens });
+    const points = [], rows = [];
     for (const s of sets) {
       if (!s.points.length) continue;
       const at = s.points.map(p => `${f.px(p.x).toFixed(1)} ${f.py(p.y).toFixed(1)}`);
@@ -164,6 +170,8 @@ function curves(host) {
       f.inside.append(draw("path", { d: `M${at.join("L")}`, fill: "none", stroke: colour(s.g), "stroke-width": 1.8, "stroke-dasharray": DASHES[s.g % 4], opacity: .9 }));
       for (const p of s.points) {
         if (s.points.length <= FEW) f.inside.append(marker(s.g, f.px(p.x), f.py(p.y), 3.2));
+        rows.push([s.label, p.step, p.x, p.y, p.low, p.high]);
+        if (!f.isInside(p.x, p.y)) continue;
         const range = p.n ? `\n${show(p.low)} to ${show(p.high)}, ${p.n} seeds` : "";
         points.push({ x: f.px(p.x), y: f.py(p.y), text: `${s.label}\n${show(p.y, 5)} at step ${p.step}${range}` });
       }
@@ -171,14 +179,16 @@ function curves(host) {
     figure.append(f.svg);
     if (far) figure.append(make("figcaption", {}, `Before training: ${show(mean(start.map(p => p.y)))} (outside the drawing).`));
     hover(figure, f.svg, points);
+    const tools = offer(figure, f.svg, `${n} against ${AXES[a]}`, ["curve", "step", AXES[a], n, "lowest", "highest"], rows);
+    magnify(figure, tools, f, lens, paint);
   }
   return paint;
 }
 function pareto(host) {
   const costs = [["step_seconds", "time of a step"], ["peak_bytes", "peak memory"]].filter(([key]) => data.trades.some(t => t.costs[key] !== null));
   if (!costs.length || !data.trades.some(t => t.quality !== null)) { host.append(make("p", { class: "note" }, "Nothing to draw: quality or costs are missing.")); return; }
-  const bar = make("div", { class: "bar" }), figure = make("figure");
-  const [pick, cost] = select("Quality against", costs, () => paint());
+  const bar = make("div", { class: "bar" }), figure = make("figure"), lens = makeLens();
+  const [pick, cost] = select("Quality against", costs, () => { Object.assign(lens, makeLens()); paint(); });
   bar.append(pick);
   host.append(bar, figure);
   function paint() {
@@ -189,13 +199,21 @@ function pareto(host) {
     const sign = data.better === "higher" ? -1 : 1;
     const better = (a, b) => a.x <= b.x && sign * a.y <= sign * b.y && (a.x < b.x || sign * a.y < sign * b.y);
     const front = data.better ? all.filter(p => p.paired && !all.some(q => q.paired && better(q, p))).sort((a, b) => a.x - b.x) : [];
-    const f = frame(figure, `${data.metric} against ${word}`, widen(extent(all.map(p => p.x)), .16), widen(extent(all.flatMap(p => [p.y - p.sd, p.y + p.sd])), .12), { xlabel: word, ylabel: `${data.metric}${data.better ? `, ${data.better} is better` : ""}` });
-    if (front.length > 1) f.inside.append(draw("path", { d: `M${front.map(p => `${f.px(p.x)} ${f.py(p.y)}`).join("L")}`, fill: "none", stroke: "var(--soft)", "stroke-dasharray": "4 3" }));
+    const single = key === "step_seconds" ? data.runs.filter(run => run.step !== null && run.quality !== null) : [];
+    const xs = [...all.map(p => p.x), ...single.map(run => run.step * 1000)], ys = [...all.flatMap(p => [p.y - p.sd, p.y + p.sd]), ...single.map(run => run.quality)];
+    const f = frame(figure, `${data.metric} against ${word}`, widen(extent(xs), .16), widen(extent(ys), .12), { xlabel: word, ylabel: `${data.metric}${data.better ? `, ${data.better} is better` : ""}`, lens });
+    if (front.length > 1) f.inside.append(draw("path", { class: "front", d: front.map((p, i) => i ? `H${f.px(p.x)}V${f.py(p.y)}` : `M${f.px(p.x)} ${f.py(p.y)}`).join("") }));
+    for (const run of single) {
+      const dot = marker(run.group, f.px(run.step * 1000), f.py(run.quality), 2.6);
+      dot.setAttribute("opacity", ".4");
+      f.inside.append(dot);
+    }
     const points = [], taken = [];
     for (const p of all) {
       const x = f.px(p.x), y = f.py(p.y);
       if (p.sd) f.inside.append(draw("line", { x1: x, x2: x, y1: f.py(p.y - p.sd), y2: f.py(p.y + p.sd), stroke: colour(p.g), "stroke-width": 1.5 }));
       f.inside.append(marker(p.g, x, y, 6));
+      if (!f.isInside(p.x, p.y)) continue;
       const half = p.label.length * 3.4, middle = Math.min(Math.max(x, 66 + half), f.width - 14 - half);
       let line = y - 13;
       for (const away of [-13, 23, -28, 38, -43, 53]) { // above, below, further away: where no other name stands
@@ -208,6 +226,8 @@ function pareto(host) {
     }
     figure.append(f.svg);
     hover(figure, f.svg, points);
+    const rows = [...all.map(p => [p.label, "mean", p.x, p.y, p.sd]), ...single.map(run => [data.groups[run.group], run.id, run.step * 1000, run.quality, null])];
+    magnify(figure, offer(figure, f.svg, `${data.metric} against ${word}`, ["group", "run", word, data.metric, "standard deviation"], rows), f, lens, paint);
   }
   return paint;
 }
@@ -249,6 +269,8 @@ function forest(host) {
       });
       figure.append(svg);
       hover(figure, svg, points);
+      const values = rows.flatMap(r => [[data.groups[r.g], "mean", r.mean, r.low, r.high], ...r.pairs.map(([seed, v]) => [data.groups[r.g], `seed ${seed}`, v, null, null])]);
+      offer(figure, svg, `${title}, difference to the baseline`, ["group", "pair", title, "interval from", "interval to"], values);
     }
   }
   return paint;
@@ -290,11 +312,38 @@ function layers(host) {
       canvas.addEventListener("pointermove", tell);
       canvas.addEventListener("pointerdown", tell);
       canvas.addEventListener("pointerleave", () => { tip.style.display = "none"; });
+      offer(figure, canvas, `${group.label}, ${word} by layer and step`, ["layer", ...group.steps], cells.map((line, y) => [group.names[y], ...line]));
       row.append(figure);
     }
   }
   host.append(make("p", { class: "scale" }, "0", make("i"), "1 and above"));
 }
+/* A click on a heading sorts the leaderboard; what has no value comes last. */
+function sortable(table) {
+  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  heads.forEach((head, place) => {
+    const button = make("button", { type: "button" }, head.textContent);
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const up = head.getAttribute("aria-sort") !== "ascending", sign = up ? 1 : -1;
+      for (const other of heads) other.setAttribute("aria-sort", other === head ? (up ? "ascending" : "descending") : "none");
+      const key = row => place ? row.cells[place].dataset.value : row.cells[0].textContent.trim();
+      body.append(...[...body.rows].sort((a, b) => {
+        const [x, y] = [key(a), key(b)];
+        if (x === "" || y === "") return (x === "") - (y === "");
+        return sign * (place ? Number(x) - Number(y) : x.localeCompare(y));
+      }));
+    });
+  });
+}
+sortable(document.querySelector(".board"));
+/* A folded section is drawn when it opens, because it has no width before; a link to it opens it. */
+function unfold() {
+  const part = location.hash.length > 1 && $(decodeURIComponent(location.hash.slice(1)));
+  if (part && part.tagName === "DETAILS") { part.open = true; part.scrollIntoView(); }
+}
+addEventListener("hashchange", unfold);
+document.querySelector("main").addEventListener("click", event => { if (event.target.closest("a[href^='#']")) setTimeout(unfold); });
 const paints = [[forest, "forest"], [curves, "curves"], [pareto, "pareto"]].flatMap(([f, id]) => $(id) ? [f($(id))] : []).filter(Boolean);
 const repaint = () => paints.forEach(paint => paint());
 repaint();
@@ -302,7 +351,9 @@ if ($("layers")) layers($("layers"));
 let last = document.body.clientWidth;
 addEventListener("resize", () => { if (document.body.clientWidth !== last) { last = document.body.clientWidth; repaint(); } });
 addEventListener("beforeprint", () => {
-  document.querySelectorAll("details").forEach(d => { d.open = true; });
+  document.querySelectorAll("details[data-print]").forEach(d => { d.open = true; });
   repaint(); // paper has another width
 });
 addEventListener("afterprint", repaint);
+document.querySelectorAll("details").forEach(d => d.addEventListener("toggle", repaint));
+unfold();

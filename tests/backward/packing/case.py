@@ -28,7 +28,10 @@ SOME = (
     ("left", "last", "none"),
     ("right", "completion", "tree"),
 )
-LIMIT = 2e-6  # relative error of the whole gradient in float32; what was seen is at most 6e-7
+LIMIT = 1e-6  # relative error of the whole gradient in float32; nearly all that was seen is under 6e-7
+# A model that rounds more may go beyond it by its own measure: how much plain steps on these examples in another
+# order differ.
+ROUNDINGS = 8
 
 
 def make_batch(pad: str, labels: str, prefix: str, vocabulary: int = 60) -> dict[str, Tensor]:
@@ -57,6 +60,19 @@ def make_batch(pad: str, labels: str, prefix: str, vocabulary: int = 60) -> dict
     return {"input_ids": ids, "attention_mask": real.long(), "labels": marked}
 
 
+def make_pair_batch(pad: str, labels: str, prefix: str, vocabulary: int = 60) -> dict[str, Tensor]:
+    """Return the arguments of a forward of an encoder and a decoder: sources, and labels of other lengths.
+
+    Examples of a group have one source, and the beginning of their labels is the same.
+    """
+    batch, target = make_batch(pad, "dense", prefix, vocabulary), make_batch("right", labels, prefix, vocabulary)
+    if prefix in ("groups", "tree"):
+        batch["input_ids"][:3], batch["attention_mask"][:3] = batch["input_ids"][:1], batch["attention_mask"][:1]
+    batch["labels"] = target["labels"][:, :40].contiguous()
+    batch["labels"][(batch["labels"] == IGNORED).all(1), 3] = 5  # some of these models need one label an example
+    return batch
+
+
 def gradients(model: nn.Module, engine: Engine | None, batch: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the gradients of one step; ``engine`` None: plain."""
     model.zero_grad(set_to_none=True)
@@ -76,9 +92,9 @@ def error(expected: list[Tensor], got: list[Tensor]) -> float:
     return float((squares / sum(float(a.double().square().sum()) for a in expected)) ** 0.5)
 
 
-def errors(model: nn.Module, arrangements: Any = SOME, **options: Any) -> dict[str, float]:
+def errors(model: nn.Module, arrangements: Any = SOME, make: Any = make_batch, **options: Any) -> dict[str, float]:
     """Return the error of each arrangement whose gradient or loss is not the plain one."""
-    batches = {" ".join(which): make_batch(*which) for which in arrangements}
+    batches = {" ".join(which): make(*which) for which in arrangements}
     plain = {name: gradients(model, None, batch) for name, batch in batches.items()}
     wrong = {}
     with sbp.attach(model, sbp.make_policy("lossless", **({"verify": "never"} | options))) as engine:
@@ -88,4 +104,8 @@ def errors(model: nn.Module, arrangements: Any = SOME, **options: Any) -> dict[s
             if not difference < LIMIT:
                 wrong[name] = difference
         assert "not computed" in engine.notes["packing"] if arrangements else True
+    for name, difference in list(wrong.items()):
+        flipped = {key: value.flip(0) for key, value in batches[name].items()}
+        if difference < ROUNDINGS * error(plain[name][1], gradients(model, None, flipped)[1]):
+            del wrong[name]
     return wrong

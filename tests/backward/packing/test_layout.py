@@ -18,11 +18,12 @@ def _rows_attended(layout: PackedLayout) -> dict[int, list[int]]:
     """Return for each row the rows that it attends to, in order, causally."""
     found = {}
     for group in layout.groups:
-        for segment in range(group.num_segments):
-            start = group.start + segment * group.length
+        size = group.num_segments * group.length
+        places = list(range(size)) if group.padding is None else group.padding.place_R.tolist()
+        for row, place in enumerate(places, start=group.start):
+            segment, number = divmod(place, group.length)
             before = group.ancestor_GA[segment].tolist()
-            for number in range(group.length):
-                found[start + number] = [*before, *range(start, start + number + 1)] if group.attends else []
+            found[row] = [*before, *range(row - number, row + 1)] if group.attends else []
     return found
 
 

@@ -25,7 +25,12 @@ from transformers import (
 )
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward import count_flops
+from sparsebp_cli.backward.core.extension import EstimatesFlops
+from sparsebp_cli.backward.observe.flops import DensePass
+from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.packing import extension as extension_module
+from sparsebp_cli.backward.packing import groups as groups_module
 from sparsebp_cli.errors import PolicyError, UnsupportedError
 
 from .case import IGNORED, LIMIT, SOME, error, errors, gradients, make_batch
@@ -55,6 +60,26 @@ def test_a_sliding_window_is_kept() -> None:
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=7)).train()
     assert errors(model) == {}
+
+
+@pytest.mark.parametrize("call_cost", [0, 10**9], ids=["one size a call", "few calls"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_segments_of_several_sizes_attend_in_one_call_as_apart(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, implementation: str, call_cost: int
+) -> None:
+    monkeypatch.setattr(groups_module, "CALL_COST", call_cost)
+    torch.manual_seed(0)
+    config = MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=window, attn_implementation=implementation)
+    assert errors(MistralForCausalLM(config).train()) == {}
+
+
+def test_segments_are_joined_where_that_costs_less() -> None:
+    sizes = {0: (30, 30), 1: (30, 30), 2: (20, 20), 3: (1000, 1000), 4: (10, 10)}
+    same = dict.fromkeys(sizes, 0)
+    assert groups_module.arrange(sizes, dict.fromkeys(sizes, True), same) == [[3], [0, 1, 2, 4]]
+    assert groups_module.arrange(sizes, dict.fromkeys(sizes, True), same | {2: 1}) == [[3], [0, 1, 4], [2]]
+    assert groups_module.arrange(sizes, dict.fromkeys(sizes, False), same) == [[3], [0, 1], [2], [4]]
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
@@ -269,7 +294,9 @@ def test_an_encoder_that_reads_padding_is_left_alone(pad: str) -> None:
     assert error(expected[1], got[1]) < 10 * LIMIT  # the gradients of six examples nearly cancel
 
 
-def test_a_masked_language_model_loses_its_padding_alone() -> None:
+@pytest.mark.parametrize("call_cost", [0, 10**9], ids=["one size a call", "few calls"])
+def test_a_masked_language_model_loses_its_padding_alone(monkeypatch: pytest.MonkeyPatch, call_cost: int) -> None:
+    monkeypatch.setattr(groups_module, "CALL_COST", call_cost)
     model, batch = _bert(BertForMaskedLM), make_batch("right", "completion", "groups")
     expected = gradients(model, None, batch)
     with sbp.attach(model, "lossless") as engine:
@@ -429,3 +456,26 @@ def test_no_layer_waits_for_the_device() -> None:
         found.append(waits.found)
     assert found[0] == found[1]
     assert found[0].total() < 60
+
+
+@pytest.mark.parametrize("kind", [BertForSequenceClassification, LlamaForSequenceClassification])
+def test_every_linear_of_a_classifier_executes_what_is_claimed_of_it(kind: Any) -> None:
+    model = _bert(kind) if kind is BertForSequenceClassification else llama(kind)
+    batch = _classified(make_batch("right", "dense", "none"))
+
+    def count(backward: Callable[[Tensor], object]) -> tuple[DensePass, Counter[str]]:
+        with ModuleTrace(model) as trace, count_flops(trace) as flops:
+            loss = model(**batch).loss
+            backward(loss)
+        return DensePass(loss, trace, flops), flops.backward
+
+    with sbp.attach(model, "lossless") as engine:
+        executed = count(engine.backward)[1]
+        with engine.disabled():
+            dense, plain = count(Tensor.backward)
+        (extension,) = (one for one in engine.extensions if isinstance(one, EstimatesFlops))
+        claimed = extension.claim(dense).backward
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    shares = {name: executed[name] / plain[name] for name in linears}
+    assert shares == pytest.approx({name: claimed.get(name, 1.0) for name in linears})
+    assert len(set(shares.values())) == 2  # of packed rows, and of all

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import sparsebp_cli as sbp
 from sparsebp_cli.backward import Report
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy.token import TokenMode
 from tests.backward.conftest import VOCABULARY
 from tests.promise import Nothing
 
@@ -108,7 +109,7 @@ class Outcome:
 def step(
     model: nn.Module,
     batch: Batch,
-    mode: Literal["exact", "detach"],
+    mode: TokenMode,
     *,
     execution: str = "fast",
     around: Callable[[], Any] = torch.enable_grad,

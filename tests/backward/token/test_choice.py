@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +10,13 @@ import torch
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Step, TokenChoice, Tokens
+from sparsebp_cli.policy.token import TokenMode
 from tests.backward.families import tiny_decoder
 
 from .case import Batch, Marked, assert_near, make_batch, plain_step, step
 from .test_families import decoder
 
-MODES: tuple[Any, ...] = ("exact", "detach")
+MODES: tuple[Any, ...] = ("exact", "detach", "stop")
 
 
 def whole(mask: Any) -> Batch:
@@ -99,7 +100,7 @@ def test_a_batch_without_a_trained_position_changes_nothing(mode: Any, engine: s
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_loss_of_the_users_own_gets_the_logits_of_all_positions(mode: Literal["exact", "detach"]) -> None:
+def test_a_loss_of_the_users_own_gets_the_logits_of_all_positions(mode: TokenMode) -> None:
     model, batch = decoder("gemma3_text"), make_batch("scattered")
     inputs = {"input_ids": batch.inputs["input_ids"]}
     labels, trained = batch.inputs["labels"], batch.trained & (torch.arange(16) < 15)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.policy.token import TokenMode
 from tests.backward.conftest import tiny_model
 from tests.backward.families import tiny_decoder
 
 from .case import Batch, Marked, assert_near, make_batch, plain_step, random_ids, step
 from .test_families import decoder
 
-MODES: tuple[Any, ...] = ("exact", "detach")
+MODES: tuple[Any, ...] = ("exact", "detach", "stop")
 AUTOCAST = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
@@ -87,7 +88,7 @@ def test_tied_embeddings_get_both_parts_of_their_gradient(mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_gradient_policy_at_linears_is_asked_about_fewer_rows(mode: Literal["exact", "detach"]) -> None:
+def test_a_gradient_policy_at_linears_is_asked_about_fewer_rows(mode: TokenMode) -> None:
     model, batch = decoder("llama"), make_batch("prompt")
     with sbp.attach(model, [Marked(mode=mode), sbp.make_policy("topk", keep=1.0, along="rows")]) as engine:
         engine.backward(model(**batch.arguments).loss)
@@ -97,9 +98,9 @@ def test_a_gradient_policy_at_linears_is_asked_about_fewer_rows(mode: Literal["e
     for name, gradient in step(model, batch, mode).gradients.items():
         torch.testing.assert_close(gradients[name], gradient)
     rows = {site.name: site.rows for site in report.sites}
-    carried = 3 * (6 if mode == "detach" else 15)
+    carried = 3 * (15 if mode == "exact" else 6)
     assert rows["model.layers.0.mlp.down_proj"] == carried
-    assert rows["model.layers.1.self_attn.k_proj"] == carried
+    assert rows["model.layers.1.self_attn.k_proj"] == (3 * 15 if mode == "stop" else carried)  # all train its weight
     assert rows["model.layers.1.mlp.down_proj"] == rows["lm_head"] == 3 * 6
     assert not report.never_called
     with sbp.attach(model, [Marked(mode=mode), sbp.make_policy("topk", keep=0.3, along="rows")]) as engine:

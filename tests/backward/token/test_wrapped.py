@@ -14,7 +14,7 @@ import sparsebp_cli as sbp
 from .case import Marked, make_batch, step
 from .test_families import decoder
 
-MODES: tuple[Any, ...] = ("exact", "detach")
+MODES: tuple[Any, ...] = ("exact", "detach", "stop")
 
 
 @pytest.fixture
@@ -56,6 +56,7 @@ def test_a_compiled_model_selects_and_what_is_compiled_in_its_layers_stays_so(wa
         if way == "branches":
             for layer in model.model.layers:
                 layer.mlp.compile(backend="eager")
+        torch._dynamo.reset()  # else the limit of compilations of one piece of code is reached
         torch._dynamo.utils.counters.clear()
         with sbp.attach(called, [Marked(mode=mode)]) as engine:
             called = torch.compile(model, backend="eager") if way == "after" else called

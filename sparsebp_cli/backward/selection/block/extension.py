@@ -133,7 +133,7 @@ class BlockExtension:
         )
 
     def _ask(self, step: Step) -> frozenset[str]:
-        names = frozenset(self._policy.drop(self.blocks, step))
+        names = frozenset(self._policy.at(step).drop(self.blocks, step))
         unknown = sorted(names - {block.name for block in self.blocks})
         if unknown:
             raise PolicyError(f"{self._name} drops {unknown[0]!r}, allowed: names of blocks that it was given")

@@ -37,7 +37,7 @@ class TokenChooser:
         reference: nn.Module | None = None,
     ) -> None:
         what = f"{type(policy).__name__}, which scores tokens,"
-        self._policy = policy
+        self._policy, self._has_schedule = policy, bool(policy.schedules)
         self._count: Callable[[Chosen], None] = _forget
         self._scorer = Scorer(model, what) if policy.needs & OWN_SCORES else None
         self._needs_reference = "reference_loss" in policy.needs
@@ -74,7 +74,8 @@ class TokenChooser:
         columns = {name: _tensor(arguments, name) for name in self._reads}
         ids = arguments.get("input_ids")
         tokens = Tokens(ids if isinstance(ids, Tensor) else None, target_BT, real_BT, scores, columns)
-        choice = self._policy.choose(tokens, step)
+        policy = self._policy.at(step) if self._has_schedule else self._policy
+        choice = policy.choose(tokens, step)
         counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
         self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))
         return choice

@@ -38,7 +38,7 @@ from sparsebp_cli.backward.selection.token.loss import (
     spread_logits,
     with_changes,
 )
-from sparsebp_cli.backward.selection.token.reference import detached
+from sparsebp_cli.backward.selection.token.reference import detached, stopped
 from sparsebp_cli.backward.selection.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Policy, ScoredTokenSelector, Step, TokenSelector
@@ -222,9 +222,11 @@ class DecoderOverride(ForwardOverride):
             own["labels"] = labels
             if num_items is not None:
                 own["num_items_in_batch"] = scale(num_items, marks)
-        if is_whole or self.extension.policy.mode == "exact":
+        mode = self.extension.policy.mode
+        if is_whole or mode == "exact":
             return self._call(own)
-        with detached(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
+        cut = detached if mode == "detach" else stopped
+        with cut(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
             return self._call(own)
 
     def _run_rows(self, own: dict[str, object], plan: RowPlan, marks: PositionMask, implementation: str) -> ModelOutput:
@@ -271,7 +273,7 @@ def make_extensions(
         return []
     decoder = find_decoder(model)
     name = next(name for name, module in model.named_modules() if module is decoder.model)
-    if isinstance(policy, ScoredTokenSelector) and policy.mode == "detach" and policy.carry == "trained":
-        refuse_prompt(model, type(policy).__name__)
+    if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry == "trained":
+        refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = reference if isinstance(reference, nn.Module) else None
     return [TokenExtension(policy, decoder, TokenChooser(policy, decoder.model, scores), f"{name}." if name else "")]

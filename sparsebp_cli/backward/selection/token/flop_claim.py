@@ -8,7 +8,7 @@ Shape letters: B examples, T positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,11 +30,12 @@ class Sizes:
     trained: Tensor  # rows that the head reads
     is_prompt: bool  # dropped rows attend only to dropped ones
     is_joined: bool  # examples are concatenated to one
+    learns: bool  # dropped rows train the weights that make their keys and values
 
     @classmethod
     def chosen(cls, plan: RowPlan, length: int) -> Sizes:
         """Return the sizes of a plan; ``length`` is T."""
-        return cls(len(plan.counts[0]) * length, length, *plan.counts, plan.is_prompt, plan.is_joined)
+        return cls(len(plan.counts[0]) * length, length, *plan.counts, plan.is_prompt, plan.is_joined, plan.learns)
 
     @property
     def computed(self) -> Sizes:
@@ -43,14 +44,18 @@ class Sizes:
         carried, dropped, trained = (
             count.sum()[None] if self.is_joined else torch.full_like(count, float(count.max())) for count in counts
         )
-        return Sizes(self.num_rows, self.length, carried, dropped, trained, self.is_prompt, self.is_joined)
+        return replace(self, carried=carried, dropped=dropped, trained=trained)
 
 
 class Share(NamedTuple):
-    """Shares of a module's dense FLOPs."""
+    """Shares of a module's dense FLOPs, or numbers of its rows or pairs."""
 
     forward: float
     backward: float
+    again: float  # of a forward that activation checkpointing repeats
+
+    def __truediv__(self, whole: float) -> Share:
+        return Share(*(part / whole for part in self))
 
 
 def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembers: bool) -> PassEstimate:
@@ -59,8 +64,9 @@ def claim(decoder: Decoder, prefix: str, sizes: Sizes, *, narrows: bool, remembe
     ``narrows``: the last layer computes queries for trained rows only; ``remembers``: a checkpointed layer recomputes
     carried rows only.
     """
-    ideal, most = (_shares(decoder, given, narrows=narrows) for given in (sizes, sizes.computed))
-    again = 1 if remembers else 0  # carried rows are those with a backward, so its share applies
+    ideal = _shares(decoder, sizes, narrows=narrows)
+    most = _shares(decoder, sizes.computed, narrows=narrows, is_most=True)
+    again = 2 if remembers else 0
     return PassEstimate(
         forward=_named(prefix, {name: share.forward for name, share in ideal.items()}),
         backward=_named(prefix, {name: share.backward for name, share in ideal.items()}),
@@ -74,21 +80,42 @@ def _named(prefix: str, shares: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}{name}": share for name, share in shares.items()}
 
 
-def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool) -> dict[str, Share]:
+def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool, is_most: bool = False) -> dict[str, Share]:
     names = {module: name for name, module in decoder.model.named_modules()}
     num_rows = sizes.num_rows
-    shares = {names[decoder.head]: Share(*[float(sizes.trained.sum()) / num_rows] * 2)}
+    shares = {names[decoder.head]: Share(*[float(sizes.trained.sum()) / num_rows] * 3)}
     for number, layer in enumerate(decoder.layers):
         is_last = number == len(decoder.layers) - 1
         linears, attention = _of_last(sizes, layer, narrows=narrows) if is_last else _of_middle(sizes)
         pairs = num_rows * sizes.length
         for name, module in layer.module.named_modules():
             if module is layer.core:
-                shares[f"{layer.name}.{name}"] = Share(attention.forward / pairs, attention.backward / pairs)
+                shares[f"{layer.name}.{name}"] = attention / pairs
+            elif not _makes_keys(layer, name, module):
+                shares[f"{layer.name}.{name}"] = linears["others"] / num_rows
             else:
-                rows = linears["keys" if _makes_keys(layer, name, module) else "others"]
-                shares[f"{layer.name}.{name}"] = Share(rows.forward / num_rows, rows.backward / num_rows)
+                keys = linears["keys"]
+                if sizes.learns:
+                    part = 1.0 if is_most else _learning(layer, module)
+                    dropped = float(sizes.dropped.sum())
+                    repeats = layer.attention.fused and not is_last  # for the queries of dropped rows
+                    forward = keys.forward + repeats * dropped
+                    keys = Share(forward, keys.backward + part * dropped, keys.again + dropped)
+                shares[f"{layer.name}.{name}"] = keys / num_rows
     return shares
+
+
+def _learning(layer: Layer, module: nn.Module) -> float:
+    """Return the share of its backward that a linear that makes keys and values has for a row whose gradient ends at
+    the layer's input: the product for its weight, and that for its input where a norm before it is trained.
+
+    Adapters, and a first layer whose input has no gradient either way, may have more: it is allowed but not claimed.
+    """
+    weight, norm = (
+        part is not None and any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+        for part in (module, layer.norm)
+    )
+    return (weight + norm) / 2 if weight else float(norm)
 
 
 def _makes_keys(layer: Layer, name: str, module: nn.Module) -> bool:
@@ -100,9 +127,9 @@ def _makes_keys(layer: Layer, name: str, module: nn.Module) -> bool:
 def _of_middle(sizes: Sizes) -> tuple[dict[str, Share], Share]:
     """Return the shares of rows in linears, and of query-key pairs."""
     k, m = sizes.carried, sizes.dropped
-    rows = Share(float((k + m).sum()), float(k.sum()))
+    rows = Share(float((k + m).sum()), *[float(k.sum())] * 2)
     looked_at = m if sizes.is_prompt else k + m
-    pairs = Share(float((k * (k + m) + m * looked_at).sum()), float((k * (k + m)).sum()))
+    pairs = Share(float((k * (k + m) + m * looked_at).sum()), *[float((k * (k + m)).sum())] * 2)
     return {"keys": rows, "others": rows}, pairs
 
 
@@ -110,6 +137,6 @@ def _of_last(sizes: Sizes, layer: Layer, *, narrows: bool) -> tuple[dict[str, Sh
     k, m = sizes.carried, sizes.dropped
     r = sizes.trained if narrows else k
     again = r if narrows and layer.attention.fused else torch.zeros_like(r)
-    keys = Share(float((k + m + again).sum()), float((k + again).sum()))
+    keys = Share(float((k + m + again).sum()), *[float((k + again).sum())] * 2)
     others, pairs = float(r.sum()), float((r * (k + m)).sum())
-    return {"keys": keys, "others": Share(others, others)}, Share(pairs, pairs)
+    return {"keys": keys, "others": Share(*[others] * 3)}, Share(*[pairs] * 3)

@@ -3,7 +3,8 @@
 The model's own forward runs with its layers replaced. The first layer takes the embeddings of all positions and
 continues with the rows that carry gradient. The dropped rows run through the same layer without a graph, from inside
 its attention: when it passes its keys and values to a cache, those of the dropped rows are computed, attend to the
-carried ones, and are returned. So rotary or learned positions, masks and norms are the model's own.
+carried ones, and are returned. So rotary or learned positions, masks and norms are the model's own. In mode ``stop``
+these keys and values have a graph down to the dropped rows' input of the layer.
 
 Shape letters: B examples, T positions, K carried rows, M dropped rows, R trained rows, D width, N trained rows of all
 examples.
@@ -91,8 +92,8 @@ class LayerStack:
     def _spread(self, hidden_BRD: Tensor) -> Tensor:
         """Return the trained rows, zero-padded so that a model can view them as (B, T, D), as gpt2 does."""
         rows_ND = hidden_BRD.flatten(0, 1)
-        if not self._plan.trained.is_full:
-            rows_ND = rows_ND.index_select(0, self._plan.trained.valid_BK.flatten().nonzero().flatten())
+        if self._plan.place_N is not None:
+            rows_ND = rows_ND.index_select(0, self._plan.place_N)
         missing = -len(rows_ND) % self._length
         return nn.functional.pad(rows_ND, (0, 0, 0, missing)).view(-1, self._length, rows_ND.shape[-1])
 
@@ -116,6 +117,7 @@ class Views:
     trained_positions: AttentionView  # the same rows, as positions
     is_prompt: bool  # dropped rows attend only to dropped ones
     narrows: bool  # the last layer computes queries for trained rows only
+    learns: bool  # dropped rows train the weights that make their keys and values
 
     @classmethod
     def of(cls, decoder: Decoder, implementation: str, plan: RowPlan, shape: tuple[int, int]) -> Views:
@@ -130,7 +132,14 @@ class Views:
             dropped = own if plan.is_prompt else AttentionView(plan.dropped, carried.keys, own.slot_BQ)
         attention_args = AttentionArgs(implementation, joined=shape if plan.is_joined else None)
         return cls(
-            attention_args, carried, dropped, plan.trained, trained_positions, plan.is_prompt, narrows(decoder, plan)
+            attention_args,
+            carried,
+            dropped,
+            plan.trained,
+            trained_positions,
+            plan.is_prompt,
+            narrows(decoder, plan),
+            plan.learns,
         )
 
 
@@ -209,16 +218,33 @@ class LayerRun:
         assert self.dropped is not None
         assert self.views.dropped is not None
         carried = None if self.views.is_prompt else (keys.detach(), values.detach())
+        if self.views.learns:
+            return self._run_learning(self.dropped, self.views.dropped, carried)
         cache = SharedKV(carried)
         with no_graph(self.dropped.device):
             self.after = self._call(self.dropped, self._restrict(self.views.dropped), cache)
         return self._remember(cache.own)
+
+    def _run_learning(self, dropped: Tensor, view: AttentionView, carried: KeysValues | None) -> KeysValues:
+        """Compute the dropped rows' keys and values with a graph, and the rest of the layer for them without one."""
+        own = self._capture(dropped, view)
+        if self.after is not None and self._remembers:  # the second run of a checkpointed layer
+            return own
+        skipped = () if self.layer.attention.fused else self.layer.attention.key_value
+        given = [part.detach() for part in own]
+        if carried is not None:
+            given = [torch.cat(pair, 2) for pair in zip(given, carried, strict=True)]
+        with no_graph(dropped.device), replace_forwards(skip_outputs(self.layer.core, skipped, one_head=False)):
+            self.after = self._call(dropped, self._restrict(view), FixedKV(*given))
+        return own
 
     def _capture_dropped(self, *_: Tensor) -> KeysValues:
         if self.remembered is not None:
             return self.remembered
         assert self.dropped is not None
         assert self.views.dropped is not None
+        if self.views.learns:
+            return self._capture(self.dropped, self.views.dropped)
         with no_graph(self.dropped.device):
             return self._remember(self._capture(self.dropped, self.views.dropped))
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.selection.token.row_plan import IGNORED, PositionMask, RowPlan
+from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -74,13 +75,13 @@ def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:
     """Return labels (B, T) that train only the chosen positions: the reference of the loss."""
     trains_BT = torch.zeros_like(marks.trained)
     trains_BT[:, 1:] = marks.trained[:, :-1]
-    return labels_BT.masked_fill(~trains_BT.to(labels_BT.device), IGNORED)
+    return labels_BT.masked_fill(~upload(labels_BT.device, trains_BT)[0], IGNORED)
 
 
 def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
     """Return logits (B, T, V) for the user's own loss; rows that were not computed are 0 and have no gradient."""
     size = logits_NV.shape[-1]
-    index = marks.trained.flatten().nonzero().flatten().to(logits_NV.device)
+    index = upload(logits_NV.device, marks.trained.flatten().nonzero().flatten())[0]
     all_rows = logits_NV.new_zeros(marks.trained.numel(), size).index_copy(0, index, logits_NV)
     return all_rows.view(*marks.trained.shape, size)
 

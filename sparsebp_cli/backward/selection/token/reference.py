@@ -1,11 +1,11 @@
-"""The reference of token selection: computes all positions, with masks and detached keys and values.
+"""The reference of token selection: computes all positions, and detaches what carries no gradient.
 
 Shape letters: B examples, T positions, H heads, D width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, without_checkpointing
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
+
+Arguments = dict[str, object]  # of a layer's forward, by name
 
 
 @contextmanager
@@ -24,10 +26,34 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
     trained.
     """
     cache = _Detaching(carries_BT[:, None, :, None])
+    with _changed(decoder, lambda layer, _: {layer.attention.cache: cache}):
+        yield
+
+
+@contextmanager
+def stopped(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
+    """Detach the input of every layer at positions that carry no gradient, while the model's own forward runs.
+
+    Such a position still trains the weights that make its keys and values in the layer that reads them.
+    """
+
+    def change(layer: Layer, arguments: Arguments) -> Arguments:
+        name = layer.argument_names[0]
+        hidden_BTD = arguments[name]
+        assert isinstance(hidden_BTD, Tensor)
+        return {name: torch.where(carries_BT[..., None], hidden_BTD, hidden_BTD.detach()), layer.attention.cache: None}
+
+    with _changed(decoder, change):
+        yield
+
+
+@contextmanager
+def _changed(decoder: Decoder, change: Callable[[Layer, Arguments], Arguments]) -> Iterator[None]:
+    """Run every layer with some arguments replaced; ``change`` returns these, given all of them."""
 
     def run(layer: Layer, *args: object, **kwargs: object) -> object:
         arguments = dict(zip(layer.argument_names, args, strict=False)) | kwargs
-        return call_module(layer.module, **(arguments | {layer.attention.cache: cache}))
+        return call_module(layer.module, **(arguments | change(layer, arguments)))
 
     replacements = [(layer.module, partial(run, layer)) for layer in decoder.layers]
     # Without checkpointing, because a repeated forward in the backward would not run the override.

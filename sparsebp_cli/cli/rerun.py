@@ -1,0 +1,116 @@
+"""``sparsebp rerun``: train a run exactly again, or say what is no longer the same.
+
+The new run gets the plan of the old one, and its journal begins with the old one's seal: recipe, versions of the code
+and digest of the data. So the worker, wherever it is, compares them before it trains, as it does when a run resumes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebp_cli.cli.follow import follow_all, print_changes
+from sparsebp_cli.cli.interrupt import Interrupts
+from sparsebp_cli.cli.option import Detach, OneRun
+from sparsebp_cli.cli.screen import print_line
+from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
+from sparsebp_cli.errors import RunBusyError, UsageError
+from sparsebp_cli.run import History, JournalWriter, RunFolder, create_run
+from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS, TRAIN_LOSS
+
+if TYPE_CHECKING:
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.plan.seal import FieldChange, Seal
+
+LOSSES = (TRAIN_LOSS.name, EVAL_LOSS.name, TEST_LOSS.name)
+ALLOWED = ("code", "data")  # what may differ with --anyway; the recipe is in the plan
+
+
+def rerun(
+    run: OneRun,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Also if versions, code or data are not what they were.")
+    ] = False,
+    detach: Detach = False,
+) -> None:
+    """Train a run exactly again: same plan, seed, code and data, under a new id that records which run it repeats.
+
+    If versions of packages, the code or the data differ, they are listed and nothing is trained.
+    """
+    old = find_one(run)
+    plan, seal = read_finished(old)
+    changes = find_changes(plan, seal)
+    if changes and not anyway:
+        print_changes([list(change) for change in changes])
+        fields = ", ".join(change.field for change in changes)
+        raise UsageError(f"run {old.run_id} would not be the same again: {fields}; --anyway trains it all the same")
+    check_plans([plan])
+    with Interrupts() as interrupts:
+        jobs = submit_all([prepare(plan, seal, anyway=anyway)])
+        new = jobs[0].run
+        if detach:
+            print_line(new.run_id)
+            return
+        print_line(f"run {new.run_id} repeats {old.run_id}", stderr=True)
+        code = follow_all(jobs, interrupts)
+    if code == 0:
+        print_line(compare_losses(History.load(old.path), History.load(new.path)))
+    raise typer.Exit(code)
+
+
+def read_finished(run: RunFolder) -> tuple[Plan, Seal]:
+    """Return plan and last seal of a run; raise RunBusyError if it is alive, UsageError if it never began to train."""
+    from sparsebp_cli.plan import Plan
+    from sparsebp_cli.plan.seal import read_seal
+
+    plan = Plan.load(run.plan_file)
+    if not (state := run.state()).over:
+        raise RunBusyError(f"run {run.run_id} is {state}: it can be repeated once it is over")
+    if (seal := read_seal(run.path)) is None or not seal.data:
+        raise UsageError(
+            f"run {run.run_id} does not record the code and data it trained with; "
+            f"`sparsebp run --like {run.run_id}` trains its recipe with those of now"
+        )
+    return plan, seal
+
+
+def find_changes(plan: Plan, seal: Seal) -> list[FieldChange]:
+    """Return what differs from a seal on this machine, as far as it is known without reading the data; on other
+    machines only the worker knows, and says so before it trains."""
+    from sparsebp_cli.plan.identity import find_code
+    from sparsebp_cli.plan.seal import Seal
+
+    if plan.recipe.target.kind != "local":
+        return []
+    now = Seal(plan.recipe.model_dump(mode="json"), find_code(plan.recipe))
+    return seal.changes(now)
+
+
+def prepare(plan: Plan, seal: Seal, *, anyway: bool) -> RunFolder:
+    """Write the folder of a run that repeats the one of a plan."""
+    from sparsebp_cli.plan import Plan
+
+    again = Plan(recipe=plan.recipe, provenance=plan.provenance)
+    folder = create_run(again.run_id)
+    with JournalWriter(folder.path) as journal:
+        journal.write("facts", values={"repeats": plan.run_id})
+        journal.write("seal", values=seal.to_json())
+        if anyway:
+            journal.write("allow", fields=list(ALLOWED))
+    again.save(folder.path)  # last: only with its plan is it a run
+    return folder
+
+
+def compare_losses(old: History, new: History) -> str:
+    """Say in one line whether two runs have the same losses, and where they first differ."""
+    num_values = 0
+    for name in LOSSES:
+        before, after = old.series(name), new.series(name)
+        for step in sorted({*before, *after}):
+            then, now = before.get(step, math.inf), after.get(step, math.inf)
+            num_values += 1
+            if then != now and not (math.isnan(then) and math.isnan(now)):
+                return f"not the same bits: {name} at step {step} was {then}, now {now}"
+    return f"the same bits: all {num_values} losses are equal"

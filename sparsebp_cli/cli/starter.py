@@ -1,0 +1,147 @@
+"""``sparsebp recipes``, ``init`` and ``new``: the recipes that ship, a starter folder, a package for a policy."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsebp_cli.cli.option import Format
+from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.errors import RecipeError, UsageError
+from sparsebp_cli.starter import Task
+
+
+class RecipeAction(StrEnum):
+    """Actions on the recipes that ship."""
+
+    COPY = "copy"
+
+
+def complete_shipped(incomplete: str) -> list[tuple[str, str]]:
+    """Return the names of the recipes that ship and begin with the typed text, and what they show."""
+    from sparsebp_cli.starter import list_shipped
+
+    return [(recipe.name, recipe.summary) for recipe in list_shipped() if recipe.name.startswith(incomplete)]
+
+
+def recipes(
+    action: Annotated[RecipeAction | None, typer.Argument(metavar="copy", help="Copy one, with its base.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="As in the list.", autocompletion=complete_shipped)
+    ] = None,
+    to: Annotated[Path, typer.Argument(metavar="TO", help="A folder; made if it does not exist.")] = Path(),
+    output: Format = Output.TABLE,
+) -> None:
+    """List the recipes that ship; `copy NAME [TO]` copies one into a folder. Nothing is overwritten."""
+    from sparsebp_cli.starter import collect_files, find_shipped, list_shipped, write_files
+
+    if action is not None:
+        if name is None:
+            raise UsageError("recipes copy needs the name of a recipe; `sparsebp recipes` lists them")
+        files = collect_files(find_shipped(name))
+        write_files(to, files)
+        for file in files:
+            print_line(str(to / file))
+        return
+    found = list_shipped()
+    if output is Output.JSON:
+        print_json([{"name": one.name, "summary": one.summary, "file": str(one.file)} for one in found])
+        return
+    table = make_table("name", "what it shows")
+    table.columns[0].no_wrap = True  # names to copy
+    for one in found:
+        table.add_row(one.name, one.summary)
+    console().print(table)
+    print_line("copy one: sparsebp recipes copy NAME [TO]")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty folder.")] = Path("study"),
+    task: Annotated[
+        Task | None, typer.Option(help="What the model learns.", show_default="asked in a terminal")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Installed name, hub id or path.", show_default="austen-llama")
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The same for the data.", show_default="of the package, for the task"),
+    ] = None,
+) -> None:
+    """Write a starter folder: two recipes, targets, a policy of your own with its test, a README."""
+    from sparsebp_cli.starter import check_new, default_data, make_starter, write_files
+
+    check_new(folder)
+    if task is None:
+        if not sys.stdin.isatty():
+            raise UsageError(f"init needs --task where no terminal can be asked; allowed: {', '.join(Task)}")
+        task = Task(typer.prompt(f"Task ({', '.join(Task)})", default=Task.COMPLETION, type=Task))
+        model = model or typer.prompt("Model (installed name, hub id or path)", default="austen-llama")
+        usual = default_data(task)
+        data = data or typer.prompt("Data (installed name, hub id, file or folder)", default=usual)
+    files = make_starter(folder, task, _absolute(model or "austen-llama"), None if data is None else _absolute(data))
+    _check_recipes(files)
+    write_files(folder, files)
+    for file in files:
+        print_line(str(folder / file))
+    print_line(f"next: cd {folder}; README.md has the commands")
+
+
+def _absolute(name: str) -> str:
+    """Return a path that exists as an absolute one, because the recipe lies in another folder; other names as they
+    are, installed ones first."""
+    from sparsebp_cli.entry_point import entry_points
+    from sparsebp_cli.source import DATASETS, MODELS, find_path
+
+    if any(name in entry_points(group=group).names for group in (DATASETS, MODELS)):
+        return name
+    return str(find_path(name, [Path.cwd()]) or name)
+
+
+def _check_recipes(files: dict[str, str]) -> None:
+    """Check the recipes before they are written: a wrong model or wrong data leave nothing behind."""
+    from sparsebp_cli.cli.validate import load_checked
+    from sparsebp_cli.starter import write_files
+
+    recipes = {name: text for name, text in files.items() if name.endswith(".yaml") and name != "targets.yaml"}
+    with tempfile.TemporaryDirectory(prefix="sparsebp-") as folder:
+        write_files(Path(folder), recipes)
+        for name in recipes:
+            try:
+                load_checked(Path(folder) / name, [])
+            except RecipeError as error:
+                text = error.text.replace(f"{folder}/", "")
+                raise UsageError(f"{error.key}: {text}; nothing was written") from None
+
+
+class Starter(StrEnum):
+    """What `new` writes."""
+
+    POLICY = "policy"
+
+
+def new(
+    kind: Annotated[Starter, typer.Argument(metavar="policy", help="A package with one policy.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the policy, as recipes write it: peak-rows.")],
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="A new or empty folder.", show_default="sparsebp-NAME")
+    ] = None,
+) -> None:
+    """Write a package for a policy of your own: module, entry point, test of the whole contract, README."""
+    from sparsebp_cli.policy.discovery import find_policies
+    from sparsebp_cli.starter import check_new, make_package, write_files
+
+    files = make_package(name)
+    if known := find_policies().get(name):
+        raise UsageError(f"there is a {kind} {name!r} of {known.source} already; choose another name")
+    folder = folder or Path(f"sparsebp-{name}")
+    check_new(folder)
+    write_files(folder, files)
+    for file in files:
+        print_line(str(folder / file))
+    print_line(f"next: python -m pip install --editable {folder}; python -m pytest {folder}")

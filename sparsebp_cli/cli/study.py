@@ -1,0 +1,188 @@
+"""``sparsebp study``: plan a study, train what the store lacks, and show where it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sparsebp_cli.cli.completion import complete_recipe
+from sparsebp_cli.cli.interrupt import Interrupts
+from sparsebp_cli.cli.screen import console, print_line
+from sparsebp_cli.cli.study_page import make_page, make_plan_table
+from sparsebp_cli.errors import DivergedError, RunFailedError
+
+if TYPE_CHECKING:
+    from sparsebp_cli.study.course import Course
+    from sparsebp_cli.study.driver import Driver, Status, TrialRun
+    from sparsebp_cli.study.loader import LoadedStudy
+    from sparsebp_cli.study.place import TrialPlace
+    from sparsebp_cli.study.store import TrialStore
+    from sparsebp_cli.study.summary import ArmLine
+    from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+
+POLL_SECONDS = 0.2
+NOT_FINISHED = 101
+STOPPING = "stopping: what runs ends with a checkpoint, and the same command goes on; Ctrl-C again ends it at once"
+KILLING = "ending it at once"
+
+
+def study(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The study (YAML).", autocompletion=complete_recipe)],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be trained; start nothing.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Train everything again, finished trials too.")] = False,
+) -> None:
+    """Tune arms, train them with fresh seeds at the same budget, add controls. What is done is not trained again.
+
+    A study that was interrupted or killed goes on with the same command.
+    """
+    session = _open(file, again=again, asks=not dry_run)
+    if dry_run:
+        console().print(make_plan_table(session.loaded, session.summarise(), session.places))
+        return
+    with Interrupts() as interrupts:
+        session.run(interrupts)
+    raise typer.Exit(_report(session, interrupts))
+
+
+def _open(file: Path, *, again: bool, asks: bool) -> StudySession:
+    from sparsebp_cli.cli.validate import check_sources
+    from sparsebp_cli.study.loader import load_study
+    from sparsebp_cli.study.place import find_places
+    from sparsebp_cli.study.store import StudyRecord, TrialStore
+    from sparsebp_cli.study.trial import TrialMaker
+
+    loaded = load_study(file)
+    for arm in loaded.study.arms:
+        check_sources(loaded.firsts[arm].placed, loaded.folders)
+    places = find_places(loaded)
+    record = StudyRecord.load(loaded.study.study)
+    generation = (record.generation if record else 0) + again
+    maker = TrialMaker(loaded.study.study, loaded.folders, generation)
+    return StudySession(loaded, places, maker, TrialStore(maker), asks)
+
+
+@dataclass
+class StudySession:
+    """One command on one study."""
+
+    loaded: LoadedStudy
+    places: list[TrialPlace]
+    maker: TrialMaker
+    store: TrialStore
+    asks: bool = True  # whether a search may propose more
+
+    def __post_init__(self) -> None:
+        from sparsebp_cli.plan import find_provenance
+        from sparsebp_cli.study.driver import Driver
+
+        self.driver: Driver = Driver(self.places, self.store, find_provenance(self.loaded.file))
+        self.course: Course
+        self.controls: list[StudyTrial] = []
+        self.plan()
+
+    def plan(self) -> None:
+        """Derive what is to be trained from the file and the store."""
+        from sparsebp_cli.study.control import plan_controls
+        from sparsebp_cli.study.course import plan_course
+
+        self.course = plan_course(self.loaded, self.maker, self.store)
+        if self.loaded.study.search.is_sampled:
+            from sparsebp_cli.study.search import Search
+
+            search = Search(self.loaded, self.maker, sum(place.slots for place in self.places))
+            self.loaded = search.advance(self.course.tuned, asks=self.asks)
+            self.course = plan_course(self.loaded, self.maker, self.store)
+        self.controls = plan_controls(self.loaded, self.course, self.maker, self.store)
+        self.driver.add(self.trials)
+
+    @property
+    def trials(self) -> list[StudyTrial]:
+        """Every trial that is known by now."""
+        return [*self.course.trials, *self.controls]
+
+    def summarise(self) -> list[ArmLine]:
+        """Return one line for each arm."""
+        from sparsebp_cli.study.summary import summarise
+
+        statuses: dict[str, Status] = {run_id: entry.status for run_id, entry in self.driver.runs.items()}
+        return summarise(self.loaded, self.course, self.controls, statuses, self.store)
+
+    def run(self, interrupts: Interrupts) -> None:
+        """Train stage after stage until nothing is left that can be trained."""
+        self.save()
+        with make_page(self.loaded, sum(place.slots for place in self.places)) as page:
+            handled = 0
+
+            def pause() -> None:
+                nonlocal handled
+                page.show(self.summarise(), self.entries())
+                interrupts.wait(POLL_SECONDS)
+                for _ in interrupts.received[handled:]:
+                    page.print_text(STOPPING if handled == 0 else KILLING)
+                    self.driver.stop() if handled == 0 else self.driver.kill()
+                    handled += 1
+
+            while not interrupts.received and (todo := self._next_stage()):
+                self.driver.drive(todo, pause)
+                self.plan()
+                self.save()
+            page.show(self.summarise(), self.entries())
+
+    def _next_stage(self) -> Sequence[StudyTrial]:
+        """Return the trials of the first stage that has any left to do."""
+        for stage in (self.course.rehearsals, self.course.tuning, self.course.report, self.controls):
+            if any(not self.driver.runs[trial.run_id].status.over for trial in stage):
+                return stage
+        return ()
+
+    def entries(self) -> list[TrialRun]:
+        """Return the entries of all known trials, in their order."""
+        return [self.driver.runs[trial.run_id] for trial in self.trials]
+
+    def save(self) -> None:
+        """Write the list of trials, by which other commands find them."""
+        from sparsebp_cli.study.store import Listed, StudyRecord
+
+        listed = [
+            Listed(self.store.find(t).run_id, t.role, t.arm, t.combination, t.seed, t.is_cut)
+            for t in (*self.course.rehearsals, *self.course.tuning, *self.course.report, *self.controls)
+        ]
+        name, file = self.loaded.study.study, str(self.loaded.file.resolve())
+        StudyRecord(name, file, self.maker.generation, tuple(listed)).save()
+
+
+def _report(session: StudySession, interrupts: Interrupts) -> int:
+    """Print what did not finish and the next command, and return the exit code."""
+    from sparsebp_cli.study.driver import Status
+
+    tuning = {trial.run_id for trial in session.course.tuning} - {trial.run_id for trial in session.course.report}
+    left = [
+        entry
+        for entry in session.entries()
+        if entry.status not in {Status.FINISHED, Status.PRUNED}
+        and not (entry.status is Status.DIVERGED and entry.trial.run_id in tuning)
+    ]
+    for entry in left:
+        if entry.status.over:
+            what = " ".join(filter(None, [entry.trial.arm, entry.trial.combination, f"seed {entry.trial.seed}"]))
+            problem = f": {entry.problem}" if entry.problem else ""
+            print_line(f"error: {what} (run {entry.run.run_id}) {entry.status}{problem}", stderr=True)
+    done = len(session.entries()) - len(left)
+    unknown = sum(sum(of.values()) for of in session.course.missing_of(session.loaded).values())
+    name = session.loaded.study.study
+    print_line(f"{name}: {done} of {len(session.entries()) + unknown} trials have finished")
+    if interrupts.received:
+        print_line(f"next: sparsebp study {session.loaded.file}")
+        return interrupts.exit_code
+    if left or unknown:
+        print_line(f"next: sparsebp study {session.loaded.file} tries again what failed, and goes on")
+        statuses = {entry.status for entry in left}
+        if statuses == {Status.DIVERGED}:
+            return DivergedError.exit_code
+        return RunFailedError.exit_code if Status.FAILED in statuses or not left else NOT_FINISHED
+    print_line(f"next: sparsebp compare --study {name}")
+    return 0

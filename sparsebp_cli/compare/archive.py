@@ -1,0 +1,137 @@
+"""Archives: runs in one file, to keep them or to give them to others, and to read them back without unpacking by hand.
+
+    runs/ID/plan.json      with the password of a tracking store hidden
+    runs/ID/journal.jsonl  all results
+    runs/ID/...            labels.json, trial.json, cancelled, where the run has them
+    environment.json       packages and hardware of each attempt, by run
+    report.html            the comparison of these runs
+
+Models, checkpoints and output of workers are not in it. Other names in an archive are ignored when it is read.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gzip
+import io
+import json
+import os
+import re
+import shutil
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+from sparsebp_cli.errors import SparseBPError, UsageError
+from sparsebp_cli.run import RunFolder
+from sparsebp_cli.run.journal import FILE as JOURNAL
+from sparsebp_cli.run.label import FILE as LABELS
+from sparsebp_cli.run.visible import mask
+
+ENDINGS = (".tar.gz", ".tgz")
+PLAN = "plan.json"
+FILES = (PLAN, JOURNAL, LABELS, "trial.json", "cancelled")
+RUN_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+LARGEST_BYTES = 2 * 2**30  # unpacked; a small file could unpack to any size
+CHUNK = 1 << 20
+
+Member = tuple[str, bytes]  # name in the archive, content
+
+
+def check_archive_path(path: Path) -> None:
+    """Raise ``UsageError`` if no archive can be written to a path."""
+    if not path.name.endswith(ENDINGS):
+        raise UsageError(f"an archive is a {' or '.join(ENDINGS)} file, got {str(path)!r}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.absolute().parent}")
+
+
+def list_members(run: RunFolder) -> Iterator[Member]:
+    """Yield the files of a run that is over, as an archive has them."""
+    for name in FILES:
+        try:
+            content = (run.path / name).read_bytes()
+        except FileNotFoundError:
+            continue
+        yield f"runs/{run.run_id}/{name}", _hide_password(content) if name == PLAN else content
+
+
+def write_archive(path: Path, members: Iterable[Member]) -> None:
+    """Write an archive: as a whole, or not at all if the disk is full or this process dies. Equal members make equal
+    bytes. Raises ``SparseBPError`` if it cannot be written."""
+    check_archive_path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            with (
+                gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as packed,
+                tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+            ):
+                for name, content in members:
+                    member = tarfile.TarInfo(name)
+                    member.size, member.mode = len(content), 0o644
+                    archive.addfile(member, io.BytesIO(content))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise SparseBPError(f"{path} was not written: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def open_archive(path: Path) -> Path:
+    """Unpack the runs of an archive into a folder that exists as long as this process, and return the folder. Raises
+    ``UsageError`` for another file, a damaged archive, and one that unpacks to more than 2 GiB."""
+    folder = Path(tempfile.mkdtemp(prefix="sparsebp-archive-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    try:
+        with path.open("rb") as file, _Limited(fileobj=file, mode="rb") as packed:
+            with tarfile.open(fileobj=packed, mode="r|") as archive:
+                for member in archive:
+                    if _is_expected(member) and (content := archive.extractfile(member)):
+                        _unpack(content, folder / member.name)
+            while packed.read(CHUNK):  # to the end, where the checksum is
+                pass
+    except (tarfile.TarError, EOFError, ValueError, gzip.BadGzipFile, zlib.error) as error:
+        raise UsageError(f"{path} is not an archive of `sparsebp archive`, or it is damaged: {error}") from None
+    return folder
+
+
+def _is_expected(member: tarfile.TarInfo) -> bool:
+    parts: Sequence[str] = PurePosixPath(member.name).parts
+    is_file = member.isreg() and not member.issparse()
+    return is_file and len(parts) == 3 and parts[0] == "runs" and bool(RUN_ID.fullmatch(parts[1])) and parts[2] in FILES
+
+
+def _unpack(content: IO[bytes], place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("wb") as file:
+        shutil.copyfileobj(content, file, CHUNK)
+
+
+def _hide_password(plan: bytes) -> bytes:
+    """Return a plan with the password of its tracking store hidden; any other plan as it is."""
+    content = json.loads(plan)
+    tracking = content["recipe"].get("tracking") or {}
+    uri = tracking.get("uri")
+    if not uri or mask(uri) == uri:
+        return plan
+    tracking["uri"] = mask(uri)
+    return json.dumps(content, indent=1).encode()
+
+
+class _Limited(gzip.GzipFile):
+    """A packed stream that raises ``UsageError`` after the largest number of bytes that an archive may have."""
+
+    taken = 0  # bytes
+
+    def read(self, size: int | None = -1) -> bytes:
+        data = super().read(size)
+        self.taken += len(data)
+        if self.taken > LARGEST_BYTES:
+            raise UsageError(f"an archive may unpack to {LARGEST_BYTES / 2**30:g} GiB, this one has more")
+        return data

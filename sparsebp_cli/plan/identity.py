@@ -1,0 +1,79 @@
+"""What makes two runs the same: recipe, code and data. A run like one that finished need not be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from sparsebp_cli.plan.plan import content_hash
+from sparsebp_cli.policy import find_policies
+from sparsebp_cli.recipe.schema import Recipe
+
+PACKAGES = ("sparsebp", "torch", "transformers")
+MOST_BYTES_READ = 64 * 2**20  # of one file; of a larger one, size and time of its last change count
+
+
+def identify(group: str, seed: int, code: Mapping[str, str], data: Mapping[str, str], generation: int = 0) -> str:
+    """Return a run id that depends on all that decides a result: the recipe by the hash of its group, the seed, the
+    code of :func:`find_code` and the data of :func:`find_data`. ``generation`` tells deliberate repetitions apart."""
+    content = {"group": group, "seed": seed, "code": code, "data": data}
+    return content_hash(content | ({"generation": generation} if generation else {}))
+
+
+def find_data(recipe: Recipe) -> dict[str, str]:
+    """Return the digest of each local file or folder that a resolved recipe names; others belong to an installed
+    package or have a revision of their own."""
+    named = (recipe.model.name, recipe.model.tokenizer, recipe.dataset.name)
+    return {name: _digest(Path(name)) for name in named if name is not None and Path(name).is_absolute()}
+
+
+def find_code(recipe: Recipe) -> dict[str, str]:
+    """Return the versions of the packages that decide what a recipe computes, policies' packages included, and our
+    ``commit`` if we run from a repository."""
+    found, code = find_policies(), {}
+    for name in PACKAGES:
+        try:
+            code[name] = version(name)
+        except PackageNotFoundError:  # run from source, not installed
+            code[name] = "unknown"
+    for entry in recipe.policy:
+        if entry.name in found:
+            package, _, number = found[entry.name].source.partition(" ")
+            code.setdefault(package, number)
+    commit = _find_commit(Path(__file__).parents[2] / ".git")
+    return code | ({"commit": commit} if commit else {})
+
+
+def _find_commit(git: Path) -> str:
+    """Return the checked-out commit, read from files alone: a hostile repository could make git run any command."""
+    try:
+        if git.is_file():  # a worktree's .git names the real folder
+            git = git.parent / git.read_text(encoding="utf-8").partition("gitdir: ")[2].strip()
+        head = (git / "HEAD").read_text(encoding="utf-8").strip()
+        if not head.startswith("ref: "):
+            return head
+        name = head.removeprefix("ref: ")
+        common = git / "commondir"
+        top = git / common.read_text(encoding="utf-8").strip() if common.exists() else git
+        if (top / name).exists():
+            return (top / name).read_text(encoding="utf-8").strip()
+        packed = (top / "packed-refs").read_text(encoding="utf-8").splitlines()
+        return next((line.partition(" ")[0] for line in packed if line.endswith(f" {name}")), "")
+    except (OSError, ValueError):
+        return ""
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(path.rglob("*")):
+        try:
+            found = file.stat()
+            digest.update(f"{file.relative_to(path)}\n{found.st_size}\n".encode())
+            if file.is_file():
+                large = found.st_size > MOST_BYTES_READ
+                digest.update(str(found.st_mtime_ns).encode() if large else file.read_bytes())
+        except OSError:  # the run itself will say what is wrong with it
+            continue
+    return digest.hexdigest()[:16]

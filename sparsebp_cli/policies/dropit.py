@@ -1,0 +1,67 @@
+"""Keep the largest entries of each linear's input for the gradient of its weight.
+
+Joya Chen, Kai Xu, Yuhui Wang, Yifei Cheng and Angela Yao, "DropIT: Dropping Intermediate Tensors for Memory-Efficient
+DNN Training" (ICLR 2023), https://arxiv.org/abs/2202.13808. We differ: entries are stored with their numbers in 4
+bytes, and linears alone keep less, not convolutions. Back Razor (Ziyu Jiang et al., NeurIPS 2022) has the same rule for
+each example, and for attention's probabilities and the inputs of nonlinear operators as well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, final
+
+from pydantic import Field
+
+from sparsebp_cli.policy import InputSaver, SavedElements, Site, Step, choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@final
+class DropIT(InputSaver):
+    """Keep the entries of largest size; the gradient is biased."""
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.2, description="Share of the entries of each input that stay, in (0, 1]; 1.0 is dense."
+    )
+    by: Literal["size", "random"] = Field("size", description="The largest entries, or as many at random, unweighted.")
+
+    @property
+    def exact(self) -> bool:
+        return self.keep == 1.0
+
+    @property
+    def unbiased(self) -> bool:
+        return self.exact
+
+    @property
+    def budget(self) -> float:
+        return self.keep
+
+    @property
+    def form(self) -> type[SavedElements] | None:
+        return None if self.exact else SavedElements
+
+    @property
+    def control(self) -> dict[str, object] | None:
+        if self.exact or self.by == "random":
+            return None
+        return {"name": "dropit", **self.model_dump(mode="json"), "by": "random"}
+
+    def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedElements | None:
+        if self.exact:
+            return None
+        import torch
+
+        score_ND = x_ND.abs()
+        if self.by == "random":
+            generator = step.generator(site, x_ND.device)
+            score_ND = torch.rand(x_ND.shape, generator=generator, device=x_ND.device)
+        return SavedElements.of(x_ND, choice.largest(score_ND, self.keep))
+
+    def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
+        number = num_rows * num_features
+        if self.exact:
+            return number * itemsize
+        return SavedElements.count_bytes(choice.count_kept(self.keep, number), number, itemsize)

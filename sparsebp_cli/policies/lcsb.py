@@ -1,0 +1,53 @@
+"""Run the backward of some layers at a time, in a fixed cycle over all of them.
+
+Park et al., "Layer-Cyclic Selective Backpropagation" (2026), https://arxiv.org/abs/2602.13073; written after the
+abstract. We differ: the paper trains adapters, and its optimizer still moves a skipped layer by momentum, as with a
+gradient of zero. Here the parameters of a skipped layer have no gradient at that step, so the optimizer leaves them
+alone; and any parameters may be trained.
+
+Cost: as that of `dropbp` with the same ``keep``. The forward stays whole; of a skipped layer nothing is kept and
+nothing is multiplied in the backward. Use it in place of `dropbp` where each layer must have its turn equally often
+within few steps. Do not use it where few layers are kept and their gradient must come through the layers above: it
+passes by along the residual stream alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, final
+
+from pydantic import Field
+from typing_extensions import override
+
+from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
+
+
+@final
+class LCSB(BlockDropper):
+    """Run the backward of a window of layers, which moves on by its own size at each step, in a cycle."""
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        description="Share of the layers whose residual blocks have a backward, in (0, 1]; 1.0 is dense. If it is no "
+        "whole number of layers, one more has one at some steps, so that this is the mean."
+    )
+
+    @property
+    def budget(self) -> float:
+        return self.keep
+
+    @property
+    @override
+    def control(self) -> Mapping[str, object] | None:
+        return None if self.exact else {"name": "dropbp", "keep": self.keep}
+
+    def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> Collection[str]:
+        layers = list(dict.fromkeys(block.layer for block in blocks))
+        # The window ends where that of the next step starts, so a cycle leaves out no layer and repeats none.
+        start, end = (_round_down(index * self.keep * len(layers)) for index in (step.index, step.index + 1))
+        active = {layers[place % len(layers)] for place in range(start, end)}
+        return [block.name for block in blocks if block.layer not in active]
+
+
+def _round_down(place: float) -> int:
+    return math.floor(round(place, 6))  # 0.1 + 0.2 of a layer are 0.3

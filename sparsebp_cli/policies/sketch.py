@@ -1,0 +1,57 @@
+"""Keep a random projection of the rows of each linear's input for the gradient of its weight.
+
+Daniel Bershatsky, Aleksandr Mikhalev, Alexandr Katrutsa, Julia Gusak, Daniil Merkulov and Ivan Oseledets,
+"Memory-Efficient Backpropagation through Large Linear Layers" (2022), https://arxiv.org/abs/2201.13195. We differ: the
+matrix is of +1 and -1 unless ``entries: gaussian`` asks for their default, which has more variance; their discrete
+Fourier and cosine matrices are not built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, final
+
+from pydantic import Field
+
+from sparsebp_cli.policy import InputSaver, SavedSketch, Site, Step, choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@final
+class Sketch(InputSaver):
+    """Mix all rows of an input into fewer. The mixing is drawn again in the backward and applied to the gradient."""
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.2, description="Rows of the projection over those of the input, in (0, 1]; 1.0 is dense."
+    )
+    entries: Literal["rademacher", "gaussian"] = Field(
+        "rademacher", description="Whether the matrix has entries of +1 and -1, or of the normal distribution."
+    )
+
+    @property
+    def exact(self) -> bool:
+        return self.keep == 1.0
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def budget(self) -> float:
+        return self.keep
+
+    @property
+    def form(self) -> type[SavedSketch] | None:
+        return None if self.exact else SavedSketch
+
+    def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedSketch | None:
+        if self.exact:
+            return None
+        num_kept = choice.count_kept(self.keep, len(x_ND))
+        return SavedSketch.of(x_ND, num_kept, step.generator(site, x_ND.device), self.entries)
+
+    def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
+        if self.exact:
+            return num_rows * num_features * itemsize
+        return SavedSketch.count_bytes(choice.count_kept(self.keep, num_rows), num_features, itemsize)

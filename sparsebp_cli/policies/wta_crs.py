@@ -1,0 +1,112 @@
+"""Keep a random part of the rows of each linear's input for the gradient of its weight, drawn by their norms.
+
+Zirui Liu, Guanchu Wang, Shaochen Zhong, Zhaozhuo Xu, Daochen Zha, Ruixiang Tang, Zhimeng Jiang, Kaixiong Zhou, Vipin
+Chaudhary, Shuai Xu and Xia Hu, "Winner-Take-All Column Row Sampling for Memory Efficient Adaptation of Language Model"
+(NeurIPS 2023), https://arxiv.org/abs/2305.15265. We differ: rows are drawn by the norm of the input alone, without the
+table of gradient norms from the last visit of each example, which costs variance and no bias (their code does not
+weight the draws of the first epoch, when the table is empty, and so is biased there); ``draw: fixed`` draws different
+rows, with probabilities in proportion to the norms, where rows of probability 1 are the paper's winners; at least one
+row is kept instead of ten; and attention's own products are left alone. ``draw: published`` keeps the largest rows and
+draws the rest with replacement, as the paper says.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, final
+
+from pydantic import Field
+
+from sparsebp_cli.policy import InputSaver, SavedRows, Site, Step, choice, sampling
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+
+@final
+class WTACRS(InputSaver):
+    """Keep the rows of large norm for certain and others by chance, weighted so that the gradient stays unbiased."""
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.3, description="Share of the rows of each input that stay, in (0, 1]; 1.0 is dense."
+    )
+    by: Literal["norm", "uniform"] = Field(
+        "norm", description="Probabilities in proportion to the norms of the input's rows, or all alike."
+    )
+    draw: Literal["fixed", "published"] = Field(
+        "fixed",
+        description="Different rows by inclusion probabilities, or the paper's: winners, and the rest with "
+        "replacement.",
+    )
+
+    @property
+    def exact(self) -> bool:
+        return self.keep == 1.0
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def budget(self) -> float:
+        return self.keep
+
+    @property
+    def form(self) -> type[SavedRows] | None:
+        return None if self.exact else SavedRows
+
+    @property
+    def control(self) -> dict[str, object] | None:
+        if self.exact or self.by == "uniform":
+            return None
+        return {"name": "wta-crs", **self.model_dump(mode="json"), "by": "uniform"}
+
+    def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedRows | None:
+        if self.exact:
+            return None
+        score_N = choice.norm(x_ND, 1).double()
+        if self.by == "uniform":
+            score_N = score_N.new_ones(score_N.shape)
+        generator, num_kept = step.generator(site, x_ND.device), choice.count_kept(self.keep, len(x_ND))
+        if self.draw == "published":
+            return SavedRows.of(x_ND, *draw_published(score_N, num_kept, generator))
+        probability_N = sampling.water_fill(score_N, num_kept)
+        index_K = sampling.draw(probability_N, num_kept, generator)
+        return SavedRows.of(x_ND, index_K, sampling.weigh(probability_N, index_K))
+
+    def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
+        if self.exact:
+            return num_rows * num_features * itemsize
+        return SavedRows.count_bytes(choice.count_kept(self.keep, num_rows), num_features, itemsize)
+
+
+def count_winners(share_N: Tensor, num_kept: int) -> Tensor:
+    """Return how many of the largest shares are kept for certain (the paper's algorithm 1), as a 0-d tensor.
+
+    ``share_N`` falls and sums to 1. The number makes (1 - the winners' sum) / (the number of draws left) smallest; of
+    equal ones, which rounding may part, it is the smallest above 0.
+    """
+    import torch
+
+    if num_kept == 1:
+        return torch.zeros((), dtype=torch.int64, device=share_N.device)
+    left_K = torch.arange(num_kept - 1, 0, -1, device=share_N.device)
+    ratio_K = (1.0 - share_N[: num_kept - 1].cumsum(0)) / left_K  # for 1, 2, ... winners
+    best = ratio_K.min() * (1.0 + 1e-9)
+    first = (ratio_K <= best).int().argmax() + 1
+    return torch.where(ratio_K.min() <= (1.0 + 1e-9) / num_kept, first, 0)
+
+
+def draw_published(score_N: Tensor, num_kept: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Return the winners' rows and those drawn with replacement from the others, and their weights."""
+    import torch
+
+    tiny = torch.finfo(score_N.dtype).tiny
+    share_N, order_N = ((score_N + tiny) / (score_N + tiny).sum()).sort(descending=True)
+    number = count_winners(share_N, num_kept)
+    is_winner_N = torch.arange(len(share_N), device=share_N.device) < number
+    rest_N = share_N.masked_fill(is_winner_N, 0.0)
+    drawn_K = torch.multinomial(rest_N, num_kept, replacement=True, generator=generator)
+    slot_K = torch.arange(num_kept, device=share_N.device)
+    place_K = torch.where(slot_K < number, slot_K, drawn_K)
+    weight_K = rest_N.sum() / (share_N[place_K] * (num_kept - number))
+    return order_N[place_K], torch.where(slot_K < number, 1.0, weight_K)

@@ -1,0 +1,309 @@
+"""What stays of a linear's input for the gradient of its weight.
+
+Each form defines its meaning in ``restore``: the input that the gradient of the weight is computed with. Every fast
+kernel must equal the dense product with ``restore()``. The gradient of the linear's input never needs any of it.
+
+All forms are of fixed size, so that the host never waits for a count from the device.
+
+Shape letters: N rows (= B*T), D input width, K kept, G groups.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from math import sqrt
+from typing import TYPE_CHECKING, Literal, Self, final
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Generator, Tensor
+
+INDEX_BYTES = 8  # of a row's or a column's number
+_SMALL_INDEX_BYTES, _SMALL_INDEX = 4, 2**31  # of an entry's number, below so many entries
+_GRID_BYTES = 4  # of a group's offset and of its step, which are float32 at least
+
+
+@dataclass(frozen=True)
+class Saved(ABC):
+    """What is kept of one input.
+
+    Args:
+        shape: N and D of the input.
+    """
+
+    shape: tuple[int, int]
+
+    @abstractmethod
+    def restore(self) -> Tensor:
+        """Return the input that this stands for, (N, D), of the dtype that it had."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are kept, in the order of the fields."""
+        return self.pack()[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that are kept."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @final
+    def pack(self) -> tuple[tuple[Tensor, ...], Callable[[tuple[Tensor, ...]], Saved]]:
+        """Return the tensors, and what makes this object of them again, which holds none."""
+        import torch
+
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        rest = {name: value for name, value in values.items() if name not in tensors}
+        return tuple(tensors.values()), partial(_unpack, type(self), tuple(tensors), rest)
+
+
+def _unpack(
+    form: type[Saved], names: tuple[str, ...], rest: Mapping[str, object], tensors: tuple[Tensor, ...]
+) -> Saved:
+    make: Callable[..., Saved] = form
+    return make(**rest, **dict(zip(names, tensors, strict=True)))
+
+
+@final
+@dataclass(frozen=True)
+class SavedRows(Saved):
+    """Rows, multiplied by their weights; all others are zero.
+
+    Args:
+        row_KD: The kept rows.
+        index_K: int64 row numbers, on the input's device; a number that stands there twice has the sum of both.
+    """
+
+    row_KD: Tensor
+    index_K: Tensor
+
+    @classmethod
+    def of(cls, x_ND: Tensor, index_K: Tensor, weight_K: Tensor | None = None) -> Self:
+        """Keep some rows of an input.
+
+        Args:
+            x_ND: The input.
+            index_K: int64 row numbers.
+            weight_K: Factor of each kept row (1/probability makes a random choice unbiased); None means 1.
+
+        Returns:
+            The rows.
+        """
+        row_KD = x_ND.index_select(0, index_K)
+        if weight_K is not None:
+            row_KD = row_KD * weight_K.to(row_KD.dtype)[:, None]
+        return cls((x_ND.shape[0], x_ND.shape[1]), row_KD, index_K)
+
+    @staticmethod
+    def count_bytes(num_kept: int, num_features: int, itemsize: int) -> int:
+        """Return the bytes of so many rows."""
+        return num_kept * (num_features * itemsize + INDEX_BYTES)
+
+    def restore(self) -> Tensor:
+        return self.row_KD.new_zeros(self.shape).index_add_(0, self.index_K, self.row_KD)
+
+
+@final
+@dataclass(frozen=True)
+class SavedColumns(Saved):
+    """Input features, the same for every row, multiplied by their weights; all others are zero.
+
+    Args:
+        column_NK: The kept features.
+        index_K: int64 feature numbers, each at most once, on the input's device.
+    """
+
+    column_NK: Tensor
+    index_K: Tensor
+
+    @classmethod
+    def of(cls, x_ND: Tensor, index_K: Tensor, weight_K: Tensor | None = None) -> Self:
+        """Keep some features of an input.
+
+        Args:
+            x_ND: The input.
+            index_K: int64 feature numbers, each at most once.
+            weight_K: Factor of each kept feature; None means 1.
+
+        Returns:
+            The features.
+        """
+        column_NK = x_ND.index_select(1, index_K)
+        if weight_K is not None:
+            column_NK = column_NK * weight_K.to(column_NK.dtype)
+        return cls((x_ND.shape[0], x_ND.shape[1]), column_NK, index_K)
+
+    @staticmethod
+    def count_bytes(num_kept: int, num_rows: int, itemsize: int) -> int:
+        """Return the bytes of so many features."""
+        return num_kept * (num_rows * itemsize + INDEX_BYTES)
+
+    def restore(self) -> Tensor:
+        return self.column_NK.new_zeros(self.shape).index_copy_(1, self.index_K, self.column_NK)
+
+
+@final
+@dataclass(frozen=True)
+class SavedElements(Saved):
+    """Single entries; all others are zero.
+
+    Args:
+        value_K: The kept entries.
+        index_K: Their numbers, counted row by row (row * D + feature), each at most once, on the input's device:
+            int32 where they fit, else int64.
+    """
+
+    value_K: Tensor
+    index_K: Tensor
+
+    @classmethod
+    def of(cls, x_ND: Tensor, index_K: Tensor) -> Self:
+        """Keep some entries of an input.
+
+        Args:
+            x_ND: The input.
+            index_K: int64 numbers of the entries, each at most once.
+
+        Returns:
+            The entries.
+        """
+        import torch
+
+        value_K = x_ND.reshape(-1).index_select(0, index_K)
+        dtype = torch.int32 if x_ND.numel() < _SMALL_INDEX else torch.int64
+        return cls((x_ND.shape[0], x_ND.shape[1]), value_K, index_K.to(dtype))
+
+    @staticmethod
+    def count_bytes(num_kept: int, num_entries: int, itemsize: int) -> int:
+        """Return the bytes of so many entries out of ``num_entries``."""
+        return num_kept * (itemsize + (_SMALL_INDEX_BYTES if num_entries < _SMALL_INDEX else INDEX_BYTES))
+
+    def restore(self) -> Tensor:
+        flat = self.value_K.new_zeros(self.shape[0] * self.shape[1])
+        return flat.index_copy_(0, self.index_K.long(), self.value_K).view(self.shape)
+
+
+@final
+@dataclass(frozen=True)
+class SavedSketch(Saved):
+    """A random projection of the rows, ``z = S^T x``, which stands for ``S z``. ``S`` is drawn again, never stored.
+
+    Args:
+        sketch_KD: The projection ``z``.
+        seed: Of the generator that draws ``S`` (N, K), of independent entries with mean 0 and variance 1/K.
+        entries: Whether these are of the normal distribution, or +1 and -1 over the root of K.
+    """
+
+    sketch_KD: Tensor
+    seed: int
+    entries: Literal["gaussian", "rademacher"]
+
+    @classmethod
+    def of(cls, x_ND: Tensor, num_kept: int, generator: Generator, entries: Literal["gaussian", "rademacher"]) -> Self:
+        """Project the rows of an input on fewer.
+
+        Args:
+            x_ND: The input.
+            num_kept: K, at least 1.
+            generator: Fresh, from ``step.generator(site, x_ND.device)``: its seed draws the same matrix again.
+            entries: How the matrix is drawn.
+
+        Returns:
+            The projection.
+        """
+        empty = cls((x_ND.shape[0], x_ND.shape[1]), x_ND.new_empty(num_kept, 0), generator.initial_seed(), entries)
+        return cls(empty.shape, empty.draw().t() @ x_ND, empty.seed, entries)
+
+    @staticmethod
+    def count_bytes(num_kept: int, num_features: int, itemsize: int) -> int:
+        """Return the bytes of a projection on so many rows."""
+        return num_kept * num_features * itemsize
+
+    def draw(self) -> Tensor:
+        """Return the matrix ``S``, (N, K), the same each time."""
+        import torch
+
+        sketch_KD, size = self.sketch_KD, (self.shape[0], self.sketch_KD.shape[0])
+        generator = torch.Generator(sketch_KD.device).manual_seed(self.seed)
+        if self.entries == "gaussian":
+            drawn = torch.randn(size, generator=generator, device=sketch_KD.device)
+        else:
+            drawn = torch.randint(0, 2, size, generator=generator, device=sketch_KD.device).float() * 2.0 - 1.0
+        return (drawn / sqrt(size[1])).to(sketch_KD.dtype)
+
+    def restore(self) -> Tensor:
+        return self.draw() @ self.sketch_KD
+
+
+@final
+@dataclass(frozen=True)
+class SavedCodes(Saved):
+    """Every entry in a few bits, on a grid of its own for each group of neighbours.
+
+    Args:
+        code_GC: uint8, (G, group * bits / 8): the codes of a group, packed.
+        low_G: The smallest entry of each group, float32, or float64 for a float64 input.
+        step_G: The distance between two codes, of the same dtype.
+        bits: 2, 4 or 8.
+        group: Entries of a group, a multiple of 8; the last one may stand for fewer.
+        dtype: Of the input.
+    """
+
+    code_GC: Tensor
+    low_G: Tensor
+    step_G: Tensor
+    bits: int
+    group: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x_ND: Tensor, bits: int, group: int, generator: Generator | None) -> Self:
+        """Round an input to codes.
+
+        Args:
+            x_ND: The input.
+            bits: 2, 4 or 8.
+            group: Entries of a group, a multiple of 8.
+            generator: Rounds up or down at random, so that the mean is the entry; None rounds to the nearest.
+
+        Returns:
+            The codes.
+        """
+        import torch
+
+        flat = x_ND.reshape(-1).to(torch.promote_types(x_ND.dtype, torch.float32))
+        missing = -flat.numel() % group
+        if missing:
+            flat = torch.cat([flat, flat[-1:].expand(missing)])
+        flat = flat.view(-1, group)
+        low_G, high_G = flat.amin(1), flat.amax(1)
+        step_G = (high_G - low_G) / (2**bits - 1)
+        place = (flat - low_G[:, None]) / torch.where(step_G == 0.0, 1.0, step_G)[:, None]
+        shift: Tensor | float = 0.5
+        if generator is not None:
+            shift = torch.rand(place.shape, dtype=place.dtype, generator=generator, device=place.device)
+        code = (place + shift).floor_().clamp_(0, 2**bits - 1).to(torch.uint8)
+        parts = code.view(len(code), -1, 8 // bits)
+        packed = parts[..., 0]
+        for number in range(1, 8 // bits):
+            packed = packed | parts[..., number] << number * bits
+        shape = (x_ND.shape[0], x_ND.shape[1])
+        return cls(shape, packed.contiguous(), low_G, step_G, bits, group, x_ND.dtype)
+
+    @staticmethod
+    def count_bytes(num_entries: int, bits: int, group: int, itemsize: int) -> int:
+        """Return the bytes of the codes of so many entries of ``itemsize`` bytes."""
+        return -(-num_entries // group) * (group * bits // 8 + 2 * max(itemsize, _GRID_BYTES))
+
+    def restore(self) -> Tensor:
+        import torch
+
+        mask = 2**self.bits - 1
+        parts = [self.code_GC >> number * self.bits & mask for number in range(8 // self.bits)]
+        code = torch.stack(parts, dim=-1).view(len(self.low_G), self.group)
+        flat = torch.addcmul(self.low_G[:, None], code.to(self.step_G.dtype), self.step_G[:, None]).view(-1)
+        return flat[: self.shape[0] * self.shape[1]].view(self.shape).to(self.dtype)

@@ -1,0 +1,73 @@
+"""The kind of policy that decides what stays of a linear's input for the gradient of its weight."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from sparsebp_cli.policy.contract import Policy, Site, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsebp_cli.policy.saved import Saved
+
+
+class InputSaver(Policy):
+    """Decides in the forward what stays of a linear's input for the gradient of its weight.
+
+    The forward, the gradient of the input and that of the bias are the dense ones. An input that several linears read,
+    as those of queries, keys and values do, is decided about and stored once, under the name of the first of them.
+    Nothing is asked for linears whose weight is not trained, and nothing of their input is stored.
+    """
+
+    where: list[str] | None = Field(
+        None,
+        description="Globs over the names of the linears of which less is saved, such as *.mlp.*. Others save their "
+        "whole input. null: all.",
+        min_length=1,
+    )
+    layers: list[int] | None = Field(
+        None,
+        description="Layers in which less is saved, from 0, or from the end as -1; an encoder's come before a "
+        "decoder's. Others save whole inputs. null: all.",
+    )
+
+    @property
+    @abstractmethod
+    def form(self) -> type[Saved] | None:
+        """The type that ``save`` returns with these options; None if it always returns None."""
+
+    @property
+    @abstractmethod
+    def budget(self) -> float:
+        """Share of the rows, features or entries that stay, in (0, 1]; 1.0 for forms that keep something of each."""
+
+    @abstractmethod
+    def save(self, x_ND: Tensor, site: Site, step: Step) -> Saved | None:
+        """Return what stays of an input.
+
+        Args:
+            x_ND: The input, all leading dimensions flattened to rows. It must not be changed.
+            site: The first linear that reads it.
+            step: When; ``step.generator(site, x_ND.device)`` is the only source of randomness allowed. A layer that
+                activation checkpointing computes again is asked with the step of its first forward.
+
+        Returns:
+            What stays; None keeps the input itself.
+        """
+
+    @abstractmethod
+    def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
+        """Return the bytes that stay of an input: the claim that the conformance suite compares with what is stored.
+
+        Args:
+            num_rows: N.
+            num_features: D.
+            itemsize: Bytes of an entry.
+
+        Returns:
+            Bytes.
+        """

@@ -1,0 +1,48 @@
+"""Options that change over the training: from one value to another, by a curve.
+
+A schedule is written in place of the number, ``keep: {from: 1.0, to: 0.1, over: 0.5, by: cosine}``. Policies do not
+know of it: each decision is made by a copy of the policy with the numbers of its step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Schedule(BaseModel):
+    """The course of one number over the training."""
+
+    model_config: ClassVar[ConfigDict] = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, serialize_by_alias=True
+    )
+
+    start: float = Field(alias="from", description="Value at the first step.")
+    to: float = Field(description="Value from the end of the change on.")
+    over: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1.0, description="Share of the training's steps over which the value changes, in (0, 1]."
+    )
+    by: Literal["linear", "cosine", "step"] = Field(
+        "linear", description="The curve; cosine is flat at both ends, step changes at once, at the end of over."
+    )
+
+    def value(self, index: int, num_steps: int) -> float:
+        """Return the value at an optimizer step.
+
+        Args:
+            index: The step, counted from 0.
+            num_steps: Optimizer steps of the whole training, at least 1.
+
+        Returns:
+            A number between both ends, which it reaches exactly.
+        """
+        progress = index / (self.over * num_steps)
+        if progress >= 1.0:
+            return self.to
+        if progress <= 0.0 or self.by == "step":
+            return self.start
+        done = progress if self.by == "linear" else (1.0 - math.cos(math.pi * progress)) / 2.0
+        value = self.start + (self.to - self.start) * done
+        return min(max(value, min(self.start, self.to)), max(self.start, self.to))  # rounding stays between the ends

@@ -1,0 +1,60 @@
+"""Labels: the tags and the note that people give a run afterwards, in ``labels.json`` beside its plan and journal.
+
+What was trained, its digest and its seal do not depend on them, so a run that is alive can have them too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from sparsebp_cli.errors import UsageError
+
+FILE = "labels.json"
+TAG = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,39}")
+LONGEST_NOTE = 1000
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The tags and the note of a run."""
+
+    tags: tuple[str, ...] = ()  # sorted, each once; ``@TAG`` names its runs
+    note: str = ""  # one line
+
+    @classmethod
+    def load(cls, run_folder: Path) -> Self:
+        """Read the labels of a run; a missing or damaged file counts as none."""
+        try:
+            content = json.loads((run_folder / FILE).read_bytes())
+            found = {tag for tag in content["tags"] if TAG.fullmatch(tag)}
+            return cls(tuple(sorted(found)), make_note(str(content["note"])))
+        except (OSError, ValueError, KeyError, TypeError, UsageError):
+            return cls()
+
+    def save(self, run_folder: Path) -> None:
+        """Write the labels, atomically."""
+        part = run_folder / f"{FILE}.{os.getpid()}.part"
+        part.write_text(json.dumps({"tags": self.tags, "note": self.note}) + "\n", encoding="utf-8")
+        part.replace(run_folder / FILE)
+
+
+def check_tag(tag: str) -> str:
+    """Return a tag; raise UsageError for one that could be mistaken for another word or value."""
+    if tag == "last" or not TAG.fullmatch(tag):
+        raise UsageError(
+            f"a tag is a letter, then up to 39 letters, digits, _ . or -, and not the word last, got {tag!r}"
+        )
+    return tag
+
+
+def make_note(text: str) -> str:
+    """Return a note as one line; raise UsageError if it is too long."""
+    line = " ".join(text.split())
+    if len(line) > LONGEST_NOTE:
+        raise UsageError(f"a note has at most {LONGEST_NOTE} characters, got {len(line)}")
+    return line

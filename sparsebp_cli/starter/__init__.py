@@ -1,0 +1,19 @@
+"""What a newcomer begins with: the recipes that ship, a folder for a study of one's own, a package for a policy."""
+
+from sparsebp_cli.starter.folder import Task, default_data, make_starter
+from sparsebp_cli.starter.package import make_package
+from sparsebp_cli.starter.shipped import ShippedRecipe, collect_files, find_shipped, list_shipped
+from sparsebp_cli.starter.template import check_new, write_files
+
+__all__ = [
+    "ShippedRecipe",
+    "Task",
+    "check_new",
+    "collect_files",
+    "default_data",
+    "find_shipped",
+    "list_shipped",
+    "make_package",
+    "make_starter",
+    "write_files",
+]

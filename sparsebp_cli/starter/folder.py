@@ -1,0 +1,95 @@
+"""The starter folder: a dense recipe, one with a policy, named targets, a policy of one's own, and a README."""
+
+from __future__ import annotations
+
+import json
+import re
+from enum import StrEnum
+from pathlib import Path
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.starter.package import make_package
+from sparsebp_cli.starter.template import fill
+
+OWN_MODEL = "austen-llama"
+DATA = {"completion": "cmudict", "text": "python-docs"}
+LENGTH = {"completion": 64, "text": 128, "classification": 128}
+BATCH = {"completion": 32, "text": 16, "classification": 16}
+COLUMNS = {
+    "completion": "columns prompt and completion: the prompt is not trained on",
+    "text": "column text: packed into blocks of max_seq_length",
+    "classification": "columns text and label: one label a text",
+}
+# Without padding and prompts there is nothing that can be left out exactly, so texts get a policy that chooses.
+SECOND = {
+    "completion": ("lossless", "policy: lossless", "the same gradient without padding and the head's rows of prompts"),
+    "text": (
+        "random-rows",
+        "policy:\n  - name: random\n    keep: 0.25\n    along: rows",
+        "a quarter of the token rows of each gradient, drawn at random",
+    ),
+    "classification": ("lossless", "policy: lossless", "the same gradient without padding"),
+}
+
+
+class Task(StrEnum):
+    """What the model learns from a row of the data."""
+
+    COMPLETION = "completion"
+    TEXT = "text"
+    CLASSIFICATION = "classification"
+
+
+def default_data(task: Task) -> str | None:
+    """Return the data in the package for a task; None if there are none."""
+    return DATA.get(task.value)
+
+
+def make_starter(folder: Path, task: Task, model: str, data: str | None) -> dict[str, str]:
+    """Return the files of a starter folder by their paths in it.
+
+    Args:
+        folder: Where they will be; its name begins the name of the policy.
+        task: What the model learns.
+        model: An installed name, an id of the hub, or a path.
+        data: The same for the data; None: those of the package for this task.
+
+    Returns:
+        Texts by file name.
+
+    Raises:
+        UsageError: The task has no data in the package and ``data`` is None.
+    """
+    data = data if data is not None else default_data(task)
+    if data is None:
+        raise UsageError(f"--task {task} needs --data: a file, a folder or an id of the hub ({COLUMNS[task]})")
+    name = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")
+    policy = f"{name}-rows" if name[:1].isalpha() else "own-rows"
+    second, section, what = SECOND[task]
+    is_own = model == OWN_MODEL
+    words = {
+        "task": task.value,
+        "model": _quote(model),
+        "data": _quote(data),
+        "columns": COLUMNS[task],
+        "length": str(LENGTH[task]),
+        "batch": str(BATCH[task]),
+        "held_out": "eval_split: test" if data == default_data(task) else "eval_fraction: 0.1",
+        "learning_rate": "1e-3" if is_own else "5e-5",
+        "second": second,
+        "section": section,
+        "what": what,
+        "policy": policy,
+    }
+    files = {f"policy/{path}": text for path, text in make_package(policy).items()}
+    return files | {
+        "dense.yaml": fill("folder/dense.yaml", **words),
+        f"{second}.yaml": fill("folder/second.yaml", **words),
+        "targets.yaml": fill("folder/targets.yaml", **words),
+        "README.md": fill("folder/README.md", **words),
+    }
+
+
+def _quote(name: str) -> str:
+    """Return a name as YAML reads it: plain where that is certain, else as JSON."""
+    return name if re.fullmatch(r"[A-Za-z][\w./-]*", name) else json.dumps(name, ensure_ascii=False)

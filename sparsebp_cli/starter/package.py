@@ -1,0 +1,30 @@
+"""The package of a new policy: a module, its entry point, a test that runs the conformance suite, a README."""
+
+from __future__ import annotations
+
+import re
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.starter.template import fill
+
+NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+def make_package(name: str) -> dict[str, str]:
+    """Return the files of a package that offers a policy of this name. Raise ``UsageError`` for a name that is no
+    name of a policy."""
+    if not NAME.fullmatch(name):
+        raise UsageError(f"a policy's name is lower-case words, digits and single hyphens, got {name!r}")
+    words = {
+        "name": name,
+        "package": f"sparsebp-{name}",
+        "module": f"sparsebp_{name.replace('-', '_')}",
+        "title": "".join(word.capitalize() for word in name.split("-")),
+        "function": name.replace("-", "_"),
+    }
+    return {
+        "pyproject.toml": fill("policy/pyproject.toml", **words),
+        f"{words['module']}.py": fill("policy/policy.py", **words),
+        f"tests/test_{words['module']}.py": fill("policy/test_policy.py", **words),
+        "README.md": fill("policy/README.md", **words),
+    }

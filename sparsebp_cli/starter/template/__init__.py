@@ -1,0 +1,39 @@
+"""Files of templates: filled with ``string.Template``, and written where nothing is yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from string import Template
+
+from sparsebp_cli.errors import UsageError
+
+
+def fill(name: str, /, **values: str) -> str:
+    """Return the text of a template in this folder with its placeholders replaced."""
+    text = (Path(__file__).parent / f"{name}.template").read_text(encoding="utf-8")
+    return Template(text).substitute(values)
+
+
+def check_new(folder: Path) -> None:
+    """Raise ``UsageError`` unless the folder is empty or does not exist."""
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            kind = "is not empty" if folder.is_dir() else "is a file"
+            raise UsageError(f"{folder} {kind}; name a new folder, nothing is overwritten")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be used: {error.strerror}") from None
+
+
+def write_files(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files by their paths in a folder. A file with the same text stays; raise ``UsageError`` before anything is
+    written if another is in the way."""
+    try:
+        for name, text in files.items():
+            if (folder / name).exists() and (folder / name).read_text(encoding="utf-8", errors="replace") != text:
+                raise UsageError(f"{folder / name} exists with other content; nothing was written")
+        for name, text in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename or folder}: {error.strerror}") from None

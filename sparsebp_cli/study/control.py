@@ -1,0 +1,50 @@
+"""The controls that a study lacks: those that a comparison of its report names as missing, made as trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sparsebp_cli.compare import LoadedRun, compare_runs
+from sparsebp_cli.compare.comparison import Kind
+from sparsebp_cli.compare.control import ControlRuns
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe import load_stored
+from sparsebp_cli.run import RunFolder, home
+from sparsebp_cli.study.course import Course
+from sparsebp_cli.study.loader import LoadedStudy
+from sparsebp_cli.study.store import TrialStore
+from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+
+KINDS: tuple[Kind, ...] = ("random", "fewer_steps", "smaller_batch")
+
+
+def plan_controls(loaded: LoadedStudy, course: Course, maker: TrialMaker, store: TrialStore) -> list[StudyTrial]:
+    """Return the trials of all controls that are known by now: none before the report is complete. The controls of one
+    arm may serve the next, so those of the next are known when these have finished."""
+    if loaded.study.controls == "none" or len({trial.arm for trial in course.report}) < len(loaded.study.arms):
+        return []
+    runs = load_named(course.report, store)
+    trials: list[StudyTrial] = []
+    for arm in loaded.study.arms:
+        if not all(store.is_done(trial) for trial in (*course.report, *trials)):
+            break
+        runs = load_named([*course.report, *trials], store)
+        found = compare_runs(runs).controls
+        missing = [c.command for c in found if c.label == arm and c.kind in KINDS and c.command]
+        for command in dict.fromkeys(missing):
+            trials += _make(ControlRuns.parse(command), maker)
+    return trials
+
+
+def load_named(trials: Sequence[StudyTrial], store: TrialStore) -> list[LoadedRun]:
+    """Read the runs of trials, each under the name of its arm, whatever the name under which it was made."""
+    pairs = [(trial, store.load(trial)) for trial in trials]
+    return [replace(run, name=trial.arm) for trial, run in pairs if run is not None]
+
+
+def _make(runs: ControlRuns, maker: TrialMaker) -> list[StudyTrial]:
+    stored = Plan.load(RunFolder(home() / "runs" / runs.like).plan_file).recipe
+    changes = [*runs.changes, f"name={runs.name}"]
+    recipe = load_stored(stored.model_dump(mode="json"), runs.like, changes).recipe
+    return maker.make("control", runs.name, "", recipe, runs.seeds)

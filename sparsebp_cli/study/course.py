@@ -1,0 +1,207 @@
+"""The course of a study: rehearse, tune, report, control. Each stage follows from the file and from what the store has.
+
+Nothing is remembered between commands. A study that was killed derives the same trials again and finds them done.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.run.metric import EVAL_ACCURACY, EVAL_LOSS, Metric
+from sparsebp_cli.study.budget import Steps, find_steps, make_rehearsals
+from sparsebp_cli.study.halving import find_rungs, halve
+from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
+from sparsebp_cli.study.store import TrialStore
+from sparsebp_cli.study.trial import StudyTrial, TrialMaker, with_steps, with_stop
+
+WARMUP_KEY = "training.warmup_steps"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A variant after tuning."""
+
+    variant: ArmVariant
+    value: float | None  # mean of the validation metric over the tuning seeds; None where a trial has no result yet
+    diverged: bool = False  # whether a trial's loss was not finite, so that it cannot be chosen
+    pruned: bool = False  # whether halving ended it, so that it cannot be chosen
+
+
+@dataclass(frozen=True)
+class Course:
+    """The trials of a study that are known so far. Later stages are empty until the earlier ones have results."""
+
+    rehearsals: tuple[StudyTrial, ...] = ()
+    tuning: tuple[StudyTrial, ...] = ()
+    tuned: tuple[Tuned, ...] = ()
+    best: dict[str, ArmVariant] = field(default_factory=dict)  # arm to its chosen combination
+    report: tuple[StudyTrial, ...] = ()
+
+    @property
+    def trials(self) -> tuple[StudyTrial, ...]:
+        """All of them, in the order in which they run; one that serves two stages is listed once, as the later one."""
+        found: dict[str, StudyTrial] = {}
+        for trial in (*self.rehearsals, *self.tuning, *self.report):
+            found[trial.run_id] = trial
+        return tuple(found.values())
+
+    def missing_of(self, loaded: LoadedStudy) -> dict[str, dict[str, int]]:
+        """Return for each arm how many trials of each stage are not known yet."""
+        seeds, found = loaded.study.seeds, {}
+        for arm in loaded.study.arms:
+            num_tune = count_combinations(loaded, arm) * len(seeds.tune) if needs_tuning(loaded) else 0
+            tuning, report = (sum(trial.arm == arm for trial in some) for some in (self.tuning, self.report))
+            # A seed of both is trained once: the chosen combination has it from tuning.
+            fresh = [seed for seed in seeds.report if not num_tune or seed not in seeds.tune]
+            found[arm] = {"tune": num_tune - tuning, "report": 0 if report else len(fresh)}
+        return found
+
+
+def plan_course(loaded: LoadedStudy, maker: TrialMaker, store: TrialStore) -> Course:
+    """Derive every trial that is known by now. Raise UsageError for an arm that cannot afford its budget."""
+    study = loaded.study
+    rehearsals = make_rehearsals(loaded, maker)
+    steps = find_steps(loaded, rehearsals, store)
+    tuning, tuned = _tune(loaded, steps, maker, store)
+    counts = {arm: sum(one.variant.arm == arm for one in tuned) for arm in study.arms}
+    best = {arm: one for arm, one in choose_best(tuned).items() if counts[arm] == count_combinations(loaded, arm)}
+    report: list[StudyTrial] = []
+    for position, variant in enumerate(loaded.variants):
+        if position in steps and best.get(variant.arm) is variant:
+            report += maker.make_all("report", variant, lengthen(variant, steps[position]), study.seeds.report)
+    unique = {trial.run_id: trial for trial in rehearsals.values()}
+    return Course(tuple(unique.values()), tuple(tuning), tuple(tuned), best, tuple(report))
+
+
+def lengthen(variant: ArmVariant, steps: int) -> Recipe:
+    """Return a variant's recipe over its steps; a warm-up that is varied stays as it is."""
+    fixed = any(key == WARMUP_KEY for key, _ in variant.combination)
+    return with_steps(variant.recipe, steps, fixed_warmup=fixed)
+
+
+def choose_best(tuned: Sequence[Tuned]) -> dict[str, ArmVariant]:
+    """Return the best combination of each arm by the validation metric, the first of equal ones. An arm with a trial
+    that has no result yet is left out: the missing one could be the best; so is an arm that always diverged."""
+    arms: dict[str, list[Tuned]] = {}
+    for one in tuned:
+        arms.setdefault(one.variant.arm, []).append(one)
+    best = {}
+    for arm, some in arms.items():
+        sound = [one for one in some if not one.diverged and not one.pruned]
+        if not sound or (len(some) > 1 and any(one.value is None for one in sound)):
+            continue
+        sign = -1.0 if find_metric(sound[0].variant.recipe).better == "higher" else 1.0
+        best[arm] = min(sound, key=lambda one: sign * (one.value or 0.0)).variant
+    return best
+
+
+def find_metric(recipe: Recipe) -> Metric:
+    """Return the validation metric by which combinations are chosen."""
+    return EVAL_ACCURACY if recipe.dataset.format == "classification" else EVAL_LOSS
+
+
+def read_value(run: LoadedRun | None, metric: Metric) -> float | None:
+    """Return a finished run's validation metric after its last step; None without one."""
+    if run is None or not run.finished:
+        return None
+    return next(iter(run.evaluations(metric.name)[-1:]), None)
+
+
+def _tune(
+    loaded: LoadedStudy, steps: Steps, maker: TrialMaker, store: TrialStore
+) -> tuple[list[StudyTrial], list[Tuned]]:
+    """Make the tuning trials and read their results. Where nothing is varied there is nothing to choose."""
+    if not needs_tuning(loaded):
+        return [], [Tuned(variant, None) for variant in loaded.variants]
+    if loaded.study.search.kind == "halving":
+        return _tune_by_halving(loaded, steps, maker, store)
+    trials, tuned = [], []
+    for position, variant in enumerate(loaded.variants):
+        if position not in steps:
+            tuned.append(Tuned(variant, None))
+            continue
+        recipe = lengthen(variant, steps[position])
+        some = maker.make_all("tune", variant, recipe, loaded.study.seeds.tune)
+        trials += some
+        tuned.append(_read_tuned(variant, [store.load(trial) for trial in some]))
+    return trials, tuned
+
+
+def _tune_by_halving(
+    loaded: LoadedStudy, steps: Steps, maker: TrialMaker, store: TrialStore
+) -> tuple[list[StudyTrial], list[Tuned]]:
+    """Make the tuning trials of each arm, each up to the rung that it may reach by now."""
+    trials: list[StudyTrial] = []
+    tuned: list[Tuned] = []
+    for arm in loaded.study.arms:
+        places = [place for place, variant in enumerate(loaded.variants) if variant.arm == arm]
+        if not all(place in steps for place in places):
+            tuned += [Tuned(loaded.variants[place], None) for place in places]
+            continue
+        pairs = [(loaded.variants[place], lengthen(loaded.variants[place], steps[place])) for place in places]
+        seeds = loaded.study.seeds.tune
+        made = [_HalvedVariant(one, maker.make_all("tune", one, recipe, seeds), store) for one, recipe in pairs]
+        reduction = loaded.study.search.reduction
+        rungs = [find_rungs(recipe, len(places), reduction) for _, recipe in pairs]
+        for halved, own in zip(made, rungs, strict=True):
+            halved.rungs = own
+        for standing in halve(made, min(map(len, rungs)), reduction, _HalvedVariant.measure):
+            halved, cut = standing.item, standing.is_cut
+            stop_at = None if standing.rung is None else halved.rungs[standing.rung]
+            trials += [replace(one, recipe=with_stop(one.recipe, stop_at), is_cut=cut) for one in halved.trials]
+            found = _read_tuned(halved.variant, [store.load(trial) for trial in halved.trials])
+            tuned.append(replace(found, pruned=cut))
+    return trials, tuned
+
+
+@dataclass
+class _HalvedVariant:
+    """A combination with its trials and the steps of its rungs."""
+
+    variant: ArmVariant
+    trials: Sequence[StudyTrial]  # one for each seed of tuning
+    store: TrialStore
+    rungs: Sequence[int] = ()
+
+    def measure(self, rung: int) -> float | None:
+        """Return the mean of the validation metric at a rung, lower being better; infinite if a run diverged, None
+        where one has not come so far."""
+        metric, values = find_metric(self.variant.recipe), []
+        for run in map(self.store.load, self.trials):
+            if run is not None and run.broke_down:
+                return math.inf
+            value = None if run is None else run.series(metric.name).get(self.rungs[rung])
+            if value is None:
+                return None
+            values.append(value)
+        mean = statistics.fmean(values)
+        if not math.isfinite(mean):
+            return math.inf
+        return -mean if metric.better == "higher" else mean
+
+
+def _read_tuned(variant: ArmVariant, runs: Sequence[LoadedRun | None]) -> Tuned:
+    metric = find_metric(variant.recipe)
+    if any(run is not None and run.broke_down for run in runs):
+        return Tuned(variant, None, diverged=True)
+    values = [read_value(run, metric) for run in runs]
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return Tuned(variant, None)
+    mean = statistics.fmean(known)
+    return Tuned(variant, mean, diverged=not math.isfinite(mean))
+
+
+def needs_tuning(loaded: LoadedStudy) -> bool:
+    """Whether an arm has more than one combination to choose from."""
+    return any(count_combinations(loaded, arm) > 1 for arm in loaded.study.arms)
+
+
+def count_combinations(loaded: LoadedStudy, arm: str) -> int:
+    """Return how many combinations of an arm there will be."""
+    return loaded.study.search.trials or len(loaded.of_arm(arm))

@@ -1,0 +1,36 @@
+"""The disk that a trial will take, from that of a finished run of its arm: checkpoints by number, and the rest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.run import RunFolder
+
+
+@dataclass(frozen=True)
+class DiskUse:
+    """What the parts of a run take."""
+
+    checkpoint_bytes: float  # one checkpoint
+    rest_bytes: float  # model, journal and all else
+
+    def predict(self, recipe: Recipe) -> float:
+        """Return the bytes of a run of this recipe at its end."""
+        last = recipe.checkpoint.stop_at
+        number = min(recipe.checkpoint.keep_last, recipe.training.max_steps // recipe.checkpoint.every)
+        if last is None:
+            return self.rest_bytes + number * self.checkpoint_bytes
+        return min(recipe.checkpoint.keep_last, 1 + (last - 1) // recipe.checkpoint.every) * self.checkpoint_bytes
+
+
+def measure_disk(run: RunFolder) -> DiskUse:
+    """Measure a run that finished. Without checkpoints, which somebody may have deleted, these are counted as none."""
+    folders = [folder for folder in (run.path / "checkpoints").glob("step-*") if folder.is_dir()]
+    each = [_size(folder) for folder in folders]
+    return DiskUse(max(each, default=0.0), _size(run.path) - sum(each))
+
+
+def _size(folder: Path) -> float:
+    return float(sum(file.lstat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink()))

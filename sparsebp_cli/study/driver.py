@@ -1,0 +1,284 @@
+"""Starts and follows the trials of a stage: each once, whatever happens to this process and however many there are.
+
+A client takes a lock in the run's folder, ``study.lock``, before it looks at the run and starts it, and keeps it until
+the run is over. The system releases it when the process dies. So of two clients one starts a trial, and the other waits
+for its result, or takes over when the first is gone. What works on a run is found by the run's own locks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from filelock import FileLock
+
+from sparsebp_cli.compare.load import load_folder
+from sparsebp_cli.errors import RunBusyError, RunFailedError, RunNotFoundError, SparseBPError
+from sparsebp_cli.plan import Plan, Provenance
+from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run.folder import is_shared
+from sparsebp_cli.study.place import TrialPlace, deal
+from sparsebp_cli.study.store import TrialStore
+from sparsebp_cli.study.trial import StudyTrial, with_stop
+from sparsebp_cli.target.contract import Job
+from sparsebp_cli.target.launch import Launch
+
+LOCK = "study"  # the role of the lock in a run's folder
+
+
+class Status(StrEnum):
+    """What a trial is doing, as a study counts it."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    DIVERGED = "diverged"  # loss or gradient not finite: a result, which trying again would not change
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    CANCELLED = "cancelled"
+    PAUSED = "paused"  # at a rung of halving, where all others are awaited
+    PRUNED = "pruned"  # at a rung of halving, where others were better
+
+    @property
+    def over(self) -> bool:
+        """Whether this command does nothing more for the trial."""
+        return self not in {Status.WAITING, Status.RUNNING}
+
+
+WITH_RESULT = (Status.FINISHED, Status.DIVERGED, Status.PAUSED, Status.PRUNED)  # nothing is to be tried again
+STATUSES = {
+    State.QUEUED: Status.WAITING,
+    State.RUNNING: Status.RUNNING,
+    State.UNREACHABLE: Status.RUNNING,
+    State.FINISHED: Status.FINISHED,
+    State.FAILED: Status.FAILED,
+    State.INTERRUPTED: Status.INTERRUPTED,
+    State.CANCELLED: Status.CANCELLED,
+}
+
+
+@dataclass
+class TrialRun:
+    """A trial, its run, and what this client has done for it."""
+
+    trial: StudyTrial
+    run: RunFolder
+    status: Status = Status.WAITING
+    lock: FileLock | None = None  # held by this client from the claim to the end
+    place: TrialPlace | None = None
+    started: bool = False  # whether this client has started it
+    was_alive: bool = False  # whether this client has seen it before its end
+    problem: str = ""  # why it failed, or could not be started
+
+    def claim(self) -> bool:
+        """Take the trial's lock; return whether this client has it."""
+        if self.lock is None:
+            self.run.path.mkdir(mode=0o777 if is_shared() else 0o700, parents=True, exist_ok=True)
+            if not self.run.is_locked(LOCK):
+                try:
+                    self.lock = self.run.lock(LOCK)
+                except RunBusyError:  # another client was faster
+                    return False
+        return self.lock is not None
+
+    def release(self) -> None:
+        """Give the lock back."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+    def look(self) -> Status:
+        """Return what the run is doing now."""
+        if not self.run.plan_file.is_file():
+            return Status.WAITING
+        status = STATUSES[self.run.state()]
+        if status is Status.INTERRUPTED and self._has_stopped():
+            return Status.PRUNED if self.trial.is_cut else Status.PAUSED
+        return Status.DIVERGED if status is Status.FAILED and self._broke_down() else status
+
+    def can_start(self) -> bool:
+        """Whether this client is to start it now. While it holds the lock and nothing works on the run, the run stays
+        as it is; so the second is asked before the state, or a worker that just finished would be started again."""
+        if self.lock is None or self.started or not _is_idle(self.run):
+            return False
+        status = self.look()
+        return not status.over or not self.is_tried(status)
+
+    def is_tried(self, status: Status) -> bool:
+        """Whether nothing is to be started any more for a run that is over: a failure of an earlier command and an
+        interruption by anyone else are tried again, once."""
+        if status in {*WITH_RESULT, Status.CANCELLED}:
+            return True
+        return self.started or (status is Status.FAILED and self.was_alive)
+
+    def expect(self, trial: StudyTrial) -> None:
+        """Take over the trial of a new plan: one of tuning may be one of the report now, and a paused one may go on."""
+        self.trial = trial
+        if self.status in {Status.PAUSED, Status.PRUNED} and self.look() is Status.INTERRUPTED:
+            self.status, self.started, self.was_alive = Status.WAITING, False, False
+        elif not self.status.over or self.status is Status.PAUSED:
+            found = self.look()
+            self.status = found if found in WITH_RESULT and found is not Status.DIVERGED else self.status
+
+    def _has_stopped(self) -> bool:
+        """Whether the run has come to the step at which its trial stops."""
+        ends = History.load(self.run.path).ends if self.trial.stop_at is not None else []
+        return bool(ends) and ends[-1]["step"] >= (self.trial.stop_at or 0)
+
+    def _broke_down(self) -> bool:
+        try:
+            return bool(load_folder(self.run).broke_down)
+        except RunNotFoundError:
+            return False
+
+
+class Driver:
+    """Runs trials at places; each place gets its next trials when it has finished those of this study that it has."""
+
+    def __init__(self, places: Sequence[TrialPlace], store: TrialStore, provenance: Provenance) -> None:
+        self._places, self._store, self._provenance = places, store, provenance
+        self._deal = deal(places)
+        self._is_stopping = False
+        self.runs: dict[str, TrialRun] = {}
+
+    def add(self, trials: Iterable[StudyTrial]) -> list[TrialRun]:
+        """Return the entries of trials; those of finished runs are over at once."""
+        added = []
+        for trial in trials:
+            if trial.run_id not in self.runs:
+                self.runs[trial.run_id] = TrialRun(trial, self._store.find(trial))
+            entry = self.runs[trial.run_id]
+            entry.expect(trial)
+            added.append(entry)
+        return added
+
+    def drive(self, trials: Sequence[StudyTrial], pause: Callable[[], None]) -> None:
+        """Run trials until each is over, or after :meth:`stop` until nothing works. ``pause`` waits a moment."""
+        entries = self.add(trials)
+        try:
+            while True:
+                for entry in entries:
+                    self._observe(entry)
+                waiting = [entry for entry in entries if not entry.status.over]
+                if not waiting or (self._is_stopping and not self._live()):
+                    return
+                if not self._is_stopping:
+                    self._start(waiting, entries)
+                pause()
+        finally:
+            for entry in entries:
+                entry.release()
+
+    def stop(self) -> None:
+        """Start nothing more, and ask the workers of the trials that this client holds for a checkpoint and an end."""
+        self._is_stopping = True
+        live = sorted(self._live(), key=lambda entry: not entry.run.is_locked("worker"))  # those that work come first
+        watchers = {Launch.load(entry.run): entry for entry in reversed(live)}
+        by_watcher = {launch.watcher_pid: entry for launch, entry in watchers.items() if launch is not None}
+        for entry in by_watcher.values():  # a watcher passes the request on to all its runs
+            _job(entry.run).stop()
+
+    def kill(self) -> None:
+        """End the workers of the trials that this client holds at once."""
+        for entry in self._live():
+            _job(entry.run).kill()
+
+    def _live(self) -> list[TrialRun]:
+        """Return the entries that this client holds and that a process works on or has queued."""
+        held = [entry for entry in self.runs.values() if entry.lock is not None]
+        return [entry for entry in held if entry.run.is_locked("worker") or entry.run.is_locked("target")]
+
+    def _observe(self, entry: TrialRun) -> None:
+        if entry.status.over:
+            return
+        is_mine = entry.claim()
+        status = entry.look()
+        if not status.over:
+            entry.status, entry.was_alive = status, True
+            if is_mine and entry.run.plan_file.is_file() and entry.run.state() is State.UNREACHABLE:
+                _job(entry.run)  # a target elsewhere of which nobody asks: its dispatcher is started again
+            return
+        if entry.is_tried(status) or (not is_mine and status in WITH_RESULT):
+            entry.status = status
+            is_well = status in WITH_RESULT and status is not Status.DIVERGED
+            entry.problem = "" if is_well else entry.problem or _describe_end(entry.run)
+            entry.release()
+        else:
+            entry.status = Status.WAITING
+
+    def _start(self, waiting: Sequence[TrialRun], entries: Sequence[TrialRun]) -> None:
+        """Submit what waits to each place that has nothing of this study to do."""
+        free = [entry for entry in waiting if entry.can_start()]
+        busy = {self._place_of(entry).key for entry in entries if not entry.status.over and not _is_idle(entry.run)}
+        batches: dict[str, list[TrialRun]] = {}
+        for entry in free:
+            batches.setdefault(self._place_of(entry).key, []).append(entry)
+        for key, batch in batches.items():
+            if key not in busy:
+                self._submit(batch)
+
+    def _place_of(self, entry: TrialRun) -> TrialPlace:
+        """Return where a trial runs: where its plan says if it has one, else the next place in turn."""
+        if entry.place is None and entry.run.plan_file.is_file():
+            section = Plan.load(entry.run.plan_file).recipe.target
+            known = (place for place in self._places if place.put(entry.trial.recipe).target == section)
+            entry.place = next(known, TrialPlace(section.kind, section))
+        if entry.place is None:
+            entry.place = next(self._deal)
+        return entry.place
+
+    def _submit(self, batch: Sequence[TrialRun]) -> None:
+        """Write the plans of trials of one place that have none, and submit the trials, those of one target at once."""
+        targets: dict[str, list[TrialRun]] = {}
+        for entry in batch:
+            if not entry.run.plan_file.is_file():
+                recipe = self._place_of(entry).put(entry.trial.recipe)
+                Plan(run_id=entry.trial.run_id, recipe=recipe, provenance=self._provenance).save(entry.run.path)
+            plan = Plan.load(entry.run.plan_file)
+            if plan.recipe.checkpoint.stop_at != entry.trial.stop_at:  # it goes on beyond the rung where it stopped
+                recipe = with_stop(plan.recipe, entry.trial.stop_at)
+                plan.model_copy(update={"recipe": recipe}).save(entry.run.path)
+            section = plan.recipe.target
+            targets.setdefault(section.model_dump_json(), []).append(entry)
+        for some in targets.values():
+            self._submit_to_one(some)
+
+    def _submit_to_one(self, batch: Sequence[TrialRun]) -> None:
+        from sparsebp_cli.target import make_target
+
+        try:
+            target = make_target(Plan.load(batch[0].run.plan_file).recipe.target)
+            target.submit_all([entry.run for entry in batch], max_parallel=self._place_of(batch[0]).slots)
+        except RunBusyError:
+            return  # another process has begun to work on one of them; the next look finds out
+        except RunFailedError as error:
+            self._give_up(batch[:1], str(error))  # the others are submitted again at the next look
+        except SparseBPError as error:
+            self._give_up(batch, str(error))
+        else:
+            for entry in batch:
+                entry.started = True
+
+    def _give_up(self, batch: Sequence[TrialRun], problem: str) -> None:
+        for entry in batch:
+            entry.status, entry.problem = Status.FAILED, problem
+            entry.release()
+
+
+def _is_idle(run: RunFolder) -> bool:
+    """Whether no process works on a run or has it in its queue."""
+    return not (run.is_locked("worker") or run.is_locked("target")) and (
+        not run.plan_file.is_file() or run.state() is not State.UNREACHABLE
+    )
+
+
+def _job(run: RunFolder) -> Job:
+    from sparsebp_cli.target import make_target
+
+    return make_target(Plan.load(run.plan_file).recipe.target).reattach(run)
+
+
+def _describe_end(run: RunFolder) -> str:
+    ends = History.load(run.path).ends
+    return str(ends[-1]["text"]) if ends else ""

@@ -1,0 +1,68 @@
+"""Successive halving: every combination is trained for a part of its steps, and only the best go on from there.
+
+Kevin Jamieson, Ameet Talwalkar: Non-stochastic Best Arm Identification and Hyperparameter Optimization, 2016,
+https://arxiv.org/abs/1502.07943. Ours ranks at evaluations that the recipe has anyway, each trial under the schedule of
+its whole length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.study.schema import FEWEST_STEPS
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Standing(Generic[Item]):
+    """How far a combination may go by now."""
+
+    item: Item
+    rung: int | None  # the rung at which it stops; None: it goes to its end
+    is_cut: bool  # whether others were better there, so that it does not go on
+
+
+def find_rungs(recipe: Recipe, count: int, reduction: int) -> list[int]:
+    """Return the steps after which a recipe's combinations are ranked, in order: those of its evaluations that are next
+    below a ``reduction``-th of the steps, a ``reduction``-th of that, and so on while combinations are left to cut.
+    Raise UsageError if there is none of at least ten steps."""
+    steps, every = recipe.training.max_steps, recipe.measure.eval_every
+    rungs: list[int] = []
+    share = reduction
+    while share <= count * (reduction - 1) and (step := steps // share // every * every) >= FEWEST_STEPS:
+        rungs.append(step)
+        share *= reduction
+    if not rungs and count > 1:
+        raise UsageError(
+            f"arm {recipe.name}: halving ranks after {steps // reduction} of {steps} steps or before, and there is no "
+            f"evaluation after at least {FEWEST_STEPS} steps: measure.eval_every is {every}"
+        )
+    return sorted(set(rungs))
+
+
+def halve(
+    items: Sequence[Item], num_rungs: int, reduction: int, measure: Callable[[Item, int], float | None]
+) -> list[Standing[Item]]:
+    """Return how far each of an arm's combinations may go. ``measure`` returns its value at a rung, lower is better;
+    infinite for one that diverged, None for one that is not there yet: nobody goes on before all are. Of ``n``, the
+    best ``n / reduction`` go on, rounded up; of equal ones, the first."""
+    left = [*range(len(items))]
+    found: dict[int, Standing[Item]] = {}
+    for rung in range(num_rungs):
+        values = {place: measure(items[place], rung) for place in left}
+        known = [(value, place) for place, value in values.items() if value is not None]
+        if len(known) < len(left):
+            found |= {place: Standing(items[place], rung, is_cut=False) for place in left}
+            break
+        kept = {place for _, place in sorted(known)[: math.ceil(len(left) / reduction)]}
+        found |= {place: Standing(items[place], rung, is_cut=True) for place in left if place not in kept}
+        left = sorted(kept)
+    else:
+        found |= {place: Standing(items[place], None, is_cut=False) for place in left}
+    return [found[place] for place in range(len(items))]

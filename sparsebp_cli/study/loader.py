@@ -1,0 +1,268 @@
+"""Reads a study's file: the study, and one checked recipe for each arm and combination, errors with their places."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from sparsebp_cli.errors import RecipeError, did_you_mean
+from sparsebp_cli.policy.error_text import show_with_type
+from sparsebp_cli.policy.field_error import FieldError, Location, describe_errors
+from sparsebp_cli.recipe import PlacedRecipe
+from sparsebp_cli.recipe.check import check_recipe, first_error
+from sparsebp_cli.recipe.document import Node, Place, read_document
+from sparsebp_cli.recipe.loader import expand_shorthand, lay_over, load_tree, read_text
+from sparsebp_cli.recipe.override import set_value
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.study.schema import FIXED_KEYS, NO_RESULT, STEPS_KEY, RangeSection, Study
+
+MOST_VARIANTS = 10_000
+ENDS = ("from", "to")  # of a range
+
+Combination = tuple[tuple[str, object], ...]  # key and value of each varied key, in the order of the file
+
+
+def describe(combination: Combination) -> str:
+    """Return a combination in one line, such as ``learning_rate=0.001 keep=0.25``."""
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in combination)
+
+
+@dataclass(frozen=True)
+class ArmVariant:
+    """An arm with one combination of the varied values."""
+
+    arm: str
+    combination: Combination
+    placed: PlacedRecipe  # checked; steps and seed are those of the base
+
+    @property
+    def recipe(self) -> Recipe:
+        """Its recipe, named after the arm."""
+        return self.placed.recipe
+
+    @property
+    def label(self) -> str:
+        """The combination in one line, such as ``learning_rate=0.001 keep=0.25``; empty where nothing is varied."""
+        return describe(self.combination)
+
+
+@dataclass(frozen=True)
+class LoadedStudy:
+    """A study with the recipes of all its variants."""
+
+    file: Path
+    study: Study
+    base_file: Path
+    variants: tuple[ArmVariant, ...]  # arm by arm, in the order of the file; of a search, those that it has proposed
+    firsts: Mapping[str, ArmVariant]  # arm to its first combination, of ranges their lower ends
+    tree: Node  # what the file says, with places
+    base: Node  # the recipe under every arm, with places
+
+    def error(self, location: Location, text: str) -> RecipeError:
+        """Return an error at a key of the file, to be raised."""
+        return first_error(self.tree, [FieldError(location, text)])
+
+    def of_arm(self, arm: str) -> list[ArmVariant]:
+        """Return the variants of one arm."""
+        return [variant for variant in self.variants if variant.arm == arm]
+
+    def with_combinations(self, asked: Mapping[str, Sequence[Combination]]) -> LoadedStudy:
+        """Return the study with the combinations that a search has proposed for each arm. Raise RecipeError for one
+        that makes no recipe."""
+        content = self.tree.content
+        assert isinstance(content, dict)
+        arms, place = content["arms"].content, content["vary"].place
+        assert isinstance(arms, dict)
+        variants = [
+            _make_variant(arm, changed, [(key, _make_node(value, place)) for key, value in combination], content)
+            for arm, combinations in asked.items()
+            for changed in [_change(self.base, arms[arm])]
+            for combination in combinations
+        ]
+        return replace(self, variants=tuple(variants))
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where relative paths of models and data are searched, in order."""
+        return [self.file.resolve().parent, self.base_file.resolve().parent, Path.cwd()]
+
+
+def load_study(file: Path) -> LoadedStudy:
+    """Read and check a study and the recipe of every arm and combination. Raise RecipeError with
+    ``file:line:column: key:`` for the first thing that is wrong."""
+    tree = read_document(read_text(file), str(file))
+    if tree is None:
+        raise Place(str(file), 1, 1).error("empty: a study needs at least version, study, base, arms and seeds")
+    if not isinstance(tree.content, dict):
+        raise tree.place.error(f"a study must be a mapping, got {show_with_type(tree.plain)}")
+    study = _check(tree)
+    base_node = tree.content["base"]
+    base_file = file.parent / study.base
+    base = load_tree(base_file, base_node)
+    variants = () if study.search.is_sampled else tuple(_make_variants(tree.content, base))
+    found = _make_firsts(tree.content, base) if study.search.is_sampled else reversed(variants)
+    firsts = {variant.arm: variant for variant in found}
+    return LoadedStudy(file, study, base_file, variants, firsts, tree, base)
+
+
+def _check(tree: Node) -> Study:
+    data = tree.plain
+    try:
+        study = Study.model_validate(data)
+    except ValidationError as error:
+        raise first_error(tree, describe_errors(error, Study, data)) from None
+    if wrong := [*_find_misplaced(study)]:
+        raise first_error(tree, wrong)
+    return study
+
+
+def _find_misplaced(study: Study) -> Iterator[FieldError]:
+    """Yield the keys that the study itself decides, and an arm that does not exist."""
+    if study.budget is not None and (arm := study.budget.as_arm) not in {None, *study.arms}:
+        text = f"must be one of the arms ({', '.join(study.arms)}), got {arm!r}{did_you_mean(str(arm), study.arms)}"
+        yield FieldError(("budget", "as"), text)
+    for arm, changes in study.arms.items():
+        for key in _dotted(changes):
+            location = ("arms", arm, *_find_location(changes, key))
+            if key in FIXED_KEYS:
+                yield FieldError(location, "an arm cannot set this: its name is the arm's, its seeds are under seeds")
+            if key == STEPS_KEY and study.budget is not None:
+                yield FieldError(location, "the budget decides the steps of every arm")
+            if key.split(".")[0] == "target" and study.where is not None:
+                yield FieldError(location, "where decides the target of every arm")
+    if study.search.is_sampled and not study.vary:
+        yield FieldError(("search",), f"kind: {study.search.kind} needs vary: the keys that it chooses")
+    for key, values in study.vary.items():
+        location = ("vary", key)
+        if isinstance(values, RangeSection):
+            yield from _find_wrong_range(location, values, study)
+        if key in FIXED_KEYS or key.split(".")[0] in NO_RESULT:
+            yield FieldError(location, "cannot be varied: it does not change what is trained, or the study decides it")
+        if key == STEPS_KEY and study.budget is not None:
+            yield FieldError(location, "the budget decides the steps of every arm")
+
+
+def _find_wrong_range(location: Location, values: RangeSection, study: Study) -> Iterator[FieldError]:
+    if not study.search.is_sampled:
+        yield FieldError(
+            location, f"{study.search.kind} needs a list of values; search: {{kind: tpe, trials: 12}} takes a range"
+        )
+    if values.start >= values.to:
+        yield FieldError((*location, "to"), f"must be above from, {values.start:g}, got {values.to:g}")
+    if values.by == "log" and values.start <= 0:
+        yield FieldError((*location, "from"), f"must be above 0 with by: log, got {values.start:g}")
+
+
+def _dotted(changes: Mapping[str, object], path: str = "") -> Iterator[str]:
+    for key, value in changes.items():
+        whole = f"{path}.{key}" if path else key
+        yield whole
+        if isinstance(value, Mapping):
+            yield from _dotted(value, whole)
+
+
+def _find_location(changes: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    """Return the keys that lead to a dotted key, of which the first may hold dots itself."""
+    for first, value in changes.items():
+        if key == first:
+            return (first,)
+        if key.startswith(f"{first}.") and isinstance(value, Mapping):
+            return (first, *_find_location(value, key.removeprefix(f"{first}.")))
+    return ()
+
+
+Choice = tuple[str, Node]  # a varied key and one of its values
+
+
+def _make_variants(content: Mapping[str, Node], base: Node) -> Iterator[ArmVariant]:
+    """Yield every combination of the values of each arm."""
+    choices = _find_choices(content)
+    arms = content["arms"].content
+    assert isinstance(arms, dict)
+    if (count := math.prod(len(choice) for choice in choices) * len(arms)) > MOST_VARIANTS:
+        raise content["vary"].place.error(f"{count} arms and combinations, at most {MOST_VARIANTS} are allowed", "vary")
+    for arm, changes in arms.items():
+        changed = _change(base, changes)
+        for combination in itertools.product(*choices):
+            yield _make_variant(arm, changed, combination, content)
+
+
+def _make_firsts(content: Mapping[str, Node], base: Node) -> Iterator[ArmVariant]:
+    """Yield the first combination of each arm, of ranges their lower ends; check every other value beside it."""
+    choices = _find_choices(content)
+    first = [choice[0] for choice in choices]
+    arms = content["arms"].content
+    assert isinstance(arms, dict)
+    for arm, changes in arms.items():
+        changed = _change(base, changes)
+        for number, choice in enumerate(choices):
+            for one in choice[1:]:
+                _make_variant(arm, changed, [*first[:number], one, *first[number + 1 :]], content)
+        yield _make_variant(arm, changed, first, content)
+
+
+def _find_choices(content: Mapping[str, Node]) -> list[list[Choice]]:
+    """Return the values of each varied key; those of a range are its ends."""
+    vary = content["vary"].content if "vary" in content else {}
+    assert isinstance(vary, dict)
+    choices = []
+    for key, values in vary.items():
+        inner = values.content
+        nodes = inner if isinstance(inner, list) else [inner[end] for end in ENDS] if isinstance(inner, dict) else []
+        choices.append([(key, node) for node in nodes])
+    return choices
+
+
+def _make_variant(arm: str, changed: Node, combination: Sequence[Choice], content: Mapping[str, Node]) -> ArmVariant:
+    arms = content["arms"].content
+    assert isinstance(arms, dict)
+    tree = changed
+    try:
+        for key, node in combination:
+            tree = expand_shorthand(set_value(tree, key.split("."), node))
+        assert isinstance(tree.content, dict)
+        tree = replace(tree, content={**tree.content, "name": Node(arm, arms[arm].key_place or arms[arm].place)})
+        placed = check_recipe(tree)
+    except RecipeError as error:
+        raise _locate(error, arm, content, [key for key, _ in combination]) from None
+    return ArmVariant(arm, tuple((key, node.plain) for key, node in combination), placed)
+
+
+def _make_node(value: object, place: Place) -> Node:
+    """Return a value that a search proposed as a node at the place of its range."""
+    if isinstance(value, dict):
+        return Node({key: _make_node(inner, place) for key, inner in value.items()}, place)
+    if isinstance(value, list):
+        return Node([_make_node(inner, place) for inner in value], place)
+    assert value is None or isinstance(value, str | int | float | bool)
+    return Node(value, place)
+
+
+def _change(base: Node, changes: Node) -> Node:
+    """Lay an arm's sections over the base, then set its dotted keys, in the order of the file."""
+    assert isinstance(changes.content, dict)
+    sections = {key: node for key, node in changes.content.items() if "." not in key}
+    tree = lay_over(base, expand_shorthand(replace(changes, content=sections)))
+    for key, node in changes.content.items():
+        if "." in key:
+            tree = expand_shorthand(set_value(tree, key.split("."), node))
+    return tree
+
+
+def _locate(error: RecipeError, arm: str, content: Mapping[str, Node], varied: list[str]) -> RecipeError:
+    """Return an error of an arm's recipe with its key in the study's file, where that is its place."""
+    own = content["arms"].place.file
+    if error.file != own:
+        return RecipeError(
+            f"{error.text} (arm {arm})", file=error.file, line=error.line, column=error.column, key=error.key
+        )
+    key = next(
+        (f"vary.{one}" for one in varied if error.key == one), f"arms.{arm}.{error.key}" if error.key else "arms"
+    )
+    return RecipeError(error.text, file=error.file, line=error.line, column=error.column, key=key)

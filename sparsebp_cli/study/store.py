@@ -1,0 +1,172 @@
+"""What a store already has of a study: the runs of its trials, and ``studies/NAME.json``, which lists them.
+
+    {"study": "NAME", "file": "/the/study.yaml", "generation": 0, "trials": [{"run_id": ..., "role": ..., "arm": ...,
+     "combination": ..., "seed": ...}]}
+
+The list is written again by each command; the runs alone say what is done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sparsebp_cli.compare.load import load_folder
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.errors import RunNotFoundError, did_you_mean
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.seal import Seal
+from sparsebp_cli.run import RunFolder, State, home, read
+from sparsebp_cli.study.disk import DiskUse, measure_disk
+from sparsebp_cli.study.trial import StudyTrial, TrialMaker
+
+
+class TrialStore:
+    """Finds the runs of trials: each under the id of its trial, or a finished one that another command made."""
+
+    def __init__(self, maker: TrialMaker) -> None:
+        self._maker = maker
+        self._others: dict[tuple[int, int], list[Path]] | None = None  # seed and steps to folders
+        self._found: dict[str, RunFolder] = {}
+        self._loaded: dict[str, LoadedRun] = {}
+        self._disk: dict[str, DiskUse] = {}
+
+    def find(self, trial: StudyTrial) -> RunFolder:
+        """Return the folder of a trial's run, which may not exist yet."""
+        if trial.run_id not in self._found:
+            own = RunFolder(home() / "runs" / trial.run_id)
+            other = None if own.plan_file.is_file() else self._find_other(trial)
+            self._found[trial.run_id] = other or own
+        return self._found[trial.run_id]
+
+    def is_done(self, trial: StudyTrial) -> bool:
+        """Whether a trial's run has finished."""
+        run = self.find(trial)
+        return run.plan_file.is_file() and run.state() is State.FINISHED
+
+    def load(self, trial: StudyTrial) -> LoadedRun | None:
+        """Read the run of a trial; None if there is none yet. A run that is over is read once."""
+        run = self.find(trial)
+        if run.run_id in self._loaded:
+            return self._loaded[run.run_id]
+        if not run.plan_file.is_file():
+            return None
+        loaded = load_folder(run)
+        if loaded.state in {State.FINISHED, State.CANCELLED}:
+            self._loaded[run.run_id] = loaded
+        return loaded
+
+    def measure(self, trial: StudyTrial) -> DiskUse:
+        """Measure the disk of a trial's run that has finished, once."""
+        if trial.run_id not in self._disk:
+            self._disk[trial.run_id] = measure_disk(self.find(trial))
+        return self._disk[trial.run_id]
+
+    def _find_other(self, trial: StudyTrial) -> RunFolder | None:
+        """Find the oldest finished run of the same recipe, seed, code and data under another id."""
+        if self._maker.generation:  # these are repeated on purpose
+            return None
+        if self._others is None:
+            self._others = _index_runs()
+        found = []
+        for path in self._others.get((trial.seed, trial.steps), []):
+            run = RunFolder(path)
+            try:
+                plan = Plan.load(run.plan_file)
+            except RunNotFoundError:
+                continue
+            if plan.group == trial.group and run.state() is State.FINISHED and self._has_same_code(trial, run, plan):
+                found.append((plan.created, run.run_id, run))
+        return min(found)[2] if found else None
+
+    def _has_same_code(self, trial: StudyTrial, run: RunFolder, plan: Plan) -> bool:
+        seals = [Seal.from_json(record["values"]) for record, _ in read(run.path) if record["kind"] == "seal"]
+        same = bool(seals) and all(
+            seal is not None and seal.code == self._maker.find_code(trial.recipe) for seal in seals
+        )
+        recipe = trial.recipe
+        named = [Path(name) for name in (recipe.model.name, recipe.model.tokenizer, recipe.dataset.name) if name]
+        return same and all(
+            path.stat().st_mtime <= plan.created for path in named if path.is_absolute() and path.exists()
+        )
+
+
+def _index_runs() -> dict[tuple[int, int], list[Path]]:
+    """Return the folders of all runs by seed and steps, without validating their plans."""
+    found: dict[tuple[int, int], list[Path]] = {}
+    for file in (home() / "runs").glob("*/plan.json"):
+        try:
+            training = json.loads(file.read_bytes())["recipe"]["training"]
+            found.setdefault((int(training["seed"]), int(training["max_steps"])), []).append(file.parent)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A trial in the list of a study."""
+
+    run_id: str
+    role: str
+    arm: str
+    combination: str
+    seed: int
+    pruned: bool = False  # whether halving has ended it before its last step
+
+
+@dataclass(frozen=True)
+class StudyRecord:
+    """The list of a study's trials, so that other commands find them by the study's name."""
+
+    study: str
+    file: str
+    generation: int
+    trials: tuple[Listed, ...] = ()
+
+    @classmethod
+    def load(cls, name: str) -> StudyRecord | None:
+        """Read the list of a study; None if there is none."""
+        try:
+            content: dict[str, Any] = json.loads(_record_file(name).read_bytes())
+            trials = tuple(Listed(**entry) for entry in content["trials"])
+            return cls(str(content["study"]), str(content["file"]), int(content["generation"]), trials)
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def save(self) -> None:
+        """Write the list, atomically."""
+        file = _record_file(self.study)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}.part")
+        content: Mapping[str, object] = {
+            "study": self.study,
+            "file": self.file,
+            "generation": self.generation,
+            "trials": [vars(trial) for trial in self.trials],
+        }
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(file)
+
+
+def find_record(name: str) -> StudyRecord:
+    """Return the list of a study; raise RunNotFoundError if this machine has no study of that name."""
+    record = StudyRecord.load(name) if name == Path(name).name else None
+    if record is None:
+        known = list_studies()
+        shown = f"; there are {', '.join(known)}" if known else "; `sparsebp study FILE` runs one"
+        raise RunNotFoundError(f"no study {name!r} under {home()}{shown}{did_you_mean(name, known)}")
+    return record
+
+
+def list_studies() -> Sequence[str]:
+    """Return the names of all studies of this machine."""
+    return sorted(file.stem for file in (home() / "studies").glob("*.json"))
+
+
+def _record_file(name: str) -> Path:
+    return home() / "studies" / f"{name}.json"

@@ -1,0 +1,145 @@
+"""The state of a study in numbers: for each arm its trials by stage, the best combination so far, and the time left."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.recipe import Recipe
+from sparsebp_cli.run.metric import STEP_SECONDS, TRAIN_LOSS
+from sparsebp_cli.study.course import Course, Tuned, find_metric
+from sparsebp_cli.study.disk import DiskUse
+from sparsebp_cli.study.driver import Status
+from sparsebp_cli.study.loader import LoadedStudy
+from sparsebp_cli.study.store import TrialStore
+from sparsebp_cli.study.trial import StudyTrial, with_steps
+
+STAGES = ("rehearse", "tune", "report", "control")
+RUNS_TIMED = 3  # of each arm: enough for an estimate
+
+
+@dataclass
+class ArmLine:
+    """One arm."""
+
+    arm: str
+    steps: str = ""  # optimizer steps, or their range over the combinations; empty until a rehearsal tells
+    total: Counter[str] = field(default_factory=Counter)  # stage to its trials, those not known yet included
+    done: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[Status] = field(default_factory=Counter)
+    best: str = ""  # value of the validation metric and combination
+    seconds_left: float | None = 0.0  # of one trial after the other; None where an arm was never timed
+    bytes_left: float | None = 0.0  # of disk that the runs still to be made will hold; None where none has finished
+
+    @property
+    def num_trials(self) -> int:
+        """All trials of the arm."""
+        return sum(self.total.values())
+
+    @property
+    def num_done(self) -> int:
+        """Those that have a result."""
+        return sum(self.done.values())
+
+
+def summarise(
+    loaded: LoadedStudy,
+    course: Course,
+    controls: Sequence[StudyTrial],
+    statuses: Mapping[str, Status],
+    store: TrialStore,
+) -> list[ArmLine]:
+    """Return one line for each arm, and one for the controls where there are any. ``statuses`` holds what is known of
+    trials by run id; others wait."""
+    lines = {arm: ArmLine(arm) for arm in loaded.study.arms}
+    per_step = {arm: _time_step(arm, course, statuses, store) for arm in lines}
+    disk = {arm: _measure_arm(arm, course, statuses, store) for arm in lines}
+    steps: dict[str, set[int]] = {}
+    for trial in (*course.trials, *controls):
+        line = lines.setdefault(trial.arm, ArmLine(trial.arm))
+        status = statuses.get(trial.run_id, Status.WAITING)
+        line.total[trial.role] += 1
+        line.done[trial.role] += status in {Status.FINISHED, Status.DIVERGED, Status.PRUNED}
+        line.statuses[status] += 1
+        if trial.role != "rehearse":
+            steps.setdefault(trial.arm, set()).add(trial.steps)
+        if not status.over:
+            line.seconds_left = _add(line.seconds_left, per_step.get(trial.arm), trial.stop_at or trial.steps)
+            line.bytes_left = _add_bytes(line.bytes_left, disk.get(trial.arm), trial.recipe, 1)
+    _add_unknown(loaded, course, lines, per_step, disk, steps)
+    for arm, some in steps.items():
+        lines[arm].steps = f"{min(some)}" if len(some) == 1 else f"{min(some)}-{max(some)}"
+    for arm, line in lines.items():
+        line.best = _describe_best([one for one in course.tuned if one.variant.arm == arm])
+    return list(lines.values())
+
+
+def _add_unknown(
+    loaded: LoadedStudy,
+    course: Course,
+    lines: Mapping[str, ArmLine],
+    per_step: Mapping[str, float | None],
+    disk: Mapping[str, DiskUse | None],
+    steps: Mapping[str, set[int]],
+) -> None:
+    """Count the trials that later stages will have: they wait for the results of earlier ones."""
+    for arm, num in (course.missing_of(loaded)).items():
+        for stage, count in num.items():
+            lines[arm].total[stage] += count
+            lines[arm].statuses[Status.WAITING] += count
+            first = loaded.firsts[arm].recipe
+            most = max(steps.get(arm) or {first.training.max_steps})
+            if count:
+                lines[arm].seconds_left = _add(lines[arm].seconds_left, per_step[arm], count * most)
+                lines[arm].bytes_left = _add_bytes(lines[arm].bytes_left, disk[arm], with_steps(first, most), count)
+
+
+def _add(total: float | None, per_step: float | None, steps: int) -> float | None:
+    return None if total is None or per_step is None else total + per_step * steps
+
+
+def _add_bytes(total: float | None, use: DiskUse | None, recipe: Recipe, count: int) -> float | None:
+    return None if total is None or use is None else total + count * use.predict(recipe)
+
+
+def _measure_arm(arm: str, course: Course, statuses: Mapping[str, Status], store: TrialStore) -> DiskUse | None:
+    """Measure a finished run of an arm, a whole one rather than a rehearsal."""
+    done = [t for t in course.trials if t.arm == arm and statuses.get(t.run_id) is Status.FINISHED]
+    whole = [trial for trial in done if trial.role != "rehearse"] or done
+    return store.measure(whole[0]) if whole else None
+
+
+def _time_step(arm: str, course: Course, statuses: Mapping[str, Status], store: TrialStore) -> float | None:
+    """Return the seconds of a step of an arm, evaluations included, from runs that finished; None without one."""
+    done = [t for t in course.trials if t.arm == arm and statuses.get(t.run_id) is Status.FINISHED]
+    whole = [trial for trial in done if trial.role != "rehearse"] or done
+    runs = [store.load(trial) for trial in whole[:RUNS_TIMED]]
+    pace = _pace if whole[:1] and whole[0].role != "rehearse" else _pace_of_steps
+    found = [seconds for run in runs if run is not None and (seconds := pace(run)) is not None]
+    return statistics.median(found) if found else None
+
+
+def _pace_of_steps(run: LoadedRun) -> float | None:
+    """Return the median of the steps alone: most of the time of a rehearsal goes to its probes."""
+    steps = [seconds for _, seconds in run.history.metrics.get(STEP_SECONDS.name, {}).values()]
+    return statistics.median(steps) if steps else None
+
+
+def _pace(run: LoadedRun) -> float | None:
+    if len(run.history.warm) > 1:  # the time between its attempts was no training
+        return _pace_of_steps(run)
+    times = [time for time, _ in run.history.metrics.get(TRAIN_LOSS.name, {}).values()]
+    return (max(times) - min(times)) / (len(times) - 1) if len(times) > 1 else None
+
+
+def _describe_best(tuned: Sequence[Tuned]) -> str:
+    known = [one for one in tuned if one.value is not None and not one.diverged]
+    if not known:
+        return "diverged" if tuned and all(one.diverged for one in tuned) else ""
+    metric = find_metric(known[0].variant.recipe)
+    sign = -1.0 if metric.better == "higher" else 1.0
+    best = min(known, key=lambda one: sign * (one.value or 0.0))
+    return f"{best.value:.4f} {best.variant.label}"

@@ -1,0 +1,133 @@
+"""Trials: single runs of a study. What a trial trains decides its id, so the same trial is never trained twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from sparsebp_cli.plan.identity import find_code, find_data, identify
+from sparsebp_cli.plan.plan import content_hash, group_content, resolve_paths
+from sparsebp_cli.recipe import Recipe, with_seed
+from sparsebp_cli.study.loader import ArmVariant
+
+Role = Literal["rehearse", "tune", "report", "control"]
+
+REHEARSED_STEPS = 10  # with a probe at each: ten ratios of the arm to dense, taken in turn
+COST_FREE = ("learning_rate", "warmup_steps", "lr_scheduler_type", "max_grad_norm", "optim_args")
+
+
+@dataclass(frozen=True)
+class StudyTrial:
+    """One run that a study needs."""
+
+    run_id: str  # 12 hexadecimal digits that follow from recipe, seed, code and data
+    role: Role
+    arm: str
+    combination: str  # the varied values in one line; empty where nothing is varied
+    recipe: Recipe  # resolved, with its seed and absolute paths
+    group: str  # the hash that it shares with its repetitions of other seeds, as plans have it
+    is_cut: bool = False  # whether halving has ended it before its last step
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.recipe.training.seed
+
+    @property
+    def steps(self) -> int:
+        """Its optimizer steps."""
+        return self.recipe.training.max_steps
+
+    @property
+    def stop_at(self) -> int | None:
+        """The step at which it stops for now; None where it goes to its end."""
+        return self.recipe.checkpoint.stop_at
+
+
+@dataclass
+class TrialMaker:
+    """Makes trials from recipes; reads code and data once."""
+
+    study: str  # its name, which becomes a tag of its runs
+    folders: Sequence[Path]  # where relative paths of models and data are searched
+    generation: int = 0  # how often everything was trained again on purpose
+    _code: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
+    _data: dict[tuple[str | None, ...], dict[str, str]] = field(default_factory=dict)
+
+    def make(self, role: Role, arm: str, combination: str, recipe: Recipe, seeds: Sequence[int]) -> list[StudyTrial]:
+        """Make a trial for each seed."""
+        recipe = resolve_paths(recipe, self.folders)
+        tags = {"study": self.study, **recipe.tracking.tags}
+        recipe = recipe.model_copy(update={"tracking": recipe.tracking.model_copy(update={"tags": tags})})
+        group, code, data = content_hash(group_content(recipe)), self.find_code(recipe), self._find_data(recipe)
+        return [
+            StudyTrial(
+                identify(group, seed, code, data, self.generation),
+                role,
+                arm,
+                combination,
+                with_seed(recipe, seed),
+                group,
+            )
+            for seed in seeds
+        ]
+
+    def make_all(self, role: Role, variant: ArmVariant, recipe: Recipe, seeds: Sequence[int]) -> list[StudyTrial]:
+        """Make a trial of a variant for each seed."""
+        return self.make(role, variant.arm, variant.label, recipe, seeds)
+
+    def find_code(self, recipe: Recipe) -> Mapping[str, str]:
+        """Return the versions of what decides the results of a recipe."""
+        names = tuple(entry.name for entry in recipe.policy)
+        if names not in self._code:
+            self._code[names] = find_code(recipe)
+        return self._code[names]
+
+    def _find_data(self, recipe: Recipe) -> Mapping[str, str]:
+        names = (recipe.model.name, recipe.model.tokenizer, recipe.dataset.name)
+        if names not in self._data:
+            self._data[names] = find_data(recipe)
+        return self._data[names]
+
+
+def with_steps(recipe: Recipe, steps: int, *, fixed_warmup: bool = False) -> Recipe:
+    """Return a recipe of another length. Its schedule runs over these steps, and so the warm-up becomes longer or
+    shorter in proportion, unless it was varied on purpose (``fixed_warmup``)."""
+    training = recipe.training
+    if training.max_steps == steps:
+        return recipe
+    warmup = training.warmup_steps
+    if warmup and not fixed_warmup:
+        warmup = max(1, round(warmup * steps / training.max_steps))
+    changed = training.model_copy(update={"max_steps": steps, "warmup_steps": min(warmup, steps)})
+    return recipe.model_copy(update={"training": changed})
+
+
+def with_stop(recipe: Recipe, stop_at: int | None) -> Recipe:
+    """Return a recipe that stops with a checkpoint after a step. Its trials keep their ids."""
+    return recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"stop_at": stop_at})})
+
+
+def rehearse(recipe: Recipe, first: Recipe) -> Recipe:
+    """Return the recipe of a short run that measures what a step costs: a probe at each step, one small evaluation.
+    Combinations that cost the same share it: what costs nothing is taken from the arm's ``first`` combination."""
+    free = {name: getattr(first.training, name) for name in COST_FREE}
+    no_limit = {"max_steps": REHEARSED_STEPS, "max_seconds": None, "max_cost": None}
+    training = recipe.training.model_copy(update=free | no_limit)
+    measure = recipe.measure.model_copy(
+        update={
+            "probe_every": 1,
+            "fidelity_every": None,
+            "independent_examples": None,
+            "eval_every": REHEARSED_STEPS,
+            "eval_examples": recipe.training.per_device_train_batch_size,
+            "eval_batches": None,
+        }
+    )
+    dataset = recipe.dataset.model_copy(update={"test_split": None, "test_fraction": None})
+    checkpoint = recipe.checkpoint.model_copy(update={"every": REHEARSED_STEPS})
+    return recipe.model_copy(
+        update={"training": training, "measure": measure, "dataset": dataset, "checkpoint": checkpoint}
+    )

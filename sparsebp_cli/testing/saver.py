@@ -1,0 +1,169 @@
+"""Conformance suite of input savers. Each broken promise is an ``AssertionError`` of one sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward import attach, count_flops, saved_bytes
+from sparsebp_cli.policy import (
+    InputSaver,
+    Saved,
+    SavedColumns,
+    SavedElements,
+    SavedRows,
+    SavedSketch,
+    Site,
+    Step,
+    choice,
+)
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network
+
+_NUM_DRAWS = 2000
+_NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
+
+
+def check_input_saver(policy: InputSaver) -> None:
+    """Check an input saver against every promise of the contract."""
+    for check in _CHECKS:
+        check(policy)
+    if "keep" in type(policy).model_fields:
+        whole = type(policy).model_validate(policy.model_dump() | {"keep": 1.0})
+        same = equal(train_network(whole), train_network(None))
+        require(whole.exact and same, f"{name_of(whole)}: keep=1.0 must be exact")
+
+
+def _inputs(*dtypes: torch.dtype) -> Iterator[Tensor]:
+    for dtype in dtypes or (torch.float32, torch.float64, torch.bfloat16):
+        for number, shape in enumerate(((8, 6), (7, 5), (1, 9), (9, 1), (64, 32))):
+            generator = torch.Generator().manual_seed(number)
+            yield torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _save(policy: InputSaver, x_ND: Tensor, step: Step) -> Saved | None:
+    return policy.save(x_ND, Site("layers.0.mlp", 3, (1, len(x_ND)), 0), step)
+
+
+def _restore(policy: InputSaver, x_ND: Tensor, step: Step) -> Tensor:
+    saved = _save(policy, x_ND, step)
+    return x_ND if saved is None else saved.restore()
+
+
+def _check_saved(policy: InputSaver) -> None:
+    require(0.0 < policy.budget <= 1.0, f"{name_of(policy)}: budget must be in (0, 1], got {policy.budget}")
+    for x_ND in _inputs():
+        saved = _save(policy, x_ND, Step(0))
+        claim = policy.count_bytes(x_ND.shape[0], x_ND.shape[1], x_ND.element_size())
+        if saved is None:
+            require(claim == x_ND.nbytes, f"{name_of(policy)}: keeps the input, and claims {claim} bytes of it")
+            continue
+        says = "None" if policy.form is None else policy.form.__name__
+        require(type(saved) is policy.form, f"{name_of(policy)}: saves {type(saved).__name__}, but says {says}")
+        restored = saved.restore()
+        same = restored.shape == x_ND.shape and restored.dtype == x_ND.dtype
+        require(same, f"{name_of(policy)}: restores {restored.dtype} of {tuple(restored.shape)}")
+        text = f"{name_of(policy)}: keeps {saved.num_bytes} bytes of {tuple(x_ND.shape)}, and claims {claim}"
+        require(saved.num_bytes == claim, text)
+        kept, number = _count(saved)
+        text = f"{name_of(policy)}: keeps {kept} of {number}, its budget {policy.budget:g} allows fewer"
+        require(kept <= choice.count_kept(policy.budget, number), text)
+
+
+def _count(saved: Saved) -> tuple[int, int]:
+    """Return how many of its units a form keeps, and how many there are."""
+    num_rows, num_features = saved.shape
+    match saved:
+        case SavedRows():
+            return saved.row_KD.shape[0], num_rows
+        case SavedSketch():
+            return saved.sketch_KD.shape[0], num_rows
+        case SavedColumns():
+            return saved.column_NK.shape[1], num_features
+        case SavedElements():
+            return saved.value_K.numel(), num_rows * num_features
+    return 1, 1
+
+
+def _check_repeatable(policy: InputSaver) -> None:
+    for x_ND in _inputs():
+        before, states = x_ND.clone(), random_states()
+        first = _restore(policy, x_ND, Step(3, seed=1))
+        require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
+        require(torch.equal(before, x_ND), f"{name_of(policy)}: changes the input that it receives")
+        same = torch.equal(first, _restore(policy, x_ND, Step(3, seed=1)))
+        require(same, f"{name_of(policy)}: decides differently when called again at the same step")
+        same = torch.equal(first, _restore(through_json(policy), x_ND, Step(3, seed=1)))
+        require(same, f"{name_of(policy)}: decides differently after conversion to JSON and back")
+
+
+def _check_draws(policy: InputSaver) -> None:
+    x_ND = next(_inputs())
+    first = _restore(policy, x_ND, Step(0))
+    if all(torch.equal(first, _restore(policy, x_ND, Step(0, draw=draw))) for draw in range(1, 9)):
+        return  # not a random policy
+    for what in ("index", "micro_batch", "call", "seed", "rank"):
+        others = [Step(**({"index": 0} | {what: number})) for number in range(1, 9)]
+        differs = not all(torch.equal(first, _restore(policy, x_ND, other)) for other in others)
+        require(differs, f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+
+
+def _check_exact(policy: InputSaver) -> None:
+    same = all(torch.equal(_restore(policy, x_ND, Step(0)), x_ND) for x_ND in _inputs())
+    require(same or not policy.exact, f"{name_of(policy)}: says it is exact, but restores another input")
+
+
+def _check_unbiased(policy: InputSaver) -> None:
+    if not policy.unbiased or policy.exact:
+        return
+    for x_ND in (torch.ones(7, 5, dtype=torch.float64), next(_inputs(torch.float64))):
+        draws = torch.stack([_restore(policy, x_ND, Step(0, draw=draw)) for draw in range(1, _NUM_DRAWS + 1)])
+        along = (draws * x_ND).sum(dim=(-2, -1), keepdim=True) / x_ND.square().sum()
+        for value, truth in ((draws, x_ND), (along, torch.ones(1, 1, dtype=torch.float64))):
+            bound = _NUM_SIGMAS * value.std(0) / math.sqrt(_NUM_DRAWS) + 1e-6 * truth.abs()
+            worst = float(((value.mean(0) - truth).abs() - bound).max())
+            require(worst <= 0, f"{name_of(policy)}: says it is unbiased, but the mean over draws is not the input")
+
+
+def _check_kernels(policy: InputSaver) -> None:
+    fast, reference = (
+        train_network(policy, dtype=torch.float64),
+        train_network(policy, dtype=torch.float64, execution="reference"),
+    )
+    close = all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(fast, reference, strict=True))
+    require(close, f"{name_of(policy)}: the fast engine trains differently from the reference")
+
+
+def _check_claim(policy: InputSaver) -> None:
+    linear = nn.Linear(128, 64)
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    with attach(nn.ModuleList([linear]), [policy.model_copy(update={"layers": None, "where": None})]) as engine:
+        with saved_bytes(linear.parameters()) as saved:
+            output = linear(x)
+        with count_flops() as count:
+            engine.backward(output.sum())
+        claim = engine.claim()
+    text = f"{name_of(policy)}: claims {claim.claimed_flops:g} FLOPs of a backward, but {count.total} were executed"
+    require(count.total == claim.claimed_flops, text)
+    claimed = policy.count_bytes(256, 128, 4)
+    require(saved.total == claimed, f"{name_of(policy)}: claims {claimed} bytes, but {saved.total} are stored")
+
+
+def _check_resume(policy: InputSaver) -> None:
+    one, two, three = (through_json(policy) for _ in range(3))
+    straight, resumed = train_network(one, num_steps=6), train_network(two, num_steps=6, stop=3, resume_with=three)
+    require(equal(straight, resumed), f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+
+
+_CHECKS: tuple[Callable[[InputSaver], None], ...] = (
+    _check_saved,
+    _check_repeatable,
+    _check_draws,
+    _check_exact,
+    _check_unbiased,
+    _check_kernels,
+    _check_claim,
+    _check_resume,
+)

@@ -1,0 +1,31 @@
+"""Which architectures a policy goes with: what the tests find is what docs/reference/architectures.md says.
+
+``pytest --architectures -n 0`` with the tests that call :func:`hold` writes what they find instead.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+FILE = Path(__file__).parents[1] / "docs" / "reference" / "architectures.json"
+
+
+def hold(config: pytest.Config, column: str, found: dict[str, str]) -> None:
+    """Fail unless the file says what was found with the same release of transformers.
+
+    Args:
+        config: Says whether to write instead.
+        column: What was tried.
+        found: Class of a model, and why it is refused; empty where it works.
+    """
+    known: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    if config.getoption("architectures"):
+        known |= {"transformers": transformers.__version__, column: dict(sorted(found.items()))}
+        FILE.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    elif known["transformers"] == transformers.__version__:
+        assert known[column] == found

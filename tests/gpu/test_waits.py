@@ -1,0 +1,72 @@
+"""No policy lets the host wait for a GPU but where that is known: counted on a fake one, with the lines that wait."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu.waits import CASES
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.xdist_group("fake gpu"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the fake device"),
+]
+# A plan of rows is made on the host, and whether a mask is causal is asked once for all layers.
+PLAN = {
+    "copy to cpu at backward/selection/token/row_plan.py": 1,
+    "_local_scalar_dense at backward/selection/token/rows.py": 1,
+}
+# Scores are computed for targets alone, and the time of scoring is measured.
+SCORING = {
+    "torch.cuda.synchronize at backward/selection/score/cost.py": 2,
+    "nonzero at backward/selection/score/scorer.py": 1,
+}
+KNOWN: dict[str, dict[str, int]] = {
+    # Rows of the whole batch: how many of each example is for the host to know, once an attention.
+    "branches of the batch": {
+        "bincount at backward/branch/recompute.py": 3,
+        "_local_scalar_dense at backward/branch/recompute.py": 3,
+    },
+    "tokens detach": PLAN,
+    "tokens stop": PLAN,
+    "tokens exact": PLAN,
+    "tokens by loss": PLAN | SCORING,
+    "selective-backprop": SCORING | {"copy to cpu at policies/selective_backprop.py": 1},
+    # Labels are read on the host and the arrangement of rows is copied to the device, once a batch; whether a mask is
+    # causal is asked once for all layers. Shared prefixes are left out: the fake holds no ids.
+    "lossless": {
+        "copy to cpu at backward/packing/extension.py": 1,
+        "copy to cuda at backward/packing/groups.py": 8,
+        "copy to cuda at backward/packing/batch.py": 1,
+        "_local_scalar_dense at backward/packing/attention.py": 1,
+    },
+    # Layers that run again draw what they drew.
+    "segments": {
+        "torch.cuda.get_rng_state at backward/patch/rng.py": 2,
+        "torch.cuda.set_rng_state at backward/patch/rng.py": 2,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """The waits of every case, found by a process of its own: the fake device is there before torch."""
+    command = [sys.executable, "-m", "tests.gpu.waits"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout[done.stdout.index("{") :]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_waits_for_the_device_only_where_that_is_known(found: dict[str, Any], case: str) -> None:
+    waits = found[case]
+    assert isinstance(waits, dict), waits
+    assert {place.rpartition(":")[0]: number for place, number in waits.items()} == KNOWN.get(case, {})

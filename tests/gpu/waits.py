@@ -1,0 +1,101 @@
+"""``python -m tests.gpu.waits``: what each policy waits for in a forward and a backward on a fake GPU, as JSON."""
+
+from __future__ import annotations
+
+if __name__ == "__main__":
+    from tests.gpu import guard
+
+    guard.load()  # before torch
+
+import json
+import logging
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import sparsebp_cli as sbp
+from tests.gpu.fake_cuda import fake_cuda
+
+SIZE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+BRANCHES = {"sites": "branches"}
+# Policy, its options, those of attach.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("", {}, {}),
+    "dense": ("dense", {}, {}),
+    **{
+        f"topk {along}": ("topk", {"keep": 0.25, "along": along}, {})
+        for along in ("rows", "columns", "blocks", "elements")
+    },
+    "topk 2:4": ("topk", {"keep": 0.5, "along": "2:4"}, {}),
+    **{f"random {along}": ("random", {"keep": 0.25, "along": along}, {}) for along in ("rows", "columns", "blocks")},
+    "crs": ("crs", {"keep": 0.25}, {}),
+    "dropbp": ("dropbp", {"keep": 0.5}, {}),
+    "wta-crs": ("wta-crs", {"keep": 0.25}, {}),
+    "gact": ("gact", {"bits": 4}, {}),
+    "dropit": ("dropit", {"keep": 0.2}, {}),
+    "branches": ("topk", {"keep": 0.25, "along": "rows", "within": "example"}, BRANCHES),
+    "branches of the batch": ("topk", {"keep": 0.25, "along": "rows", "within": "batch"}, BRANCHES),
+    "tokens detach": ("tokens", {"keep": 0.25, "score": "random", "mode": "detach"}, {}),
+    "tokens exact": ("tokens", {"keep": 0.25, "score": "random", "mode": "exact"}, {}),
+    "tokens stop": ("tokens", {"keep": 0.25, "score": "random", "mode": "stop"}, {}),
+    "tokens by loss": ("tokens", {"keep": 0.25, "score": "loss", "mode": "detach"}, {}),
+    "selective-backprop": ("selective-backprop", {"keep": 0.5, "start": 0.0}, {"num_steps": 10}),
+    "uniform": ("uniform", {"keep": 0.5, "start": 0.0}, {"num_steps": 10}),
+    "frozen": ("frozen", {"freeze": ["model.embed_tokens"]}, {}),
+    "segments": ("dense", {}, {"segments": 2}),
+    "lossless": ("lossless", {"verify": "never", "prefixes": "separate"}, {}),
+}
+
+
+def make_model() -> nn.Module:
+    """Return a llama on the fake device."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZE)).train()
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = nn.Parameter(torch.empty(parameter.shape, device="cuda"))
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+    return model
+
+
+def count(name: str) -> dict[str, int]:
+    """Return the waits of one step, without those of the plain model."""
+    policy, options, ways = CASES[name]
+    with fake_cuda() as found:
+        model = make_model()
+        ids = torch.empty(4, 64, dtype=torch.long, device="cuda")
+        if policy:
+            ways = {"optimizer": torch.optim.AdamW(model.parameters())} | ways
+            engine = sbp.attach(model, sbp.make_policy(policy, **options), **ways)
+            for _ in range(2):  # the first step may prepare
+                found.clear()
+                engine.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+        else:
+            found.clear()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return dict(found)
+
+
+def main(names: list[str]) -> None:
+    """Print the waits of these cases, by default of all."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for name in names or CASES:
+        try:
+            found[name] = count(name)
+        except Exception as error:  # all are told together
+            found[name] = f"{type(error).__name__}: {str(error)[:200]}"
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,109 @@
+"""A study of two arms and two learning rates whose trials take a moment, and its command line as real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sparsebp_cli.run import State, list_runs, read
+
+FAKE = [sys.executable, "-m", "fake_study"]
+BASE = """\
+version: 1
+name: base
+model: {{name: none}}
+dataset: {{name: none{test}}}
+training: {{max_steps: 20, warmup_steps: 4}}
+tracking: {{uri: "file:///nowhere", tags: {{{tags}}}}}
+"""
+STUDY = """\
+version: 1
+study: tiny
+base: base.yaml
+arms:
+  dense: {}
+  topk: {policy: [{name: topk, keep: 0.25}]}
+vary:
+  training.learning_rate: [5e-4, 1e-3]
+seeds: {tune: [0], report: 1-2}
+"""
+
+Write = Callable[..., Path]
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.fixture
+def write_study(tmp_path: Path) -> Write:
+    """Write a study and its base; keyword arguments are tags for the worker, ``text`` replaces or extends the study."""
+
+    def write(text: str = STUDY, *, more: str = "", **tags: str) -> Path:
+        given = ", ".join(f'{key}: "{value}"' for key, value in tags.items())
+        (tmp_path / "base.yaml").write_text(BASE.format(test=", test_fraction: 0.5", tags=given))
+        (tmp_path / "study.yaml").write_text(text + more)
+        return tmp_path / "study.yaml"
+
+    return write
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """Run the command line to its end."""
+
+    def run(*words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*FAKE, *map(str, words)],
+            check=False, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment(),
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start the command line and go on."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def begin(*words: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*FAKE, *map(str, words)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(),
+            start_new_session=True,
+        )  # fmt: skip
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_running(no_process_left: None) -> None:
+    """Every test may start workers."""
+
+
+def count_finishes() -> Counter[str]:
+    """Return, for each run of the store, how often its journal says that it finished."""
+    return Counter(
+        {
+            run.run_id: sum(r["kind"] == "end" and r["status"] == State.FINISHED for r, _ in read(run.path))
+            for run in list_runs()
+        }
+    )
+
+
+def count_attempts() -> Counter[str]:
+    """Return, for each run of the store, how many workers began it."""
+    return Counter({run.run_id: sum(r["kind"] == "attempt" for r, _ in read(run.path)) for run in list_runs()})

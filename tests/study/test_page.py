@@ -1,0 +1,97 @@
+"""What a study shows: its plan and its page fit a terminal of 100 columns and count every trial."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+
+from sparsebp_cli.cli.study_page import make_live_table, make_plan_table
+from sparsebp_cli.study.course import plan_course
+from sparsebp_cli.study.disk import measure_disk
+from sparsebp_cli.study.driver import Status
+from sparsebp_cli.study.loader import LoadedStudy, load_study
+from sparsebp_cli.study.place import find_places
+from sparsebp_cli.study.store import TrialStore
+from sparsebp_cli.study.summary import ArmLine, summarise
+from sparsebp_cli.study.trial import TrialMaker, with_stop
+
+from .conftest import STUDY, Write
+
+WIDTH = 100
+
+
+def lines_of(file: Path, *statuses: Status) -> tuple[LoadedStudy, list[ArmLine]]:
+    """Plan a study and give its first trials these statuses."""
+    loaded = load_study(file)
+    maker = TrialMaker(loaded.study.study, loaded.folders)
+    store = TrialStore(maker)
+    course = plan_course(loaded, maker, store)
+    known = {trial.run_id: status for trial, status in zip(course.trials, statuses, strict=False)}
+    return loaded, summarise(loaded, course, [], known, store)
+
+
+def show(content: RenderableType) -> str:
+    console = Console(file=io.StringIO(), width=WIDTH)
+    console.print(content)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_a_plan_counts_trials_that_are_not_known_yet(write_study: Write) -> None:
+    loaded, lines = lines_of(write_study(STUDY.replace("tune: [0]", "tune: 1-2")))
+    shown = show(make_plan_table(loaded, lines, find_places(loaded)))
+    # The seeds of the report are those of tuning: the best combination has them already.
+    assert "tiny: 8 trials, 0 done, 8 to do" in shown
+    loaded, lines = lines_of(write_study())
+    shown = show(make_plan_table(loaded, lines, find_places(loaded)))
+    assert "tiny: 8 trials, 0 done, 8 to do" in shown
+    assert ["dense", "20", "0/2", "0/2", "4", "?", "?"] in [line.split() for line in shown.splitlines()]
+
+
+def test_a_plan_without_a_test_split_warns(write_study: Write, tmp_path: Path) -> None:
+    loaded, lines = lines_of(write_study())
+    assert "warning" not in show(make_plan_table(loaded, lines, find_places(loaded)))
+    base = tmp_path / "base.yaml"
+    base.write_text(base.read_text().replace(", test_fraction: 0.5", ""))
+    loaded, lines = lines_of(tmp_path / "study.yaml")
+    assert "warning: no test split" in show(make_plan_table(loaded, lines, find_places(loaded)))
+
+
+def test_the_page_counts_what_trials_do(write_study: Write) -> None:
+    loaded, lines = lines_of(write_study(), Status.RUNNING, Status.FAILED)
+    shown = show(make_live_table(loaded, lines, 1))
+    assert "tiny: 0 of 8 trials" in shown
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["dense", "0", "1", "2", "1", "?"] in rows
+    assert ["topk", "0", "0", "4", "0", "?"] in rows
+
+
+def test_both_fit_100_columns_with_long_names(write_study: Write) -> None:
+    text = STUDY.replace("dense: {}", f"{'n' * 64}: {{}}").replace("[5e-4, 1e-3]", "[0.00012345678, 1e-3, 2e-3, 3e-3]")
+    loaded, lines = lines_of(write_study(text))
+    for content in (make_plan_table(loaded, lines, find_places(loaded)), make_live_table(loaded, lines, 1)):
+        assert max(map(len, show(content).splitlines())) <= WIDTH
+
+
+def test_a_plan_expects_the_disk_of_what_a_finished_run_holds(write_study: Write, tmp_path: Path) -> None:
+    write_study()
+    base = tmp_path / "base.yaml"
+    base.write_text(f"{base.read_text()}checkpoint: {{every: 10, keep_last: 2}}\n")
+    loaded = load_study(tmp_path / "study.yaml")
+    maker = TrialMaker(loaded.study.study, loaded.folders)
+    store = TrialStore(maker)
+    course = plan_course(loaded, maker, store)
+    first = course.tuning[0]  # of dense
+    folder = store.find(first).path / "checkpoints" / "step-00000020"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(bytes(1000))
+    (folder.parents[1] / "model").write_bytes(bytes(300))
+    lines = summarise(loaded, course, [], {first.run_id: Status.FINISHED}, store)
+    assert [line.bytes_left for line in lines] == [3 * (2 * 1000 + 300), None]
+    stopped = with_stop(first.recipe, 5)  # a trial that halving cuts holds one checkpoint and no model
+    assert measure_disk(store.find(first)).predict(stopped) == 1000
+    for line in lines:
+        line.bytes_left = 6900.0
+    assert "7 to do, 13.8 kB of disk" in show(make_plan_table(loaded, lines, find_places(loaded)))
