@@ -1,5 +1,8 @@
 """How Sphinx builds the documentation. No network is used."""
 
+import json
+import os
+
 from sparsebp_cli import __version__
 
 project = "SparseBP"
@@ -9,8 +12,21 @@ release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build", "generator", "picture/*.md"]
+exclude_patterns = ["_build", "_templates", "generator", "picture/*.md"]
+templates_path = ["_templates"]
 html_theme = "furo"
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "versions.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+# What site.py passes on: the versions beside which this one is built.
+html_context = json.loads(os.environ.get("POLYVERSION_DATA", "{}"))
 html_title = f"SparseBP {version}"
 html_extra_path = ["recipe.schema.json"]
 
