@@ -126,6 +126,32 @@ def forward_hooks_of(module: nn.Module) -> list[object]:
     return list(module._forward_hooks.values())  # noqa: SLF001
 
 
+def forward_pre_hooks_of(module: nn.Module) -> list[object]:
+    """Return the hooks that run before a module's forward; they can be added but not listed."""
+    return list(module._forward_pre_hooks.values())  # noqa: SLF001
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module normalises by the whole batch; its kinds share a base that is not public."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)  # noqa: SLF001
+
+
+def has_attention(config: object) -> bool:
+    """Return whether a configuration of transformers selects an attention."""
+    return hasattr(config, "_attn_implementation")
+
+
+def attention_name(config: object) -> str:
+    """Return the name of the attention that a configuration of transformers selects, such as sdpa."""
+    name: str = config._attn_implementation  # type: ignore[attr-defined]  # noqa: SLF001
+    return name
+
+
+def use_attention(config: object, name: str) -> None:
+    """Select another attention. The model's public setter also checks the name, and switches its parts together."""
+    config._attn_implementation = name  # type: ignore[attr-defined]  # noqa: SLF001
+
+
 def hooks_after_accumulation(parameter: Tensor) -> list[Callable[[Tensor], object]]:
     """Return the hooks that run once a parameter's gradient is accumulated; they can be added but not listed."""
     hooks: dict[int, Callable[[Tensor], object]] | None = parameter._post_accumulate_grad_hooks  # noqa: SLF001

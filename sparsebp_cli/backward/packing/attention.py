@@ -18,6 +18,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.observe.internals import attention_name, has_attention, use_attention
 from sparsebp_cli.backward.packing.across import PackedMemory
 from sparsebp_cli.backward.packing.groups import Padding, SegmentGroup
 from sparsebp_cli.backward.packing.layout import PackedLayout
@@ -183,8 +184,8 @@ class Switch:
 
     def __init__(self, model: nn.Module) -> None:
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-        self._configs = [config for config in configs.values() if hasattr(config, "_attn_implementation")]
-        self._own = [config._attn_implementation for config in self._configs]  # noqa: SLF001 - no public name for it
+        self._configs = [config for config in configs.values() if has_attention(config)]
+        self._own = [attention_name(config) for config in self._configs]
         for implementation in IMPLEMENTATIONS:
             _register(implementation)
 
@@ -202,12 +203,12 @@ class Switch:
     def on(self) -> None:
         """Use our functions."""
         for config, own in zip(self._configs, self._own, strict=True):
-            config._attn_implementation = f"{PREFIX}{own}"  # noqa: SLF001 - its setter is the documented way
+            use_attention(config, f"{PREFIX}{own}")
 
     def off(self) -> None:
         """Use the model's own."""
         for config, own in zip(self._configs, self._own, strict=True):
-            config._attn_implementation = own  # noqa: SLF001
+            use_attention(config, own)
 
 
 def _register(implementation: str) -> None:

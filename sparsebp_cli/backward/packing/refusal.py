@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.backward.packing.batch import KNOWN
 from sparsebp_cli.errors import UnsupportedError
 
@@ -34,7 +35,7 @@ def refuse_inexact(model: PreTrainedModel) -> None:
         if getattr(config, option, None):
             raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch")
     for where, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - all kinds have this base alone
+        if is_batch_norm(module):
             raise UnsupportedError(f"{where!r} computes statistics of the whole batch")
         rates = {name: value for name, value in vars(module).items() if "drop" in name}
         rates |= {"p": module.p} if isinstance(module, nn.Dropout) else {}

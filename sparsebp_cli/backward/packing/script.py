@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import argument_names
+from sparsebp_cli.backward.observe.internals import forward_hooks_of, forward_pre_hooks_of
 from sparsebp_cli.backward.packing.batch import Counts, read_mask, read_positions
 from sparsebp_cli.backward.packing.extension import IGNORED, PackingExtension
 from sparsebp_cli.backward.packing.layout import make_layout
@@ -205,15 +206,14 @@ def _watched(kind: type[Any]) -> type[Any]:
 
 def _refuse_hooks(model: nn.Module) -> None:
     for where, module in model.named_modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):  # noqa: SLF001 - no public name
-            for hook in hooks.values():
-                function: Any = hook
-                while isinstance(function, functools.partial):
-                    function = function.func
-                home = str(getattr(function, "__module__", None) or type(function).__module__)
-                if home.partition(".")[0] not in LIBRARIES:
-                    name = getattr(function, "__qualname__", type(function).__qualname__)
-                    raise UnsupportedError(f"a hook of the script ({name}, at {where or 'the model'!r}) would see rows")
+        for hook in forward_hooks_of(module) + forward_pre_hooks_of(module):
+            function = hook
+            while isinstance(function, functools.partial):
+                function = function.func
+            home = str(getattr(function, "__module__", None) or type(function).__module__)
+            if home.partition(".")[0] not in LIBRARIES:
+                name = getattr(function, "__qualname__", type(function).__qualname__)
+                raise UnsupportedError(f"a hook of the script ({name}, at {where or 'the model'!r}) would see rows")
 
 
 def refusal_of(model: nn.Module) -> str:
