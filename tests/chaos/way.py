@@ -34,6 +34,8 @@ WAYS: dict[str, Sections] = {
     "selective-backprop": _policy("selective-backprop", keep=0.5, start=0.2, end=0.9),
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
     "crs": _policy("crs", keep=0.5, products="both"),
+    "meprop": _policy("meprop", keep=0.5),
+    "meprop unified": _policy("meprop", keep=0.5, unified=True),
     "dropbp": _policy("dropbp", keep=0.5),
     "lcsb": _policy("lcsb", keep=0.5),
     "wta-crs": _policy("wta-crs", keep=0.5),
