@@ -9,7 +9,15 @@ from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitT
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
-from sparsebp_cli.policy.saved import Saved, SavedCodes, SavedColumns, SavedElements, SavedRows, SavedSketch
+from sparsebp_cli.policy.saved import (
+    Saved,
+    SavedCodes,
+    SavedColumns,
+    SavedElements,
+    SavedRepresentatives,
+    SavedRows,
+    SavedSketch,
+)
 from sparsebp_cli.policy.saver import InputSaver
 from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
@@ -47,6 +55,7 @@ __all__ = [
     "SavedCodes",
     "SavedColumns",
     "SavedElements",
+    "SavedRepresentatives",
     "SavedRows",
     "SavedSketch",
     "Schedule",

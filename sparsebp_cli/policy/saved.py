@@ -241,6 +241,64 @@ class SavedSketch(Saved):
 
 @final
 @dataclass(frozen=True)
+class SavedRepresentatives(Saved):
+    """A few rows that stand for all: every row is a multiple of one of them.
+
+    Args:
+        row_KD: The rows that stand for others.
+        index_N: int32, which of them stands for each row, in [0, K).
+        factor_N: What multiplies it, of the input's dtype; 0 leaves a row out.
+    """
+
+    row_KD: Tensor
+    index_N: Tensor
+    factor_N: Tensor
+
+    @classmethod
+    def of(cls, x_ND: Tensor, index_K: Tensor, epsilon: float | None = None) -> Self:
+        """Project each row of an input on the one of some of its rows that is nearest in direction, or in opposite
+        direction.
+
+        Args:
+            x_ND: The input.
+            index_K: int64 numbers of the rows that stand for all, each at most once.
+            epsilon: Leaves out rows whose distance to their projection is more than this share of their length, and
+                multiplies the others by N over their number; None leaves out none.
+
+        Returns:
+            The projections.
+        """
+        import torch
+
+        dtype = torch.promote_types(x_ND.dtype, torch.float32)
+        x = x_ND.to(dtype)
+        row_KD = x.index_select(0, index_K)
+        length_K = torch.linalg.vector_norm(row_KD, dim=1)
+        one = length_K.new_ones(())
+        direction_KD = row_KD / torch.where(length_K == 0.0, one, length_K)[:, None]
+        along_NK = x @ direction_KD.t()
+        index_N = along_NK.abs().argmax(1)
+        along_N = along_NK.gather(1, index_N[:, None])[:, 0]  # the length of the projection, with its sign
+        factor_N = along_N / torch.where(length_K == 0.0, one, length_K).index_select(0, index_N)
+        if epsilon is not None:
+            # By Pythagoras: the distance to the projection is what of the length is not along it.
+            size_N = torch.linalg.vector_norm(x, dim=1)
+            is_near_N = size_N.square() - along_N.square() <= (epsilon * size_N).square() + 1e-6 * size_N.square()
+            factor_N = factor_N * is_near_N * (len(x) / is_near_N.sum().clamp(min=1).to(dtype))
+        shape = (x_ND.shape[0], x_ND.shape[1])
+        return cls(shape, x_ND.index_select(0, index_K), index_N.to(torch.int32), factor_N.to(x_ND.dtype))
+
+    @staticmethod
+    def count_bytes(num_kept: int, num_rows: int, num_features: int, itemsize: int) -> int:
+        """Return the bytes of so many rows that stand for ``num_rows``."""
+        return num_kept * num_features * itemsize + num_rows * (_SMALL_INDEX_BYTES + itemsize)
+
+    def restore(self) -> Tensor:
+        return self.row_KD.index_select(0, self.index_N) * self.factor_N[:, None]
+
+
+@final
+@dataclass(frozen=True)
 class SavedCodes(Saved):
     """Every entry in a few bits, on a grid of its own for each group of neighbours.
 

@@ -14,6 +14,7 @@ from sparsebp_cli.policy import (
     Saved,
     SavedColumns,
     SavedElements,
+    SavedRepresentatives,
     SavedRows,
     SavedSketch,
     Site,
@@ -76,7 +77,7 @@ def _count(saved: Saved) -> tuple[int, int]:
     """Return how many of its units a form keeps, and how many there are."""
     num_rows, num_features = saved.shape
     match saved:
-        case SavedRows():
+        case SavedRows() | SavedRepresentatives():
             return saved.row_KD.shape[0], num_rows
         case SavedSketch():
             return saved.sketch_KD.shape[0], num_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from sparsebp_cli.policy import (
     SavedCodes,
     SavedColumns,
     SavedElements,
+    SavedRepresentatives,
     SavedRows,
     SavedSketch,
     Site,
@@ -31,13 +32,13 @@ from tests.saver import saving_by_hand
 
 from .conftest import tiny_model, tokens
 
-FORMS: tuple[type[Saved], ...] = (SavedRows, SavedColumns, SavedElements, SavedSketch, SavedCodes)
+FORMS: tuple[type[Saved], ...] = (SavedRows, SavedColumns, SavedElements, SavedSketch, SavedRepresentatives, SavedCodes)
 
 
 class Save(Nothing, InputSaver):
     """Saves each input in one form, at random."""
 
-    kind: Literal["SavedRows", "SavedColumns", "SavedElements", "SavedSketch", "SavedCodes", ""] = "SavedRows"
+    kind: str = "SavedRows"
 
     @property
     def form(self) -> type[Saved] | None:
@@ -54,21 +55,24 @@ class Save(Nothing, InputSaver):
             return torch.randperm(number, generator=generator)[: choice.count_kept(0.25, number)].clone()
 
         num_rows, num_features = x_ND.shape
+        saved: Saved | None = None
         match self.kind:
             case "SavedRows":
                 index_K = draw(num_rows)
                 index_K[-1] = index_K[0]  # a row that is drawn twice counts twice
-                return SavedRows.of(x_ND, index_K, torch.rand(len(index_K), generator=generator))
+                saved = SavedRows.of(x_ND, index_K, torch.rand(len(index_K), generator=generator))
             case "SavedColumns":
                 index_K = draw(num_features)
-                return SavedColumns.of(x_ND, index_K, torch.rand(len(index_K), generator=generator))
+                saved = SavedColumns.of(x_ND, index_K, torch.rand(len(index_K), generator=generator))
             case "SavedElements":
-                return SavedElements.of(x_ND, draw(x_ND.numel()))
+                saved = SavedElements.of(x_ND, draw(x_ND.numel()))
             case "SavedSketch":
-                return SavedSketch.of(x_ND, choice.count_kept(0.25, num_rows), generator, "rademacher")
+                saved = SavedSketch.of(x_ND, choice.count_kept(0.25, num_rows), generator, "rademacher")
+            case "SavedRepresentatives":
+                saved = SavedRepresentatives.of(x_ND, draw(num_rows), 0.9)
             case "SavedCodes":
-                return SavedCodes.of(x_ND, 4, 16, generator)
-        return None
+                saved = SavedCodes.of(x_ND, 4, 16, generator)
+        return saved
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         return 0

@@ -41,6 +41,7 @@ WAYS: dict[str, Sections] = {
     "wta-crs": _policy("wta-crs", keep=0.5),
     "gact": _policy("gact", bits=4),
     "dropit": _policy("dropit", keep=0.3),
+    "pamm": _policy("pamm", keep=0.25),
     "sketch": _policy("sketch", keep=0.5),
     "lossless": _policy("lossless"),
     "frozen": _policy("frozen", freeze=["*.layers.0.*"]),

@@ -47,6 +47,7 @@ WAYS = (
     Way("wta-crs", "InputSaver", {"name": "wta-crs", "keep": 0.3}),
     Way("gact", "InputSaver", {"name": "gact", "bits": 4}),
     Way("dropit", "InputSaver", {"name": "dropit", "keep": 0.3}),
+    Way("pamm", "InputSaver", {"name": "pamm", "keep": 0.5}),
     Way("sketch", "InputSaver", {"name": "sketch", "keep": 0.5}),
     Way("update: eager", "update", options={"update": "eager"}),
     Way("segments: 2", "segments", options={"segments": 2}),

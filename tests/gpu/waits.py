@@ -39,6 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dropbp": ("dropbp", {"keep": 0.5}, {}),
     "wta-crs": ("wta-crs", {"keep": 0.25}, {}),
     "gact": ("gact", {"bits": 4}, {}),
+    "pamm": ("pamm", {"keep": 0.25}, {}),
     "dropit": ("dropit", {"keep": 0.2}, {}),
     "branches": ("topk", {"keep": 0.25, "along": "rows", "within": "example"}, BRANCHES),
     "branches of the batch": ("topk", {"keep": 0.25, "along": "rows", "within": "batch"}, BRANCHES),

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Saved, SavedColumns, SavedRows, SavedSketch, choice
+from sparsebp_cli.policy import Saved, SavedColumns, SavedRepresentatives, SavedRows, SavedSketch, choice
 
 
 class WeightProduct(Protocol):
@@ -37,7 +38,7 @@ def find_share(form: type[Saved] | None, budget: float, num_rows: int, num_featu
     ``budget`` is what the policy declares, in (0, 1], and at least one row or feature is kept.
     """
     rows, features = (choice.count_kept(budget, number) / max(1, number) for number in (num_rows, num_features))
-    if form is SavedRows:
+    if form in (SavedRows, SavedRepresentatives):
         return rows
     if form is SavedColumns:
         return features
@@ -61,8 +62,17 @@ def _sketch(form: WeightProduct, grad_NO: Tensor, saved: SavedSketch) -> Tensor:
     return form.wgrad(saved.draw().t() @ grad_NO, saved.sketch_KD)
 
 
+def _representatives(form: WeightProduct, grad_NO: Tensor, saved: SavedRepresentatives) -> Tensor:
+    # The gradients of the rows that one row stands for are summed before they are multiplied, in float32 at least.
+    dtype = torch.promote_types(grad_NO.dtype, torch.float32)
+    weighted_NO = grad_NO.to(dtype) * saved.factor_N.to(dtype)[:, None]
+    sum_KO = weighted_NO.new_zeros(len(saved.row_KD), grad_NO.shape[1]).index_add_(0, saved.index_N, weighted_NO)
+    return form.wgrad(sum_KO.to(grad_NO.dtype), saved.row_KD)
+
+
 _KERNELS: dict[type[Saved], Callable[[WeightProduct, Tensor, Any], Tensor]] = {
     SavedRows: _rows,
     SavedColumns: _columns,
     SavedSketch: _sketch,
+    SavedRepresentatives: _representatives,
 }

@@ -1,0 +1,73 @@
+"""Keep a few rows of each linear's input, and for every row the nearest of them and its length along it.
+
+Khalaf and others, "PAMM" (ICLR 2026), https://arxiv.org/abs/2506.02939, after its abstract and formulas: no code is
+public. Rows are drawn uniformly as representatives; each row of the input becomes its projection on the one whose
+direction, or opposite direction, is nearest. The gradient of the weight first sums the output's gradients by
+representative, so that both memory and multiplications fall. It is biased. We differ: every linear may use it (theirs:
+queries, keys and values; say so with `where`), and the rescaling by which the paper makes up for rows that are too far
+from every representative (`epsilon`) counts rows, as we understand it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, final
+
+from pydantic import Field
+
+from sparsebp_cli.policy import InputSaver, SavedRepresentatives, Site, Step, choice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@final
+class PAMM(InputSaver):
+    """Let a few rows of an input stand for all, each row by its projection on the nearest one."""
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        1 / 128,
+        description="Representatives over the rows of an input, in (0, 1]; 1.0 is dense. The paper: 1/128 to 1/512.",
+    )
+    epsilon: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None,
+        description="Leaves out rows whose distance to their projection is more than this share of their length, and "
+        "multiplies the others by the number of all rows over theirs. null leaves out none.",
+    )
+
+    @property
+    def exact(self) -> bool:
+        return self.keep == 1.0
+
+    @property
+    def unbiased(self) -> bool:
+        return self.exact
+
+    @property
+    def budget(self) -> float:
+        return self.keep
+
+    @property
+    def form(self) -> type[SavedRepresentatives] | None:
+        return None if self.exact else SavedRepresentatives
+
+    @property
+    def control(self) -> dict[str, object] | None:
+        if self.exact:
+            return None
+        shared = self.model_dump(mode="json", exclude={"epsilon"})
+        return {"name": "wta-crs", **shared, "by": "uniform"}
+
+    def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedRepresentatives | None:
+        if self.exact:
+            return None
+        import torch
+
+        num_rows, generator = len(x_ND), step.generator(site, x_ND.device)
+        order = torch.randperm(num_rows, generator=generator, device=x_ND.device)
+        return SavedRepresentatives.of(x_ND, order[: choice.count_kept(self.keep, num_rows)], self.epsilon)
+
+    def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
+        if self.exact:
+            return num_rows * num_features * itemsize
+        num_kept = choice.count_kept(self.keep, num_rows)
+        return SavedRepresentatives.count_bytes(num_kept, num_rows, num_features, itemsize)
