@@ -85,7 +85,7 @@ style: .venv/develop
 	@PYTHONPATH=.:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	$(BIN)/basedpyright --verifytypes sparsebp_cli --ignoreexternal --pythonpath $(BIN)/python --outputjson | $(BIN)/python -c \
 	'import json, sys; known = 100 * json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
-	print(f"public types: {known:.1f} % known, at least $(TYPES_KNOWN) %"); sys.exit(known < $(TYPES_KNOWN))'
+	print(f"public types: {known:.2f} % known, at least $(TYPES_KNOWN) %"); sys.exit(known < $(TYPES_KNOWN))'
 
 fix: .venv/develop  ## mend what a tool can mend, write again what is generated
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

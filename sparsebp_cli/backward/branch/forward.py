@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 class BranchSite:
     """One branch as a site of the engine; a :class:`~sparsebp_cli.backward.branch.recompute.RowSelector`."""
 
+    branch: Branch
+    engine: SiteEngine
+
     def __init__(self, branch: Branch, engine: SiteEngine) -> None:
         self.branch, self.engine = branch, engine
         self.pending: tuple[Tensor, Call] | None = None  # a core's input, until the norm after it runs the branch
@@ -68,6 +71,9 @@ class BranchSite:
 
 class BeforeOverride(ForwardOverride):
     """The ``forward`` of the norm before a core: in sparse recompute it returns the residual stream for the core."""
+
+    module: nn.Module
+    site: BranchSite
 
     def __init__(self, module: nn.Module, site: BranchSite) -> None:
         self.module, self.site = module, site
@@ -113,6 +119,9 @@ class CoreOverride(ForwardOverride):
 
 class AfterOverride(ForwardOverride):
     """The ``forward`` of the norm after a core: in sparse recompute it runs the whole branch."""
+
+    module: nn.Module
+    site: BranchSite
 
     def __init__(self, module: nn.Module, site: BranchSite) -> None:
         self.module, self.site = module, site

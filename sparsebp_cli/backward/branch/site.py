@@ -39,7 +39,7 @@ class BranchAdapter(SiteAdapter):
         for pattern in patterns:  # any module is accepted: base recipes exclude lm_head, which is no branch
             if not any(fnmatchcase(name, pattern) for name in modules):
                 raise UsageError(f"exclude: {pattern!r} matches no branch of the model{did_you_mean(pattern, names)}")
-        self.excluded = tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
+        self.excluded: tuple[str, ...] = tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
         self._branches = [branch for branch in found if branch.name not in self.excluded]
         shared = {id(b.before) for b in found if b.name in self.excluded}
         for branch in self._branches:
@@ -47,7 +47,7 @@ class BranchAdapter(SiteAdapter):
                 branch.before = None
                 branch.parts = [part for part in branch.parts if id(part) not in shared]
         self._patches = ForwardPatches()
-        self.names = tuple(branch.name for branch in self._branches)
+        self.names: tuple[str, ...] = tuple(branch.name for branch in self._branches)
         self.not_covered = find_linears(model).not_covered
         for branch in self._branches:
             for part in branch.parts:

@@ -98,7 +98,7 @@ class LinearAdapter(SiteAdapter):
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
         if not installs:
             self._found = FoundLinears((), (), ())
-        self.names = tuple(name for name, _, _ in self._found.covered)
+        self.names: tuple[str, ...] = tuple(name for name, _, _ in self._found.covered)
         self._time_first = find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
         self._patches, self._saving = ForwardPatches(), saving

@@ -37,7 +37,7 @@ class Attribution:
     """
 
     def __init__(self, model: nn.Module, at_exit: Callable[[object], None] | None = None) -> None:
-        self.name = {module: name for name, module in model.named_modules()}
+        self.name: dict[nn.Module, str] = {module: name for name, module in model.named_modules()}
         self._at_exit = at_exit
         self._starts: list[int] = []  # ascending; between one number and the next the innermost module is the same
         self._names: list[str | None] = []

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
 import torch
@@ -51,6 +51,9 @@ from sparsebp_cli.backward.patch.forward import (
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import BatchPacker, PackedSize, Step
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 IGNORED = -100  # the label of no target, as in PyTorch's cross entropy
 
 
@@ -74,6 +77,13 @@ class PackingExtension:
 
     Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
     """
+
+    policy: BatchPacker
+    model: PreTrainedModel
+    stack: nn.Module
+    pair: PairPacking | None
+    counts: Counts
+    failure: str
 
     def __init__(self, policy: BatchPacker, model: nn.Module) -> None:
         self.policy, self.model = policy, find_model(model)

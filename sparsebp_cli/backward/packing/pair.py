@@ -75,6 +75,12 @@ class PairPacking:
     Raises :class:`UnsupportedError` if rows cannot be left out of this model exactly.
     """
 
+    policy: BatchPacker
+    model: PreTrainedModel
+    encoder: nn.Module
+    decoder: nn.Module
+    head: nn.Module
+
     def __init__(self, policy: BatchPacker, model: PreTrainedModel) -> None:
         self.policy, self.model = policy, model
         name = type(model).__name__

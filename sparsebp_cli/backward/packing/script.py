@@ -46,6 +46,9 @@ class ScriptPacking:
 
     reference = False
 
+    enabled: bool
+    observes: bool
+
     def __init__(self, model: nn.Module) -> None:
         self.notes: dict[str, str] = {}
         self.enabled, self.observes = False, True  # whether batches are packed; whether plain outputs are watched

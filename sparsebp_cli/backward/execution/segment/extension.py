@@ -45,7 +45,7 @@ class Segments:
 
     def __init__(self, model: nn.Module, segments: int | Sequence[str]) -> None:
         self._layers: LayerSequence = find_layers(model)
-        self.segments = split_layers(segments, self._layers)
+        self.segments: tuple[range, ...] = split_layers(segments, self._layers)
         for name, module in model.named_modules():
             if getattr(module, "gradient_checkpointing", False):
                 where = f" (at {name!r})" if name else ""
@@ -141,6 +141,9 @@ class Segments:
 
 class LayerOverride(ForwardOverride):
     """The ``forward`` of one layer."""
+
+    module: nn.Module
+    segments: Segments
 
     def __init__(self, module: nn.Module, segments: Segments) -> None:
         self.module, self.segments = module, segments

@@ -51,6 +51,9 @@ class _Call:
 class RecordedForward:
     """Records the layers of a segment as they run, then runs them again."""
 
+    names: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
+
     def __init__(self, names: Sequence[str], modules: Sequence[nn.Module]) -> None:
         self.names, self.modules = tuple(names), tuple(modules)
         trained = {id(p): p for m in self.modules for p in m.parameters() if p.requires_grad}

@@ -27,7 +27,7 @@ from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches,
 from sparsebp_cli.backward.selection.block.layout import BlockPart, find_blocks
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import BlockDropper, Step
+from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -41,6 +41,8 @@ class BlockExtension:
     """
 
     engine: EngineView
+    blocks: tuple[ResidualBlock, ...]
+    parts: tuple[BlockPart, ...]
 
     def __init__(self, policy: BlockDropper, model: nn.Module) -> None:
         self._name = type(policy).__name__
