@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import State, list_runs
-from sparsebp_cli.target.launch import Launch
 
 from .conftest import STUDY, Cli, Start, Write, count_attempts, count_finishes
 
@@ -167,48 +164,6 @@ def test_two_clients_at_once_start_nothing_twice(start: Start, write_study: Writ
     assert len(list_runs()) == 8
     assert set(count_attempts().values()) == {1}
     assert set(count_finishes().values()) == {1}
-
-
-def test_killed_at_random_moments_every_trial_is_trained_exactly_once(
-    cli: Cli, start: Start, write_study: Write
-) -> None:
-    _kill_and_go_on(cli, start, write_study(pace="15"), kills=3, seed=0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(5))
-def test_killed_often_every_trial_is_trained_exactly_once(
-    cli: Cli, start: Start, write_study: Write, seed: int
-) -> None:
-    _kill_and_go_on(cli, start, write_study(pace="15"), kills=8, seed=seed)
-
-
-def _kill_and_go_on(cli: Cli, start: Start, file: Path, *, kills: int, seed: int) -> None:
-    """Run a study with one or two clients, kill a client, a watcher or a worker again and again, then let it end."""
-    moment = random.Random(seed)
-    for _ in range(kills):
-        clients = [start("study", file) for _ in range(moment.choice([1, 2]))]
-        time.sleep(moment.uniform(0.5, 4.0))
-        clients[0].kill()
-        if moment.random() < 0.7:
-            _kill_one(moment)
-    for _ in range(kills + 1):  # a trial that was killed while a client followed it is resumed by the next command
-        if (done := cli("study", file)).returncode == 0:
-            break
-    assert done.returncode == 0, done.stderr
-    assert len(list_runs()) == 8
-    assert set(count_finishes().values()) == {1}
-    assert len({(p.group, p.recipe.training.seed) for run in list_runs() if (p := Plan.load(run.plan_file))}) == 8
-
-
-def _kill_one(moment: random.Random) -> None:
-    launches = [(launch, run) for run in list_runs() if (launch := Launch.load(run)) is not None]
-    found = [p for launch, run in launches for p in (launch.watcher(run), launch.worker(run)) if p is not None]
-    if found:
-        try:
-            moment.choice(found).kill()
-        except psutil.NoSuchProcess:
-            return
 
 
 def _wait_for(condition: object) -> None:
