@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,14 @@ def test_counts_tell_code_from_docstrings_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "one.py"
     path.write_text('"""Says.\n\nMore."""\n\n# Why.\nx: Any = 1  # noqa: X1\ny = "# noqa"\n')
     assert house.measure([path]) == house.Size(files=1, code=2, comments=1, any=1, noqa=1)
+
+
+def test_names_of_tests_have_at_most_80_characters() -> None:
+    names = [
+        name
+        for folder in (ROOT / "tests", ROOT / "plugins")
+        for path in folder.rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", path.read_text(encoding="utf-8"))
+    ]
+    assert len(names) > 1000
+    assert [name for name in names if len(name) > 80] == []

@@ -63,7 +63,7 @@ def test_adam_holds_the_state_of_the_layer_in_turn_alone() -> None:
             assert state_bytes(optimizer) == 2 * 4 * sizes[index // 2]
 
 
-def test_the_first_update_of_every_turn_is_the_learning_rate_times_the_sign_of_the_gradient() -> None:
+def test_the_first_update_of_every_turn_is_the_rate_times_the_sign_of_the_gradient() -> None:
     model, optimizer, engine = make(BADAM)
     seen: list[dict[str, tuple[Tensor, Tensor]]] = []
 

@@ -67,7 +67,7 @@ def test_rows_that_are_left_out_are_made_up_for_by_the_others() -> None:
     assert saved.factor_N.tolist() == pytest.approx([7 / 6, 7 / 6, 14 / 6, -14 / 6, 0.0, 0.0, -1.5 * 7 / 6])
 
 
-def test_the_gradient_of_the_weight_is_that_of_the_restored_input_and_the_others_are_dense() -> None:
+def test_the_gradient_of_the_weight_is_that_of_the_restored_input_others_are_dense() -> None:
     torch.manual_seed(0)
     layer, x = nn.Linear(6, 5).double(), torch.randn(4, 16, 6, dtype=torch.float64, requires_grad=True)
     factor = torch.randn(4, 16, 5, dtype=torch.float64)

@@ -94,7 +94,7 @@ def test_the_reference_stops_the_gradient_at_the_input_of_each_layer(family: str
         assert_near(step(model, batch, "stop"), by_hand)
 
 
-def test_stop_has_the_exact_gradient_of_the_last_attention_and_is_nearer_to_exact_than_detach() -> None:
+def test_stop_is_exact_in_the_last_attention_and_nearer_to_exact_than_detach() -> None:
     model, batch = decoder("llama"), make_batch("scattered")
     exact, detach, stop = (step(model, batch, mode) for mode in ("exact", "detach", "stop"))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
