@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser latex check style fix docs site bench image clean help
+.PHONY: coverage test-fast wheel-test bare-test test-long test-oldest test-k8s quickstart picture results results-study results-masked setup test chaos browser latex check style fix docs site screenshots bench image clean help
 
 BASE ?= python:3.12-slim
 IMAGE ?= sparsebp:latest
@@ -97,6 +97,9 @@ docs: .venv/develop  ## build the documentation; warnings and stale generated pa
 
 site: .venv/develop  ## the documentation of every version tag and of main, in docs/_build/site
 	$(BIN)/python docs/site.py docs/_build/site
+
+screenshots: .venv/develop  ## the pictures of terminal and report in docs/picture; chromium has to be installed
+	$(BIN)/python docs/screenshots.py
 
 bench: .venv/develop  ## time every form of topk on this machine, which should have nothing else to do
 	$(BIN)/sparsebp bench topk --recipe benchmarks/llama-23m.yaml --out benchmarks/results/topk-cpu.json --png benchmarks/results/topk-cpu.png

@@ -70,10 +70,12 @@ def split_statements(verdict: str) -> list[str]:
 
 OUTCOMES: tuple[str, ...] = (
     "better",
+    "lower after other steps or with another batch",
     "equal within the margin",
     "exact",
     "no difference shown",
     "worse",
+    "higher after other steps or with another batch",
     "no statement",
 )
 
@@ -83,8 +85,11 @@ def find_outcome(verdict: str) -> str:
     first = split_statements(verdict)[0].removeprefix(SURVIVORS)
     if first.startswith("exact: "):
         return "exact"
-    if first.startswith("no difference in "):
+    if first.startswith("no difference in ") or (first.startswith("after ") and ", no difference in " in first):
         return "no difference shown"
+    if first.startswith("after "):
+        level = next((word for word in ("lower", "higher") if f" is {word} by " in first), "")
+        return next((outcome for outcome in OUTCOMES if level and outcome.startswith(f"{level} ")), "no statement")
     found = (outcome for outcome in ("equal within the margin", "better", "worse") if f" is {outcome} " in first)
     return next(found, "no statement")
 

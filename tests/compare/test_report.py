@@ -211,7 +211,19 @@ def test_the_headline_of_two_groups_is_the_first_statement_of_the_verdict(compar
         ("one seed: no statement about quality; eval/loss is worse by 0.1.", "no statement"),
         ("declared exact, but +0.3 in eval/loss (one seed) is far more than rounding: a fault.", "no statement"),
         ("evaluated on other examples than the baseline: no statement about eval/loss.", "no statement"),
-        ("after 39 steps against 60, test/loss is higher by 0.337 (95% interval ...).", "no statement"),
+        (
+            "after 39 steps against 60, test/loss is higher by 0.337 (95% interval ...); at step 30, ...",
+            "higher after other steps or with another batch",
+        ),
+        (
+            "after 95 steps against 60, test/loss is lower by 0.217 (95% interval ...).",
+            "lower after other steps or with another batch",
+        ),
+        (
+            "after 72 steps against 60, no difference in test/loss was shown (95% interval ...), which is not proof.",
+            "no difference shown",
+        ),
+        ("after 72 steps against 60, one seed: no statement about quality.", "no statement"),
     ],
 )
 def test_the_outcome_of_a_verdict_is_never_more_than_its_first_statement(verdict: str, outcome: str) -> None:

@@ -19,7 +19,7 @@ from sparsebp_cli.compare.loaded import flatten
 from sparsebp_cli.compare.number import SECONDS
 from sparsebp_cli.compare.overview_grid import grids
 from sparsebp_cli.compare.question import find_course
-from sparsebp_cli.compare.report.board import find_busy, make_board, make_headline
+from sparsebp_cli.compare.report.board import find_busy, join_names, make_board, make_headline
 from sparsebp_cli.compare.trade import find_trades
 from sparsebp_cli.compare.verdict import split_statements
 from sparsebp_cli.compare.view import View, view_grids
@@ -65,7 +65,7 @@ def render_report(comparison: Comparison, command: str = "", more: Iterable[Grid
         __package__,
         "page.html",
         comparison=comparison,
-        names=", ".join(group.label for group in comparison.groups),
+        names=join_names([group.label for group in comparison.groups]),
         basis=_basis(comparison),
         headline=make_headline(comparison),
         board=make_board(comparison, find_busy(comparison)),

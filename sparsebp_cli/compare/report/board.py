@@ -70,11 +70,12 @@ def make_headline(comparison: Comparison) -> str:
     found: dict[str, list[str]] = {}
     for group in others:
         found.setdefault(find_outcome(group.verdict), []).append(group.label)
-    parts = [f"{word}: {_join(found[word])}" for word in OUTCOMES if word in found]
+    parts = [f"{word}: {join_names(found[word])}" for word in OUTCOMES if word in found]
     return f"Against {base.label} in {comparison.metric}: {'; '.join(parts)}."
 
 
-def _join(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
     more = len(names) - MOST_NAMES
     return ", ".join(names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
