@@ -194,7 +194,7 @@ def make_live_table(loaded: LoadedStudy, lines: Sequence[ArmLine], slots: int) -
     table = make_table("arm", *counts, "best so far", numbers=counts, title=title)
     for line in lines:
         states = {str(status): count for status, count in line.statuses.items()}
-        failed = sum(states.get(word, 0) for word in ("failed", "interrupted", "cancelled"))
+        failed = sum(states.get(word, 0) for word in ("failed", "interrupted", "cancelled", "unreachable"))
         numbers = (line.num_done, states.get("running", 0), states.get("waiting", 0), failed)
         table.add_row(line.arm, *map(str, numbers), _show_left(line.seconds_left), line.best)
     return table

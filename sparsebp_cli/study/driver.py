@@ -7,6 +7,7 @@ for its result, or takes over when the first is gone. What works on a run is fou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +15,7 @@ from enum import StrEnum
 from filelock import FileLock
 
 from sparsebp_cli.compare.load import load_folder
-from sparsebp_cli.errors import RunBusyError, RunFailedError, RunNotFoundError, SparseBPError
+from sparsebp_cli.errors import RunBusyError, RunFailedError, RunNotFoundError, SparseBPError, UnreachableError
 from sparsebp_cli.plan import Plan, Provenance
 from sparsebp_cli.run import History, RunFolder, State
 from sparsebp_cli.run.folder import is_shared
@@ -25,6 +26,9 @@ from sparsebp_cli.target.contract import Job
 from sparsebp_cli.target.launch import Launch
 
 LOCK = "study"  # the role of the lock in a run's folder
+# So long a client waits for places that do not answer when it has nothing else to wait for. A dispatcher asks such a
+# place at least once a minute, so a connection that is cut for some minutes is not noticed.
+PATIENCE_SECONDS = 600.0
 
 
 class Status(StrEnum):
@@ -37,6 +41,7 @@ class Status(StrEnum):
     FAILED = "failed"
     INTERRUPTED = "interrupted"
     CANCELLED = "cancelled"
+    UNREACHABLE = "unreachable"  # its place did not answer for long; what it does there is not known
     PAUSED = "paused"  # at a rung of halving, where all others are awaited
     PRUNED = "pruned"  # at a rung of halving, where others were better
 
@@ -67,6 +72,8 @@ class TrialRun:
     status: Status = Status.WAITING
     lock: FileLock | None = None  # held by this client from the claim to the end
     place: TrialPlace | None = None
+    is_planned: bool = False  # whether the place is that of the run's plan, so that it stays
+    state: State | None = None  # the state of its run at the last look; None without a plan
     started: bool = False  # whether this client has started it
     was_alive: bool = False  # whether this client has seen it before its end
     problem: str = ""  # why it failed, or could not be started
@@ -92,7 +99,8 @@ class TrialRun:
         """Return what the run is doing now."""
         if not self.run.plan_file.is_file():
             return Status.WAITING
-        status = STATUSES[self.run.state()]
+        self.state = self.run.state()
+        status = STATUSES[self.state]
         if status is Status.INTERRUPTED and self._has_stopped():
             return Status.PRUNED if self.trial.is_cut else Status.PAUSED
         return Status.DIVERGED if status is Status.FAILED and self._broke_down() else status
@@ -117,7 +125,7 @@ class TrialRun:
         self.trial = trial
         if self.status in {Status.PAUSED, Status.PRUNED} and self.look() is Status.INTERRUPTED:
             self.status, self.started, self.was_alive = Status.WAITING, False, False
-        elif not self.status.over or self.status is Status.PAUSED:
+        elif not self.status.over or self.status in {Status.PAUSED, Status.UNREACHABLE}:
             found = self.look()
             self.status = found if found in WITH_RESULT and found is not Status.DIVERGED else self.status
 
@@ -140,6 +148,7 @@ class Driver:
         self._places, self._store, self._provenance = places, store, provenance
         self._deal = deal(places)
         self._is_stopping = False
+        self._silent_since: float | None = None  # when all places that are waited for were first found silent
         self.runs: dict[str, TrialRun] = {}
 
     def add(self, trials: Iterable[StudyTrial]) -> list[TrialRun]:
@@ -161,10 +170,11 @@ class Driver:
                 for entry in entries:
                     self._observe(entry)
                 waiting = [entry for entry in entries if not entry.status.over]
-                if not waiting or (self._is_stopping and not self._live()):
+                if not waiting or (self._is_stopping and self._are_silent(self._live())):
                     return
                 if not self._is_stopping:
                     self._start(waiting, entries)
+                    self._give_up_silent(waiting)
                 pause()
         finally:
             for entry in entries:
@@ -188,6 +198,28 @@ class Driver:
         """Return the entries that this client holds and that a process works on or has queued."""
         held = [entry for entry in self.runs.values() if entry.lock is not None]
         return [entry for entry in held if entry.run.is_locked("worker") or entry.run.is_locked("target")]
+
+    def _are_silent(self, entries: Iterable[TrialRun]) -> bool:
+        """Whether no place of these trials answers: a run there is out of reach, and none is at work. The others of the
+        place wait for their turn."""
+        states: dict[str, set[State | None]] = {}
+        for entry in entries:
+            if entry.place is None:  # another client deals it
+                return False
+            states.setdefault(entry.place.key, set()).add(entry.state)
+        return all(State.UNREACHABLE in found and State.RUNNING not in found for found in states.values())
+
+    def _give_up_silent(self, waiting: Sequence[TrialRun]) -> None:
+        """Wait no longer for places that have not answered for long, once nothing else is waited for. Their workers may
+        go on, and so does the dispatcher that asks for them; any later command finds the results."""
+        if not self._are_silent(waiting):
+            self._silent_since = None
+            return
+        self._silent_since = self._silent_since or time.monotonic()
+        if time.monotonic() - self._silent_since > PATIENCE_SECONDS:
+            problems = {entry.place: problem for entry in waiting if (problem := _find_warning(entry.run))}
+            for entry in waiting:
+                self._give_up([entry], problems.get(entry.place, ""), Status.UNREACHABLE)
 
     def _observe(self, entry: TrialRun) -> None:
         if entry.status.over:
@@ -219,11 +251,15 @@ class Driver:
                 self._submit(batch)
 
     def _place_of(self, entry: TrialRun) -> TrialPlace:
-        """Return where a trial runs: where its plan says if it has one, else the next place in turn."""
-        if entry.place is None and entry.run.plan_file.is_file():
+        """Return where a trial runs: where its plan says if it has one, else the next place in turn. A plan for a place
+        that the study no longer names holds only while something works on the run there."""
+        if not entry.is_planned and entry.run.plan_file.is_file():
             section = Plan.load(entry.run.plan_file).recipe.target
-            known = (place for place in self._places if place.put(entry.trial.recipe).target == section)
-            entry.place = next(known, TrialPlace(section.kind, section))
+            known = [place for place in self._places if place.put(entry.trial.recipe).target == section]
+            if not known and not _is_idle(entry.run):
+                entry.place = TrialPlace(section.kind, section)
+                return entry.place
+            entry.place, entry.is_planned = next(iter(known), None), True
         if entry.place is None:
             entry.place = next(self._deal)
         return entry.place
@@ -235,12 +271,14 @@ class Driver:
             if not entry.run.plan_file.is_file():
                 recipe = self._place_of(entry).put(entry.trial.recipe)
                 Plan(run_id=entry.trial.run_id, recipe=recipe, provenance=self._provenance).save(entry.run.path)
+                entry.is_planned = True
             plan = Plan.load(entry.run.plan_file)
-            if plan.recipe.checkpoint.stop_at != entry.trial.stop_at:  # it goes on beyond the rung where it stopped
-                recipe = with_stop(plan.recipe, entry.trial.stop_at)
+            # It may go on beyond the rung where it stopped, and elsewhere if its place is no longer one of the study.
+            target = self._place_of(entry).put(entry.trial.recipe).target
+            recipe = with_stop(plan.recipe, entry.trial.stop_at).model_copy(update={"target": target})
+            if recipe != plan.recipe:
                 plan.model_copy(update={"recipe": recipe}).save(entry.run.path)
-            section = plan.recipe.target
-            targets.setdefault(section.model_dump_json(), []).append(entry)
+            targets.setdefault(recipe.target.model_dump_json(), []).append(entry)
         for some in targets.values():
             self._submit_to_one(some)
 
@@ -254,15 +292,17 @@ class Driver:
             return  # another process has begun to work on one of them; the next look finds out
         except RunFailedError as error:
             self._give_up(batch[:1], str(error))  # the others are submitted again at the next look
+        except UnreachableError as error:
+            self._give_up(batch, str(error), Status.UNREACHABLE)
         except SparseBPError as error:
             self._give_up(batch, str(error))
         else:
             for entry in batch:
                 entry.started = True
 
-    def _give_up(self, batch: Sequence[TrialRun], problem: str) -> None:
+    def _give_up(self, batch: Sequence[TrialRun], problem: str, status: Status = Status.FAILED) -> None:
         for entry in batch:
-            entry.status, entry.problem = Status.FAILED, problem
+            entry.status, entry.problem = status, problem
             entry.release()
 
 
@@ -277,6 +317,11 @@ def _job(run: RunFolder) -> Job:
     from sparsebp_cli.target import make_target
 
     return make_target(Plan.load(run.plan_file).recipe.target).reattach(run)
+
+
+def _find_warning(run: RunFolder) -> str:
+    launch = Launch.load(run)
+    return launch.warning if launch is not None else ""
 
 
 def _describe_end(run: RunFolder) -> str:

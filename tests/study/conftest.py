@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.run import State, list_runs, read
+from tests.target.conftest import docker_engine, slurm_cluster, ssh_hosts
+
+__all__ = ["docker_engine", "slurm_cluster", "ssh_hosts"]
 
 FAKE = [sys.executable, "-m", "fake_study"]
 BASE = """\

@@ -2,7 +2,8 @@
 
 The validation loss is least at a learning rate of 1e-3, the test loss is greatest there. A step with ``topk`` costs
 half of a dense one, in work and in time, and has 64 tokens. ``tracking.tags.pace`` are the milliseconds of a step;
-``fail`` names an arm that does, ``diverge`` a learning rate.
+``fail`` names an arm that does, ``diverge`` a learning rate. While the file ``hold`` exists, no step after the second
+begins.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.worker.ending import pause_message
 
 CHECKPOINT_EVERY = 5
+HELD_AFTER = 2  # steps
 
 
 def main() -> int:
@@ -57,6 +59,8 @@ def train(run: RunFolder, recipe: Recipe, asked: list[int]) -> int:
                 kept.write_text(str(step))
                 journal.write("end", status="interrupted", step=step, text="stopped after a checkpoint")
                 return 128 + asked[0]
+            while step == HELD_AFTER and Path(tags.get("hold", "/nonexistent")).exists() and not asked:
+                time.sleep(0.02)
             step += 1
             journal.write("metrics", step=step, values=measure(step, exact=exact))
             if tags.get("diverge") == f"{training.learning_rate:g}":

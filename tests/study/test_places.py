@@ -1,174 +1,216 @@
-"""One study over this machine, two docker hosts behind ssh and a Slurm cluster, all real; the worker trains nothing."""
+"""A study over several places with real daemons: each trial is trained once, where it was dealt; a place that goes away
+takes its own trials with it and nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import signal
+import socket
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder, State, list_runs
 from sparsebp_cli.target.launch import Launch
-from tests.target.conftest import docker_engine, docker_ssh_options, slurm_cluster, slurm_options, ssh_hosts, until
+from tests.target import service
+from tests.target.conftest import IN_CONTAINER, until
 
-from .conftest import count_attempts, count_finishes
+from .conftest import STUDY, count_attempts, count_finishes
+from .study_folder import IMPATIENT, WORKER, StudyFolder, find_place, list_trials, wait_for_held
 
-__all__ = ["docker_engine", "docker_ssh_options", "slurm_cluster", "slurm_options", "ssh_hosts"]  # fixtures
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engines")]  # one daemon, one test at a time
 
-REAL = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
-WORKER = {"worker": "sparsebp_cli.testing.worker"}
-BASE = """\
-version: 1
-name: base
-model: {name: none}
-dataset: {name: none}
-training: {max_steps: 12}
-tracking: {uri: "file:///nowhere", tags: {fake: ok}}
-target: {kind: here}
-"""
-STUDY = """\
-version: 1
-study: spread
-base: base.yaml
-arms:
-  dense: {}
-  topk: {policy: [{name: topk, keep: 0.25}]}
-seeds: {report: 1-6}
-where: [{target: here, max_parallel: 2}, {target: gpu1}, {target: gpu2}, {target: cluster, max_parallel: 2}]
-"""
-SLOTS = {"here": 2, "gpu1": 1, "gpu2": 1, "cluster": 2}
+FOUR_RATES = STUDY.replace("[5e-4, 1e-3]", "[1e-4, 5e-4, 1e-3, 1e-2]").replace("report: 1-2", "report: 1-3")
+CONTAINER = {"kind": "docker", "image": service.BASE, "pull": "never", **IN_CONTAINER, **WORKER}
+BATCH = {"kind": "slurm", "python": sys.executable, "cpus": 1, "memory": "500m", **WORKER}
+AWAY = "unreachable: ssh://hostc cannot be reached"
 
 
 @pytest.fixture
-def places(
-    tmp_path: Path,
-    docker_ssh_options: dict[str, Any],
-    slurm_options: dict[str, Any],
+def study(tmp_path: Path) -> StudyFolder:
+    return StudyFolder(tmp_path)
+
+
+def test_trials_work_where_they_were_dealt_and_slurm_sees_one_array_a_stage(
+    study: StudyFolder,
+    docker_engine: str,
+    ssh_hosts: Path,
+    slurm_cluster: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> dict[str, dict[str, Any]]:
-    """Four places by their names, in the user's targets.yaml, and the study beside it."""
-    targets = {
-        "here": {"kind": "local", **WORKER},
-        "gpu1": {"kind": "docker", **WORKER, **docker_ssh_options, "host": "ssh://hosta"},
-        "gpu2": {"kind": "docker", **WORKER, **docker_ssh_options, "host": "ssh://hostb"},
-        "cluster": {"kind": "slurm", **WORKER, **slurm_options},
-    }
-    (tmp_path / "targets.yaml").write_text(json.dumps(targets))
-    monkeypatch.setenv("SPARSEBP_TARGETS", str(tmp_path / "targets.yaml"))
-    (tmp_path / "base.yaml").write_text(BASE)
-    (tmp_path / "study.yaml").write_text(STUDY)
-    return targets
-
-
-def study(folder: Path) -> subprocess.CompletedProcess[str]:
-    words = ["study", "study.yaml"]
-    return subprocess.run([*REAL, *words], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-
-
-def place_of(run: RunFolder, places: dict[str, dict[str, Any]]) -> str:
-    section = Plan.load(run.plan_file).recipe.target
-    found = [
-        name
-        for name, options in places.items()
-        if section.kind == options["kind"] and section.options.get("host") == options.get("host")
-    ]
-    assert len(found) == 1
-    return found[0]
-
-
-def handle_of(run: RunFolder) -> str:
-    launch = Launch.load(run)
-    assert launch is not None
-    return launch.handle
-
-
-def test_trials_are_dealt_over_hosts_and_a_cluster_and_each_is_trained_once(
-    tmp_path: Path, places: dict[str, dict[str, Any]]
 ) -> None:
-    done = study(tmp_path)
-    assert done.returncode == 0, done.stderr
-    runs = list_runs()
-    assert len(runs) == 12
-    assert {run.state() for run in runs} == {State.FINISHED}
-    assert set(count_attempts().values()) == set(count_finishes().values()) == {1}
-    assert Counter(place_of(run, places) for run in runs) == {name: 2 * slots for name, slots in SLOTS.items()}
-
-    handles = [handle_of(run) for run in runs if place_of(run, places) == "cluster"]
-    arrays = {handle.partition("_")[0] for handle in handles}
-    assert len(arrays) == 1  # the scheduler sees one object
-    assert sorted(handle.partition("_")[2] for handle in handles) == ["0", "1", "2", "3"]
-
-    again = study(tmp_path)
-    assert again.returncode == 0
-    assert "12/12  done before" in again.stdout
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setenv("PATH", f"{ssh_hosts}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_CONF", str(slurm_cluster))
+    slots = {"local": 2, "hosta": 1, "hostb": 1, "slurm": 3}
+    names = {"slurm": "cluster"}
+    where: list[object] = [{"target": names.get(one, one), "max_parallel": count} for one, count in slots.items()]
+    hosts = {name: CONTAINER | {"host": f"ssh://{name}"} for name in ("hosta", "hostb")}
+    study.write(FOUR_RATES, where, {"cluster": BATCH, **hosts})
+    code, out, err = study.run()
+    assert code == 0, err
+    assert out.endswith("tiny: 14 of 14 trials have finished\nnext: sparsebp compare --study tiny\n")
+    assert len(list_runs()) == 14
     assert set(count_attempts().values()) == {1}
+    assert set(count_finishes().values()) == {1}
+
+    dealt = cycle(name for name, count in slots.items() for _ in range(count))
+    assert [find_place(run) for run in list_trials()] == list(islice(dealt, 14))
+    tasks = [find_tasks(role) for role in ("tune", "report")]
+    for found in tasks:
+        array = found[0].partition("_")[0]
+        assert found == [f"{array}_{number}" for number in range(3)]
+    assert list_jobs(study.folder) == {f"{task} COMPLETED" for found in tasks for task in found}
+
+    compared = json.loads(study.run("compare", "--study", "tiny", "-o", "json")[1])
+    assert {group["label"]: group["seeds"] for group in compared["groups"]} == {"dense": [1, 2, 3], "topk": [1, 2, 3]}
+    assert {Plan.load(run.plan_file).recipe.training.learning_rate for run in list_trials("report")} == {1e-3}
+    before = count_attempts()
+    assert study.run()[0] == 0
+    assert count_attempts() == before
+    assert len(list_jobs(study.folder)) == 6
+
+
+def find_tasks(role: str) -> list[str]:
+    """Return what a stage's trials are called in Slurm."""
+    launches = [Launch.load(run) for run in list_trials(role) if find_place(run) == "slurm"]
+    return [launch.handle for launch in launches if launch is not None]
+
+
+def list_jobs(folder: Path) -> set[str]:
+    """Return the tasks that the scheduler has had from clients in a folder, each with its state."""
+    words = ["squeue", "--noheader", "--states=all", "--array", "--format=%F_%K %T %Z"]
+    lines = subprocess.run(words, check=True, capture_output=True, text=True).stdout.splitlines()
+    return {job for job, _, place in (line.rpartition(" ") for line in lines) if place == str(folder)}
+
+
+@dataclass
+class Host:
+    """A host behind a real sshd of its own, which a test stops and starts."""
+
+    folder: Path
+
+    def start(self) -> None:
+        config = self.folder / "sshd_config"
+        subprocess.run(["/usr/sbin/sshd", "-f", str(config), "-E", str(self.folder / "sshd.log")], check=True)
+        until((self.folder / "sshd.pid").exists)
+
+    def stop(self) -> None:
+        service.end(self.folder / "sshd.pid")
+        (self.folder / "sshd.pid").unlink(missing_ok=True)
 
 
 @pytest.fixture
-def outage(tmp_path: Path, places: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file while which exists nothing reaches gpu2."""
-    file, folder = tmp_path / "outage", tmp_path / "bin"
-    folder.mkdir()
-    real = shutil.which("ssh")
-    script = f'#!/bin/sh\ncase "$*" in *hostb*) if [ -e {file} ]; then exit 255; fi ;; esac\nexec {real} "$@"\n'
-    (folder / "ssh").write_text(script)
-    (folder / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return file
-
-
-def test_a_host_that_is_away_loses_its_trials_and_not_the_study(
-    tmp_path: Path, places: dict[str, dict[str, Any]], outage: Path
-) -> None:
-    outage.touch()
-    done = study(tmp_path)
-    assert done.returncode == 100
-    assert "hostb" in done.stderr
-    states: dict[str, set[State]] = defaultdict(set)
-    for run in list_runs():
-        states[place_of(run, places)].add(run.state())
-    assert [states[name] for name in ("here", "gpu1", "cluster")] == [{State.FINISHED}] * 3
-    assert State.FINISHED not in states["gpu2"]
-
-    outage.unlink()
-    again = study(tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert set(count_attempts().values()) == set(count_finishes().values()) == {1}
-    assert len(list_runs()) == 12
-
-
-@pytest.mark.long
-def test_a_host_that_goes_away_meanwhile_is_waited_for(
-    tmp_path: Path, places: dict[str, dict[str, Any]], outage: Path
-) -> None:
-    (tmp_path / "base.yaml").write_text(
-        BASE.replace("fake: ok", "fake: paced").replace("max_steps: 12", "max_steps: 60")
+def host(docker_engine: str, ssh_hosts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """The host ``hostc``, with the same engine of docker as the others."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path / "hostc"
+    (folder / "bin").mkdir(parents=True)
+    public = " ".join((ssh_hosts / "hostkey.pub").read_text().split()[:2])
+    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {public}\n")
+    (folder / "sshd_config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {ssh_hosts}/hostkey\nPidFile {folder}/sshd.pid\n"
+        f"AuthorizedKeysFile {ssh_hosts}/authorized_keys\nStrictModes no\nPermitRootLogin prohibit-password\n"
+        f"PasswordAuthentication no\nKbdInteractiveAuthentication no\nUsePAM no\nSetEnv DOCKER_HOST={docker_engine}\n"
     )
-    client = subprocess.Popen([*REAL, "study", "study.yaml"], cwd=tmp_path, stdout=subprocess.DEVNULL)
-    try:
-        until(lambda: any(place_of(run, places) == "gpu2" and started(run) for run in planned()))
-        outage.touch()
-        until(lambda: all(run.state() is State.FINISHED for run in planned() if place_of(run, places) != "gpu2"))
-        assert client.poll() is None  # it waits: what does not answer has not failed
-        outage.unlink()
-        assert client.wait(120) == 0
-    finally:
-        client.kill()
-    assert set(count_attempts().values()) == set(count_finishes().values()) == {1}
-    assert len(list_runs()) == 12
+    (folder / "config").write_text(
+        f"Host hostc\n  HostName 127.0.0.1\n  Port {port}\n  User root\n  IdentityFile {ssh_hosts}/id\n"
+        f"  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n  BatchMode yes\n  ConnectTimeout 5\n"
+    )
+    (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/config "$@"\n')
+    (folder / "bin" / "ssh").chmod(0o755)
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+    found = Host(folder)
+    found.start()
+    yield found
+    found.stop()
+    for run in list_runs():
+        docker("rm", "--force", run, check=False)
 
 
-def planned() -> list[RunFolder]:
-    return [run for run in list_runs() if run.plan_file.is_file()]
+def docker(verb: str, *words: str | RunFolder, check: bool = True) -> None:
+    """Do something to the container of a run, on its machine."""
+    named = [f"sparsebp-{word.run_id}" if isinstance(word, RunFolder) else word for word in words]
+    subprocess.run(["docker", "--host", service.DOCKER, verb, *named], check=check, capture_output=True)
 
 
-def started(run: RunFolder) -> bool:
-    return count_attempts()[run.run_id] > 0
+@pytest.fixture
+def hold(study: StudyFolder, host: Host) -> Path:
+    """A study over this machine and ``hostc``. While the file that this returns exists, no trial at ``hostc`` goes
+    beyond its second step."""
+    gate = study.folder / "gate"
+    gate.mkdir(mode=0o755)
+    (gate / "hold").touch()
+    there = CONTAINER | {"host": "ssh://hostc", "mounts": [*service.MOUNTS, f"{gate}:/gate"]}
+    study.write(STUDY, ["local", {"target": "hostc"}], {"hostc": there}, hold="/gate/hold")
+    return gate / "hold"
+
+
+def leave_alone(run: RunFolder) -> None:
+    """The worker goes on while nobody can reach it."""
+
+
+def kill(run: RunFolder) -> None:
+    """The worker dies while nobody can reach it."""
+    docker("kill", run)
+
+
+@pytest.mark.parametrize("end", [leave_alone, pytest.param(kill, marks=pytest.mark.long)])
+def test_a_place_that_goes_away_loses_its_trials_and_the_same_command_ends_the_study(
+    study: StudyFolder, host: Host, hold: Path, end: Callable[[RunFolder], None]
+) -> None:
+    client = study.start(before=IMPATIENT)
+    (held,) = wait_for_held("hostc")
+    host.stop()
+    out, err = client.communicate(timeout=300)
+    assert client.returncode == 101, err
+    assert "tiny: 2 of 8 trials have finished" in out  # those of this machine; neither arm has its best yet
+    assert [AWAY in line for line in err.splitlines()] == [True, True]
+    assert held.state() is State.UNREACHABLE
+
+    end(held)
+    hold.unlink()
+    host.start()
+    code, out, err = study.run()
+    assert code == 0, err
+    assert "tiny: 8 of 8 trials have finished" in out
+    assert set(count_finishes().values()) == {1}
+    assert [find_place(run) for run in list_trials("tune")] == ["local", "hostc"] * 2
+    assert count_attempts() == {run.run_id: 2 if run == held and end is kill else 1 for run in list_trials()}
+
+
+def test_ctrl_c_does_not_wait_for_a_place_that_is_away(study: StudyFolder, host: Host, hold: Path) -> None:
+    client = study.start()
+    (held,) = wait_for_held("hostc")
+    host.stop()
+    until(lambda: held.state() is State.UNREACHABLE)
+    client.send_signal(signal.SIGINT)
+    _, err = client.communicate(timeout=300)
+    assert client.returncode == 130, err
+    assert held.state() is State.UNREACHABLE
+    assert held.request_file.read_text() == "stop"  # which its dispatcher sees to as soon as the host answers
+
+
+def test_trials_of_a_place_that_the_study_no_longer_names_go_to_another(
+    study: StudyFolder, host: Host, hold: Path
+) -> None:
+    host.stop()
+    code, out, err = study.run()
+    assert code == 101, err
+    assert "tiny: 2 of 8 trials have finished" in out
+    assert [find_place(run) for run in list_trials()] == ["local", "hostc"] * 2
+    file = study.folder / "study.yaml"
+    file.write_text(file.read_text().replace(', {"target": "hostc"}', ""))
+    code, out, err = study.run()
+    assert code == 0, err
+    assert set(count_attempts().values()) == {1}
+    assert {find_place(run) for run in list_trials()} == {"local"}

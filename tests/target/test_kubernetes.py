@@ -18,6 +18,8 @@ from sparsebp_cli.run import History, State
 from sparsebp_cli.target.launch import Launch
 from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
 from sparsebp_cli.testing import check_target
+from tests.study.conftest import STUDY, count_attempts, count_finishes
+from tests.study.study_folder import WORKER, StudyFolder, find_place, list_trials, wait_for_held
 
 from . import service
 from .conftest import last_end, until, wait_for_step
@@ -206,3 +208,27 @@ def test_one_small_training_gives_the_same_numbers_as_on_this_machine(options: O
     print(f"losses on both: {found[0][0]}")
     assert found[0] == found[1]
     assert os.environ["KUBECONFIG"]
+
+
+def test_trials_of_a_study_are_jobs_beside_each_other_each_trained_once(options: Options, tmp_path: Path) -> None:
+    gate = HOST / f"gate-{secrets.token_hex(3)}"  # of the node
+    gate.mkdir(mode=0o755)
+    (gate / "hold").touch()
+    there = {**options, **WORKER, "kind": "kubernetes", "mounts": [*service.MOUNTS, f"{gate}:/gate"]}
+    study = StudyFolder(tmp_path)
+    study.write(STUDY, ["local", {"target": "pods", "max_parallel": 2}], {"pods": there}, hold="/gate/hold")
+    client = study.start()
+    held = wait_for_held("kubernetes", 2)
+    jobs = kubectl("get", "jobs", "-o", "jsonpath={range .items[*]}{.metadata.name} {.status.active}{'\\n'}{end}")
+    assert sorted(jobs.split("\n")) == sorted(f"sparsebp-{run.run_id} 1" for run in held)
+    (gate / "hold").unlink()
+    out, err = client.communicate(timeout=300)
+    assert client.returncode == 0, err
+    assert "tiny: 8 of 8 trials have finished" in out
+    assert set(count_attempts().values()) == set(count_finishes().values()) == {1}
+    dealt = ["local", "kubernetes", "kubernetes"] * 3
+    assert [find_place(run) for run in list_trials()] == dealt[:8]
+    until(lambda: kubectl("get", "jobs,pods", "-o", "name") == "")
+    before = count_attempts()
+    assert study.run()[0] == 0
+    assert count_attempts() == before
