@@ -94,8 +94,11 @@ class StudySession:
             from sparsebp_cli.study.search import Search
 
             search = Search(self.loaded, self.maker, sum(place.slots for place in self.places))
-            self.loaded = search.advance(self.course.tuned, asks=self.asks)
-            self.course = plan_course(self.loaded, self.maker, self.store)
+            known = None
+            while known != self.loaded.variants:  # a client that was killed may have left results that nobody has told
+                known = self.loaded.variants
+                self.loaded = search.advance(self.course.tuned, asks=self.asks)
+                self.course = plan_course(self.loaded, self.maker, self.store)
         self.controls = plan_controls(self.loaded, self.course, self.maker, self.store)
         self.driver.add(self.trials)
 

@@ -62,6 +62,8 @@ ENTRIES = (
     *_structured("topk"),
     Entry("topk", (("keep", 0.3), ("along", "rows"), ("within", "example"), ("error_feedback", True))),
     *_structured("random", weighted=True),
+    Entry("meprop", (("keep", 0.3), ("unified", False))),
+    Entry("meprop", (("keep", 0.3), ("unified", True))),
     Entry("crs", (("keep", 0.3), ("products", "wgrad"))),
     Entry("crs", (("keep", 0.3), ("products", "both"), ("draw", "bernoulli"))),
     Entry("max-child", kind="EdgeRouter"),
@@ -83,6 +85,7 @@ class Refusal:
 
 
 CLASSES = {"max-child": "MaxChild", "random-child": "RandomChild"}
+INFORMED = {"crs": "CRS", "meprop": "MeProp"}
 
 
 def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
@@ -102,9 +105,12 @@ def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:
             )
         if composition == "DDP":
             return Refusal(f"{name} works in one process, got several (DDP or FSDP)")
-    if entry.policy == "crs" and site != "linears":
-        text = "reads inputs and weights of linears: needs"
-        return Refusal(f"CRS {text} sites='linears', got {site!r}", f"'crs' {text} backward.sites: linears, got {site}")
+    if entry.policy in INFORMED and site != "linears":
+        name, text = INFORMED[entry.policy], "reads inputs and weights of linears: needs"
+        return Refusal(
+            f"{name} {text} sites='linears', got {site!r}",
+            f"{entry.policy!r} {text} backward.sites: linears, got {site}",
+        )
     if site == "nodes":
         reason = {
             "reentrant checkpointing": "CheckpointFunctionBackward: reentrant activation checkpointing; "
