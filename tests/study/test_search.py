@@ -12,6 +12,7 @@ import optuna
 import pytest
 
 from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import home
 from sparsebp_cli.study.course import Tuned, plan_course
 from sparsebp_cli.study.loader import Combination, LoadedStudy, load_study
 from sparsebp_cli.study.search import Search, advance
@@ -144,3 +145,20 @@ def test_a_search_is_trained_reported_and_not_trained_again(cli: Cli, write_stud
     assert cli("compare", "@tiny").stdout.count("chosen") == 2
     assert cli("study", write_study(sample(RANGE, "tpe", 5))).returncode == 0  # one more of each arm
     assert len(count_attempts()) - len(before) in {2, 4, 6}  # a better one has a report of its own
+
+
+@pytest.mark.slow
+def test_results_that_no_client_told_are_told_before_anything_is_trained(cli: Cli, write_study: Write) -> None:
+    file = write_study(sample(RANGE, "tpe", 4))
+    first = cli("study", file)
+    attempts = count_attempts()
+    told = home() / "studies" / "tiny.search.db"
+    told.unlink()
+    second = cli("study", file)
+    assert (second.returncode, _table(second.stdout)) == (0, _table(first.stdout)), second.stderr
+    assert count_attempts() == attempts
+    assert told.exists()
+
+
+def _table(page: str) -> list[str]:
+    return [line for line in page.splitlines() if line.startswith(("dense", "topk", "tiny", " dense", " topk"))]

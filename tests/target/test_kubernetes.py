@@ -210,9 +210,12 @@ def test_one_small_training_gives_the_same_numbers_as_on_this_machine(options: O
     assert os.environ["KUBECONFIG"]
 
 
-def test_trials_of_a_study_are_jobs_beside_each_other_each_trained_once(options: Options, tmp_path: Path) -> None:
+def test_trials_of_a_study_are_jobs_beside_each_other_each_trained_once(
+    options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = HOST / f"gate-{secrets.token_hex(3)}"  # of the node
     gate.mkdir(mode=0o755)
+    monkeypatch.setenv("SPARSEBP_MOUNTS", str(gate))
     (gate / "hold").touch()
     there = {**options, **WORKER, "kind": "kubernetes", "mounts": [*service.MOUNTS, f"{gate}:/gate"]}
     study = StudyFolder(tmp_path)
