@@ -13,7 +13,7 @@ import typer
 from sparsebp_cli.cli.option import ManyRuns
 from sparsebp_cli.cli.quantity import show_count
 from sparsebp_cli.cli.screen import print_line
-from sparsebp_cli.cli.stored_run import find_all, read_plan
+from sparsebp_cli.cli.stored_run import find_all
 from sparsebp_cli.errors import RunBusyError, SparseBPError
 from sparsebp_cli.run import History, RunFolder
 
@@ -35,7 +35,7 @@ def archive(
     check_archive_path(file)
     folders = find_all(runs)
     for folder in folders:
-        read_plan(folder)  # raises for a damaged plan
+        folder.read_plan()  # raises for a damaged plan
         if not (state := folder.state()).over:
             raise RunBusyError(
                 f"run {folder.run_id} is {state}, and an archive has runs that are over; nothing was written"

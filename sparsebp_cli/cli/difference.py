@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sparsebp_cli.cli.option import Format, OneRun
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
-from sparsebp_cli.cli.stored_run import find_one, read_plan
+from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder, metric
 
@@ -67,7 +67,7 @@ def _describe(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     from sparsebp_cli.compare.loaded import flatten
     from sparsebp_cli.plan.seal import read_seal
 
-    plan, history, seal = read_plan(run), History.load(run.path), read_seal(run.path)
+    plan, history, seal = run.read_plan(), History.load(run.path), read_seal(run.path)
     provenance = {key: plan.get("provenance", {}).get(key) or None for key in ("git_sha", "git_diff_sha256")}
     environment = flatten(history.environments[-1]) if history.environments else {}
     digest = history.facts.get("dataset_digest") or (seal.data if seal else None) or None

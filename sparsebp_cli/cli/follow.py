@@ -9,7 +9,6 @@ from sparsebp_cli.cli.display import Display, PlainDisplay, make_display
 from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.screen import console, make_table, print_line
-from sparsebp_cli.cli.stored_run import read_recipe
 from sparsebp_cli.errors import DivergedError, UsageError
 from sparsebp_cli.run import History, RunFolder, State, read
 
@@ -71,7 +70,7 @@ def watch(job: Job, *, follow: bool) -> int:
 
 def begin_progress(run: RunFolder) -> Progress:
     """Return the progress of a run before the first record of its journal."""
-    recipe = read_recipe(run)
+    recipe = run.read_plan()["recipe"]
     return Progress(recipe["name"], run.run_id, recipe["training"]["max_steps"])
 
 

@@ -13,7 +13,7 @@ from sparsebp_cli.cli.completion import complete_study
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
-from sparsebp_cli.cli.stored_run import describe_policies, read_plan
+from sparsebp_cli.cli.stored_run import describe_policies
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.run import RunFolder, home, list_runs
 from sparsebp_cli.run.journal import describe_unreadable, find_outline
@@ -196,21 +196,16 @@ def describe_run(folder: RunFolder) -> dict[str, Any]:
     line |= {"step": 0, "max_steps": 0, "seed": None, "eval_loss": None, "created": 0.0, "folder": str(folder.path)}
     line |= {"tags": list(labels.tags), "note": labels.note, "problem": ""}
     try:
-        plan = read_plan(folder)
-        recipe = plan["recipe"]
-        line |= {
-            "name": str(recipe["name"]),
-            "policy": describe_policies(recipe),
-            "max_steps": recipe["training"]["max_steps"],
-            "seed": recipe["training"]["seed"],
-            "created": float(plan["created"]),
-        }
+        plan = folder.read_plan()
     except RunNotFoundError as error:
         return line | {"problem": str(error).removeprefix(f"run {folder.run_id}: ")}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        return line | {"problem": f"{folder.plan_file} is not a plan: {error!r}"}
-    found = find_outline(folder.path)
+    recipe, found = plan["recipe"], find_outline(folder.path)
     return line | {
+        "name": recipe["name"],
+        "policy": describe_policies(recipe),
+        "max_steps": recipe["training"]["max_steps"],
+        "seed": recipe["training"].get("seed"),
+        "created": float(plan["created"]),
         "state": str(folder.state()),
         "step": found.step,
         "eval_loss": found.eval_loss,

@@ -14,7 +14,7 @@ from sparsebp_cli.cli.option import OneRun
 from sparsebp_cli.cli.proof import proof_table, read_rows
 from sparsebp_cli.cli.quantity import show_count, show_share
 from sparsebp_cli.cli.screen import console, make_table, print_json, print_line
-from sparsebp_cli.cli.stored_run import find_one, read_plan
+from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.cli.summary import summarise
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder
@@ -62,7 +62,7 @@ def show(
         print_line(str(draw_run_memory(folder, memory)))
     if layers is not None or memory is not None:
         return
-    plan, history = read_plan(folder), History.load(folder.path)
+    plan, history = folder.read_plan(), History.load(folder.path)
     if output is ShowFormat.YAML:
         print_line(_to_yaml(plan["recipe"]))
     elif output is ShowFormat.JSON:

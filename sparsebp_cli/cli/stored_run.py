@@ -1,38 +1,18 @@
-"""Stored runs: their folders, read without the schema so that those of old runs and missing plugins stay readable, and
-their jobs on their targets."""
+"""Stored runs: finding them, describing them, and their jobs on their targets."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from sparsebp_cli.errors import PolicyError, RunNotFoundError
+from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import RunFolder, find_run
-from sparsebp_cli.run.visible import mask
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import Job, Target
-
-
-def read_plan(run: RunFolder) -> dict[str, Any]:
-    """Return the content of a run's ``plan.json``; raises ``RunNotFoundError`` if it is missing or damaged."""
-    try:
-        plan = json.loads(run.plan_file.read_bytes())
-        plan["recipe"]["training"]["max_steps"]
-        if uri := plan["recipe"].get("tracking", {}).get("uri"):
-            plan["recipe"]["tracking"]["uri"] = mask(uri)  # plans of earlier versions may hold a password
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunNotFoundError(f"run {run.run_id}: {run.plan_file} is not a plan: {error}") from None
-    return dict(plan)
-
-
-def read_recipe(run: RunFolder) -> dict[str, Any]:
-    """Return a run's resolved recipe."""
-    return dict(read_plan(run)["recipe"])
 
 
 def describe_policies(recipe: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
-from sparsebp_cli.cli.stored_run import describe_policies, read_recipe
+from sparsebp_cli.cli.stored_run import describe_policies
 from sparsebp_cli.run import History, RunFolder, metric
 from sparsebp_cli.run.metric import Metric
 
@@ -49,7 +49,7 @@ def summarise(run: RunFolder, *, together: Sequence[RunFolder] = (), warning: st
     from rich.table import Table
     from rich.text import Text
 
-    history, recipe = History.load(run.path), read_recipe(run)
+    history, recipe = History.load(run.path), run.read_plan()["recipe"]
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -14,7 +14,6 @@ from sparsebp_cli.cli.interrupt import Interrupts
 from sparsebp_cli.cli.progress import Progress
 from sparsebp_cli.cli.quantity import show_clock
 from sparsebp_cli.cli.screen import console, make_table, print_line
-from sparsebp_cli.cli.stored_run import read_recipe
 from sparsebp_cli.errors import SparseBPError
 from sparsebp_cli.run import RunFolder, list_runs, read
 from sparsebp_cli.run.metric import TRAIN_LOSS
@@ -32,7 +31,7 @@ class LiveRun:
 
     def __init__(self, run: RunFolder) -> None:
         """Raises ``RunNotFoundError`` for a run without a readable plan."""
-        recipe = read_recipe(run)
+        recipe = run.read_plan()["recipe"]
         self.run, self.target = run, str((recipe.get("target") or {}).get("kind", "local"))
         self.progress = Progress(recipe["name"], run.run_id, recipe["training"]["max_steps"])
         self.losses: deque[float] = deque(maxlen=256)

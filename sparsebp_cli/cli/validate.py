@@ -14,7 +14,7 @@ import typer
 
 from sparsebp_cli.cli.option import Changes, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_json, print_line
-from sparsebp_cli.cli.stored_run import describe_policies, read_plan
+from sparsebp_cli.cli.stored_run import describe_policies
 from sparsebp_cli.errors import RunFailedError, SparseBPError, UsageError
 from sparsebp_cli.run import RunFolder
 
@@ -93,7 +93,7 @@ def load_checked(file: Path, changes: Sequence[str]) -> tuple[Recipe, Path, list
     if file.name != PLAN:
         placed = load_placed(file, changes)
         return placed.recipe, file, check_sources(placed, [file.resolve().parent, Path.cwd()])
-    stored = read_plan(RunFolder(file.parent))
+    stored = RunFolder(file.parent).read_plan()
     placed = load_stored(stored["recipe"], str(file), changes)
     # The code is that of the working folder; paths became absolute when the first plan was made.
     origin = Path.cwd() / str(stored.get("provenance", {}).get("recipe_file") or PLAN)

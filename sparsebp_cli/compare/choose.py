@@ -6,7 +6,6 @@ state or on a metric.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,18 +223,18 @@ def suggest_name(name: str, candidates: Sequence[RunCandidate], others: Iterable
 
 def _describe(run: RunFolder) -> RunCandidate:
     try:
-        plan = json.loads(run.plan_file.read_bytes())
-        recipe = plan["recipe"]
-        tags = recipe.get("tracking", {}).get("tags") or {}
-        return RunCandidate(
-            run.run_id,
-            str(recipe["name"]),
-            float(plan["created"]),
-            recipe,
-            dict(tags),
-            lambda: load_folder(run),
-            folder=run,
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        plan = run.read_plan()
+    except RunNotFoundError:
         # load_folder raises the error
         return RunCandidate(run.run_id, "", 0.0, {}, {}, lambda: load_folder(run), folder=run)
+    recipe = plan["recipe"]
+    tags = (recipe.get("tracking") or {}).get("tags") or {}
+    return RunCandidate(
+        run.run_id,
+        recipe["name"],
+        float(plan["created"]),
+        recipe,
+        dict(tags),
+        lambda: load_folder(run),
+        folder=run,
+    )

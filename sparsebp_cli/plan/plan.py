@@ -59,7 +59,7 @@ class Plan(BaseModel):
             place = ".".join(map(str, first["loc"]))
             told = f"{place}: {first['msg']}" if place else first["msg"]
             raise RunNotFoundError(f"{file} is not a plan for this version: {told}{_tell_version(file)}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunNotFoundError(f"{file} is not a plan: {str(error).splitlines()[0]}") from None
 
 
@@ -68,7 +68,7 @@ def _tell_version(file: Path) -> str:
     mine = version("sparsebp")
     try:
         theirs = json.loads(file.read_bytes())["provenance"]["sparsebp_version"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return ""
     return f"; sparsebp {theirs} made it, this is {mine}" if theirs and theirs != mine else ""
 

@@ -24,7 +24,10 @@ import fcntl
 import json
 import os
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -32,11 +35,19 @@ from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
 from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.run.record import State
+from sparsebp_cli.run.visible import mask
 
 SHORTEST_PREFIX = 3
 LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared lock for a moment
 
-
+# What every reader of a plan needs, and its type.
+NEEDED: dict[tuple[str, ...], type | tuple[type, ...]] = {
+    ("recipe",): dict,
+    ("recipe", "name"): str,
+    ("recipe", "policy"): list,
+    ("recipe", "training", "max_steps"): int,
+    ("created",): (int, float),
+}
 _SIGHTS = {"waiting": State.QUEUED, "working": State.RUNNING}
 
 
@@ -81,12 +92,32 @@ class RunFolder:
         """The processes that work on the run."""
         return self.path / "target.json"
 
+    def read_plan(self) -> dict[str, Any]:
+        """Return the content of ``plan.json``, without its schema: runs of other versions and of plugins that are not
+        here stay readable. Raise ``RunNotFoundError`` if it is missing, or damaged in what every reader needs."""
+        try:
+            plan: dict[str, Any] = json.loads(self.plan_file.read_bytes())
+            for keys, kind in NEEDED.items():
+                value = reduce(getitem, keys, plan)
+                if not isinstance(value, kind):
+                    raise TypeError(f"{'.'.join(keys)} is {str(value)[:100]!r}")
+            for entry in plan["recipe"]["policy"]:
+                if not isinstance(entry["name"], str):
+                    raise TypeError(f"recipe.policy has the name {str(entry['name'])[:100]!r}")
+            tracking = plan["recipe"].get("tracking") or {}
+            if uri := tracking.get("uri"):
+                tracking["uri"] = mask(uri)  # plans of earlier versions may hold a password
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise RunNotFoundError(f"run {self.run_id}: {self.plan_file} is not a plan: {told}") from None
+        return plan
+
     def brief(self) -> tuple[str, float]:
-        """Return name and creation time (seconds since 1970) without validating the whole plan."""
+        """Return name and creation time (seconds since 1970), also of a plan that is damaged elsewhere."""
         try:
             plan = json.loads(self.plan_file.read_bytes())
             return str(plan["recipe"]["name"]), float(plan["created"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return "?", 0.0
 
     def state(self) -> State:
