@@ -45,6 +45,7 @@ KINDS = (
     "EdgeRouter",
     "TokenSelector",
     "ExampleSelector",
+    "EpochSelector",
     "ParameterSelector",
     "BatchPacker",
     "BlockDropper",
@@ -54,6 +55,7 @@ _INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
 _TOKENS: Conditions = {"kind": ("TokenSelector",)}
 _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
+_EPOCHS: Conditions = {"kind": ("EpochSelector",)}
 _PACKER: Conditions = {"kind": ("BatchPacker",)}
 _DROPPER: Conditions = {"kind": ("BlockDropper",)}
 _SAVER: Conditions = {"kind": ("InputSaver",)}
@@ -65,6 +67,13 @@ _POLICY_RULES = (
     Rule(
         "{policy}: its kind is not built; built: " + ", ".join(KINDS),
         policy={"kind": ("",)},
+    ),
+    Rule(
+        "{policy} chooses the examples of an epoch: built for the worker of a recipe (sparsebp run) alone",
+        why="The worker knows an example by its row in the training split, draws the order of an epoch and keeps the "
+        "losses. A loop of your own and a Trainer have a data loader that SparseBP does not see.",
+        policy=_EPOCHS,
+        options={"loop": ("own", "trainer")},
     ),
     Rule(
         "{other} and {policy} make the same decision ({kind}) at the same place: give one of them",
@@ -104,6 +113,23 @@ _POLICY_RULES = (
         why="Each process observes its own examples, and their states would part.",
         policy={"observes": (True,)},
         options={"processes": SEVERAL},
+    ),
+    Rule(
+        "{policy} works in one process, got {processes}",
+        why="Each process would know the losses of its own examples only.",
+        policy=_EPOCHS,
+        options={"processes": SEVERAL},
+    ),
+    Rule(
+        "{other} and {policy} in one training is not built: give one of them",
+        why="The loss of every example is read from the logits of all its positions.",
+        policy=_EPOCHS,
+        other={"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
+        policy=_EPOCHS,
+        options={"segments": GIVEN},
     ),
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",

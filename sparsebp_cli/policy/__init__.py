@@ -4,6 +4,7 @@ from sparsebp_cli.policy import choice, sampling
 from sparsebp_cli.policy.block import BlockDropper, DropDraw, ResidualBlock
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
+from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
 from sparsebp_cli.policy.example import Examples, ExampleSelector
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
@@ -35,6 +36,8 @@ __all__ = [
     "Edge",
     "EdgeRouter",
     "Elements",
+    "Epoch",
+    "EpochSelector",
     "ExampleSelector",
     "Examples",
     "FoundPolicy",
@@ -72,6 +75,7 @@ __all__ = [
     "TokenSelector",
     "Tokens",
     "TwoToFour",
+    "Visits",
     "choice",
     "find_policies",
     "make_policies",

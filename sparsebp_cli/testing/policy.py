@@ -14,6 +14,7 @@ from sparsebp_cli.policy import (
     BatchPacker,
     BlockDropper,
     EdgeRouter,
+    EpochSelector,
     ExampleSelector,
     GradientSelector,
     InputSaver,
@@ -25,6 +26,7 @@ from sparsebp_cli.policy import (
 )
 from sparsebp_cli.policy.hidden_state import find_hidden_state
 from sparsebp_cli.testing.block import check_block_dropper
+from sparsebp_cli.testing.epoch import check_epoch_selector
 from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
@@ -62,6 +64,8 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
             check_input_saver(made)
         case TokenSelector():
             check_token_selector(made)
+        case EpochSelector():
+            check_epoch_selector(made)
         case ExampleSelector():
             check_example_selector(made)
         case GradientSelector():

@@ -1,19 +1,22 @@
 """Micro-batches as tensors, in a reproducible order.
 
 The order is a pure function of seed and position, so a checkpoint stores one number and a resumed run reads the same
-data.
+data. Where a policy chooses the examples of each epoch, it follows their losses as well, and a checkpoint stores both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.policy import EpochSelector
 from sparsebp_cli.worker.data import IGNORED, Example
-from sparsebp_cli.worker.grouping import GroupBy, group_order
+from sparsebp_cli.worker.epoch import ChosenEpochs, EpochShuffle
+from sparsebp_cli.worker.grouping import GroupBy
 
 PAD_TO = 8  # padded lengths are multiples of this, so that kernels are called with few distinct shapes
 
@@ -48,12 +51,13 @@ class BatchOrder:
         self.batch_size, self.num_ranks, self.columns = batch_size * rank[1], rank[1], columns
         self.candidates, self.group_by = candidates, group_by
         self._own = slice(rank[0] * batch_size, (rank[0] + 1) * batch_size)
+        self._shuffle = EpochShuffle(examples, seed, self.batch_size, group_by)
+        self._chosen: ChosenEpochs | None = None
         self._epoch, self._permutation = -1, np.empty(0, dtype=np.int64)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return the micro-batch of all ranks by its number, counted from 0 over the whole run."""
-        positions = range(number * self.batch_size, (number + 1) * self.batch_size)
-        examples = [self.examples[self._example(position)] for position in positions]
+        examples = [self.examples[self._example(position)] for position in self._positions(number)]
         return collate(examples, self.pad_token_id, self.columns)
 
     def rank_part(self, number: int) -> tuple[dict[str, Tensor], int]:
@@ -65,7 +69,7 @@ class BatchOrder:
     def other_batches(self, number: int, count: int) -> Iterator[dict[str, Tensor]]:
         """Yield batches of ``count`` random examples that a micro-batch does not contain, fewer if the training set is
         too small. The last batch may be short, and the order of training is unaffected."""
-        held = {self._example(position) for position in range(number * self.batch_size, (number + 1) * self.batch_size)}
+        held = {self._example(position) for position in self._positions(number)}
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         shuffled = torch.randperm(len(self.examples), generator=generator).tolist()
         drawn = [example for example in shuffled if example not in held][:count]
@@ -73,16 +77,46 @@ class BatchOrder:
             chosen = [self.examples[example] for example in drawn[start : start + self.batch_size]]
             yield collate(chosen, self.pad_token_id, self.columns)
 
+    def choose_epochs(self, policy: EpochSelector, *, num_steps: int, micro_batches: int) -> None:
+        """Let a policy choose the examples of each epoch, before the first batch is read; ``micro_batches`` is how many
+        make an optimizer step."""
+        self._chosen = ChosenEpochs(policy, self._shuffle, num_steps=num_steps, micro_batches=micro_batches)
+
+    def weights(self, number: int) -> list[float] | None:
+        """Return the weights of the losses of a micro-batch's examples; None if no policy chooses epochs."""
+        chosen = self._chosen
+        return None if chosen is None else [chosen.visit(position)[1] for position in self._positions(number)]
+
+    def see(self, number: int, loss_B: Tensor) -> None:
+        """Keep the losses of a micro-batch's examples for the policy that chooses epochs."""
+        assert self._chosen is not None
+        self._chosen.see([self._example(position) for position in self._positions(number)], loss_B.tolist())
+
+    @property
+    def epoch(self) -> tuple[int, float] | None:
+        """Number of the newest epoch, and the share of all examples that it visits; None if no policy chooses them."""
+        return None if self._chosen is None else self._chosen.current
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs beside the number of its next batch, after a step."""
+        return {} if self._chosen is None else self._chosen.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state. Raise ValueError or LookupError if it is of another training split or kind of order."""
+        if self._chosen is not None:
+            self._chosen.load_state_dict(state)
+        elif state:
+            raise ValueError("a policy chose the examples of each epoch there, and none does in the plan")
+
+    def _positions(self, number: int) -> range:
+        return range(number * self.batch_size, (number + 1) * self.batch_size)
+
     def _example(self, position: int) -> int:
+        if self._chosen is not None:
+            return self._chosen.visit(position)[0]
         epoch, offset = divmod(position, len(self.examples))
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            # A NumPy array, because the memory trace would count a tensor: the first step after a resume redraws the
-            # permutation, and would then show more memory than in an uninterrupted run.
-            drawn = torch.randperm(len(self.examples), generator=generator).numpy().copy()
-            if self.group_by is not None:
-                drawn = group_order(self.examples, drawn, self.group_by, self.batch_size, generator)
-            self._epoch, self._permutation = epoch, drawn
+            self._epoch, self._permutation = epoch, self._shuffle.draw(epoch)
         return int(self._permutation[offset])
 
 
@@ -142,13 +176,22 @@ def micro_batch_loss(
     """Run the model on a batch, and return its summed loss over the ``targets`` of the whole step on all ranks, so that
     the losses of all micro-batches add up to the mean. ``batch`` is on the host, where counting its targets does not
     wait for the device. ``candidates`` names the column that marks trainable targets, if any."""
+    return run_micro_batch(model, batch, targets, device, candidates)[0]
+
+
+def run_micro_batch(
+    model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Do the same, and return the logits as well, if the model returns any."""
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     if batch["labels"].ndim == 1:
-        loss: Tensor = model(**on_device).loss
-        return loss * (num_targets(batch) / targets) if targets != num_targets(batch) else loss
+        output = model(**on_device)
+        loss: Tensor = output.loss
+        share = num_targets(batch) / targets
+        return loss * share if targets != num_targets(batch) else loss, getattr(output, "logits", None)
     items: float = targets
     if candidates is not None:
         # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
         items *= num_targets(batch) / max(1, num_targets(batch, candidates))
-    mean: Tensor = model(**on_device, num_items_in_batch=torch.tensor(items, device=device)).loss
-    return mean
+    output = model(**on_device, num_items_in_batch=torch.tensor(items, device=device))
+    return output.loss, getattr(output, "logits", None)

@@ -17,7 +17,16 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import BatchPacker, BlockDropper, Policy, TokenSelector, find_policies, make_policy
+from sparsebp_cli.policy import (
+    BatchPacker,
+    BlockDropper,
+    EpochSelector,
+    Policy,
+    TokenSelector,
+    find_policies,
+    make_policy,
+)
+from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
@@ -71,7 +80,7 @@ def build_training(
     optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
     engine = attach(
         model,
-        policies,
+        _find_attached(recipe, policies),
         optimizer=optimizer,
         max_grad_norm=recipe.training.max_grad_norm if recipe.backward.update == "eager" else None,
         seed=recipe.training.seed,
@@ -105,16 +114,7 @@ def build_training(
         "engine": engine,
         "optimizer": prepared_optimizer,
         "schedule": schedule,
-        "order": BatchOrder(
-            data.train,
-            size,
-            recipe.training.seed,
-            tokenizer.pad_token_id,
-            rank=(ranks.rank, ranks.count),
-            columns=_find_columns(policies) | reference.columns,
-            candidates=_find_candidate_column(policies),
-            group_by=recipe.training.group_by,
-        ),
+        "order": _build_order(recipe, policies, reference, tokenizer.pad_token_id, ranks),
         "held_out": data.held_out,
         "test": data.test,
         "checkpoints": checkpoints,
@@ -123,6 +123,37 @@ def build_training(
         "ranks": ranks,
     }
     return parts, snapshot
+
+
+def _find_attached(recipe: Recipe, policies: Sequence[Policy]) -> list[Policy]:
+    """Return the policies that decide inside of a step. Raise UnsupportedError for one of epochs with what it does not go
+    with, which attach cannot see."""
+    attached = [policy for policy in policies if not isinstance(policy, EpochSelector)]
+    if len(attached) < len(policies):
+        refuse_unsupported(recipe)
+    return attached
+
+
+def _build_order(
+    recipe: Recipe, policies: Sequence[Policy], reference: Reference, pad_token_id: int, ranks: Ranks
+) -> BatchOrder:
+    training = recipe.training
+    order = BatchOrder(
+        reference.data.train,
+        training.per_device_train_batch_size,
+        training.seed,
+        pad_token_id,
+        rank=(ranks.rank, ranks.count),
+        columns=_find_columns(policies) | reference.columns,
+        candidates=_find_candidate_column(policies),
+        group_by=training.group_by,
+    )
+    for policy in policies:
+        if isinstance(policy, EpochSelector):
+            order.choose_epochs(
+                policy, num_steps=training.max_steps, micro_batches=training.gradient_accumulation_steps
+            )
+    return order
 
 
 def _tell_prefix_gain(

@@ -14,11 +14,13 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.worker.allowance import Allowance
+from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
 from sparsebp_cli.worker.trial_step import capture_rng, restore_rng, trainable_parameters
 
+_EPOCH = "epoch: "  # before those of the epochs that a policy chooses
 _POLICY = "policy state: "  # before the names of tensors of policies' states; no site's name has a space
 
 
@@ -43,6 +45,8 @@ class Restorable(Protocol):
     @property
     def schedule(self) -> LRScheduler: ...
     @property
+    def order(self) -> BatchOrder: ...
+    @property
     def allowance(self) -> Allowance: ...
     @property
     def accelerator(self) -> Accelerator: ...
@@ -56,6 +60,8 @@ def take_snapshot(training: Restorable) -> Snapshot:
     if (kept := engine.get("policy_state")) is not None:
         tensors |= {f"{_POLICY}{name}": value for name, value in kept.items() if isinstance(value, Tensor)}
         engine["policy_state"] = {name: value for name, value in kept.items() if not isinstance(value, Tensor)}
+    order = training.order.state_dict()
+    tensors |= {f"{_EPOCH}{name}": value for name, value in order.items() if isinstance(value, Tensor)}
     own = ranks.gather(RankState({name: tensor.cpu() for name, tensor in tensors.items()}, capture_rng()))
     rest = {
         "schedule": training.schedule.state_dict(),
@@ -63,6 +69,8 @@ def take_snapshot(training: Restorable) -> Snapshot:
         "tokens": training.tokens,
         "spent": training.allowance.state_dict(),
     }
+    if order:
+        rest["order"] = {name: value for name, value in order.items() if not isinstance(value, Tensor)}
     weights = gather(_weights(training), keep=ranks.is_first)
     optimizer = gather_optimizer(training.optimizer, keep=ranks.is_first)
     return Snapshot(training.step, weights, optimizer, rest, own, training.seal.to_json())
@@ -84,7 +92,10 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
             copy_full(tensor, snapshot.weights[name])
         load_optimizer(training.optimizer, snapshot.optimizer)
         training.schedule.load_state_dict(snapshot.rest["schedule"])
-        tensors = {name: tensor.to(training.accelerator.device) for name, tensor in own.policy.items()}
+        order = {name.removeprefix(_EPOCH): own.policy[name] for name in own.policy if name.startswith(_EPOCH)}
+        training.order.load_state_dict(snapshot.rest.get("order", {}) | order)
+        device = training.accelerator.device
+        tensors = {name: tensor.to(device) for name, tensor in own.policy.items() if not name.startswith(_EPOCH)}
         kept = {name.removeprefix(_POLICY): tensors.pop(name) for name in list(tensors) if name.startswith(_POLICY)}
         state = snapshot.rest["engine"] | {"cut": tensors}
         if "policy_state" in state:

@@ -188,6 +188,14 @@ def route_metrics(route: Route | None) -> dict[str, float | None]:
     }
 
 
+def epoch_metrics(epoch: tuple[int, float] | None) -> dict[str, float | None]:
+    """Return the number of the epoch under way and the share of the examples that it visits; empty where no policy
+    chooses epochs."""
+    if epoch is None:
+        return {}
+    return {metric.EPOCH.name: float(epoch[0]), metric.VISITED_SHARE.name: epoch[1]}
+
+
 def selection_metrics(chosen: Chosen | None, ranks: Ranks, recipe: Recipe) -> dict[str, float | None]:
     """Return shares and scoring time of the tokens or examples selected before the forward, over all ranks. Without a
     gradient policy the trained share also is the kept share."""

@@ -37,6 +37,7 @@ from sparsebp_cli.worker.evaluate import (
     evaluation_batches,
     select_examples,
 )
+from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state
 from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
@@ -46,6 +47,7 @@ from sparsebp_cli.worker.snapshot import restore, take_snapshot
 from sparsebp_cli.worker.step_memory import (
     PeakMemory,
     StepMemoryRecorder,
+    epoch_metrics,
     kept_share,
     memory_metrics,
     route_metrics,
@@ -182,13 +184,16 @@ class Training:
         first = self.step * accumulation
         shares = [self.order.rank_part(number) for number in range(first, first + accumulation)]
         targets, loss_sum = sum(count for _, count in shares), 0.0
-        for number, (batch, _) in enumerate(shares, 1):
-            with self._accumulating(is_last=number == accumulation):
+        for number, (batch, _) in enumerate(shares, first):
+            is_last = number == first + accumulation - 1
+            with self._accumulating(is_last=is_last):
                 with watch("forward"):
-                    loss = self._loss(batch, targets)
+                    loss, loss_B = self._forward(number, batch, targets)
                 loss_sum += check_loss(self.ranks.all_sum([float(loss.detach())])[0], self.step + 1)
+                if loss_B is not None:
+                    self.order.see(number, loss_B)
                 with watch("backward"):
-                    self.engine.backward(loss, self.accelerator.backward, is_last=number == accumulation)
+                    self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
         with watch("optimizer"):
             norm = self._clip(training.max_grad_norm)
             self.optimizer.step()
@@ -216,6 +221,7 @@ class Training:
             **most,
             **route_metrics(self.engine.take_route()),
             **selection_metrics(self.engine.take_chosen(), self.ranks, self.plan.recipe),
+            **epoch_metrics(self.order.epoch),
         }
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -225,8 +231,16 @@ class Training:
     def _max_over_ranks(self, values: dict[str, float]) -> dict[str, float]:
         return dict(zip(values, self.ranks.all_max(list(values.values())), strict=True))
 
-    def _loss(self, batch: Batch, targets: int) -> Tensor:
-        return micro_batch_loss(self.model, batch, targets, self.accelerator.device, self.order.candidates)
+    def _loss(self, number: int) -> Tensor:
+        """Return the loss of a micro-batch as if it were a whole step."""
+        return self._forward(number, *self.order.rank_part(number))[0]
+
+    def _forward(self, number: int, batch: Batch, targets: int) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a micro-batch, and the loss of each example where a policy chooses epochs by it."""
+        device, weights = self.accelerator.device, self.order.weights(number)
+        if weights is None:
+            return micro_batch_loss(self.model, batch, targets, device, self.order.candidates), None
+        return weighted_loss(self.model, batch, targets, device, weights)
 
     def _plain_loss(self, batch: Batch, targets: int) -> Tensor:
         """Return the loss over all targets: without the engine nothing masks those that are no candidates."""
@@ -243,9 +257,9 @@ class Training:
         return self.measurement.measure_gain(*self._first())
 
     def _first(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
-        batch, targets = self.order.rank_part(0)
+        batch, _ = self.order.rank_part(0)
         on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        return lambda: self._loss(batch, targets), on_device, self.model
+        return lambda: self._loss(0), on_device, self.model
 
     def _measure(self) -> dict[str, float | None]:
         """Take the measurements that are due on the first micro-batch of the coming step."""
@@ -254,7 +268,7 @@ class Training:
         batches = (
             IndependentBatches(self.order, number, count or 0, self._plain_loss) if self.ranks.count == 1 else None
         )
-        return self.measurement.before(self.step + 1, lambda: self._loss(*self.order.rank_part(number)), batches)
+        return self.measurement.before(self.step + 1, lambda: self._loss(number), batches)
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate on validation, and after the last step also on the test split."""

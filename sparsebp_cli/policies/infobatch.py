@@ -1,0 +1,79 @@
+"""Leave out some of the well-learnt examples of each epoch, and weigh the others of them more.
+
+Ziheng Qin et al., "InfoBatch: Lossless Training Speed Up by Unbiased Dynamic Data Pruning" (ICLR 2024),
+https://arxiv.org/abs/2303.04947. Our ``keep`` is 1 - r of the paper, our ``end`` its delta. We differ in four points.
+The number left out is fixed, and weights are n / k of the n well-learnt examples and the k of them that are kept: the
+paper's 1 / (1 - r) is biased wherever r * n is no whole number. An example that was never trained on is never left out;
+the paper gives it the loss 1, the official code 3, so that it may count as well learnt unseen. ``end`` is
+a share of the steps, not of the epochs, whose number is not known beforehand: an epoch leaves examples out if it is
+over by then, and all later ones are whole. A step's loss is a mean over targets, as in dense training, not over
+examples; both are equal where examples have equally many targets.
+
+Cost: nothing but the loss of each example, which the forward of training brings. A step costs what a dense one does;
+what is saved is steps, since an epoch is over sooner. Use it where several epochs are trained. Within the first one
+nothing is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+from typing_extensions import override
+
+from sparsebp_cli.policy import Epoch, EpochSelector, Step, Visits, choice
+
+
+@final
+class InfoBatch(EpochSelector):
+    """Leave out some of the examples whose last loss was below the mean, other ones in each epoch."""
+
+    constants: ClassVar[tuple[str, ...]] = ("end",)
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.5,
+        description="Share of the examples with a loss below the mean that is visited, in (0, 1]; 1.0 is dense.",
+    )
+    end: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        0.875, description="Share of the training's steps after which every epoch is whole; 0.0 is dense."
+    )
+    among: Literal["below_mean", "all"] = Field(
+        "below_mean",
+        description="From which examples those left out are drawn. below_mean: from those with a loss below the mean. "
+        "all: as many, from all that were trained on before; the control of below_mean.",
+    )
+
+    @property
+    def exact(self) -> bool:
+        return self.keep == 1.0 or self.end == 0.0
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    @override
+    def control(self) -> Mapping[str, object] | None:
+        if self.exact or self.among == "all":
+            return None
+        return {"name": "infobatch", **self.model_dump(mode="json"), "among": "all"}
+
+    def choose(self, epoch: Epoch, step: Step) -> Visits | None:
+        import torch
+
+        loss_N = epoch.loss_N.double()
+        seen_N = ~loss_N.isnan()
+        well_N = seen_N & (loss_N < loss_N[seen_N].mean())
+        num_well = int(well_N.sum())
+        num_out = num_well - choice.count_kept(self.keep, num_well) if num_well else 0
+        last = epoch.num_before + len(loss_N) - num_out
+        if num_out == 0 or last > self.end * epoch.num_in_all:
+            return None
+        pool = (well_N if self.among == "below_mean" else seen_N).nonzero().flatten()
+        drawn = pool[torch.randperm(len(pool), generator=step.generator(epoch))]
+        weight_N = torch.ones(len(loss_N))
+        weight_N[pool] = len(pool) / (len(pool) - num_out)
+        weight_N[drawn[:num_out]] = 0.0
+        index_K = weight_N.nonzero().flatten()
+        return Visits(index_K, weight_N[index_K])

@@ -1,0 +1,77 @@
+"""The kind of policy that chooses, at the start of each epoch, the examples that it visits and the weight of each.
+
+An example is known by its row in the training split. The worker keeps the loss that each had when it was last trained
+on, and saves these losses in checkpoints.
+
+Shape letters: N examples of the training split, K visited.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sparsebp_cli.policy.contract import Policy, Step
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What is known of the training examples when an epoch starts.
+
+    Args:
+        number: Of the epoch, counted from 0.
+        loss_N: Of each example the mean loss of its targets when it was last trained on, without its weight: nats,
+            float32, on the CPU; NaN for an example that was never trained on.
+        num_before: Visits of examples in all epochs before this one, at least 0.
+        num_in_all: Visits of examples in the whole training, at least 1.
+    """
+
+    number: int
+    loss_N: torch.Tensor
+    num_before: int
+    num_in_all: int
+
+    @property
+    def name(self) -> str:
+        """Name of the decision, for ``step.generator(epoch)``."""
+        return f"epoch {self.number}"
+
+
+@dataclass(frozen=True)
+class Visits:
+    """The examples that an epoch visits, each once, in an order that the worker draws.
+
+    Args:
+        index_K: Their rows in the training split, int64, ascending, each once, at least one.
+        weight_K: Factor of each one's loss, float32, greater than 0.
+    """
+
+    index_K: torch.Tensor
+    weight_K: torch.Tensor
+
+
+class EpochSelector(Policy):
+    """Chooses the examples that an epoch visits. A step's loss is the sum of its examples' losses, each times its
+    weight, over the number of the step's targets; the sum of the weights does not divide it.
+
+    The number of steps stays as the recipe says: an epoch of fewer examples ends after fewer steps. ``exact`` means
+    that every epoch visits every example with the weight 1. ``unbiased`` means that the weight of each example, 0 if it
+    is left out, is 1 in the mean over draws, whatever the losses are.
+    """
+
+    @abstractmethod
+    def choose(self, epoch: Epoch, step: Step) -> Visits | None:
+        """Choose the examples of an epoch.
+
+        Args:
+            epoch: What is known of them. It must not be changed.
+            step: The optimizer step in which the epoch starts; ``step.generator(epoch)`` is the only source of
+                randomness allowed.
+
+        Returns:
+            The visits; None: all examples with the weight 1.
+        """

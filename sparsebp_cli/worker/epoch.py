@@ -1,0 +1,133 @@
+"""The epochs of a training: in which order each visits the examples, and which of them, where a policy chooses.
+
+Without a policy every epoch is a permutation of all examples. With one, an epoch is as long as the policy says, so its
+place is known only when the one before it ends; this is kept here, with the last loss of every example, and saved in
+checkpoints.
+
+Shape letters: N examples of the training split, K visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy import Epoch, EpochSelector, Step
+from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.grouping import GroupBy, Order, group_order
+
+Weights = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class EpochShuffle:
+    """The random order of each epoch, a pure function of the seed and the epoch's number."""
+
+    examples: Sequence[Example]
+    seed: int
+    batch_size: int  # of a micro-batch of all ranks
+    group_by: GroupBy | None = None  # what the examples of a micro-batch have in common
+
+    def draw(self, epoch: int, visited_N: NDArray[np.bool_] | None = None) -> Order:
+        """Return the rows that an epoch visits, in its order; all examples where none are named."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        # A NumPy array, because the memory trace would count a tensor: the first step after a resume redraws the
+        # permutation, and would then show more memory than in an uninterrupted run.
+        drawn: Order = torch.randperm(len(self.examples), generator=generator).numpy().copy()
+        if visited_N is not None:
+            drawn = drawn[visited_N[drawn]]
+        if self.group_by is not None:
+            drawn = group_order(self.examples, drawn, self.group_by, self.batch_size, generator)
+        return drawn
+
+
+@dataclass(frozen=True)
+class _ChosenEpoch:
+    number: int
+    start: int  # position of its first example in the sequence of all visits
+    order_K: Order  # rows of the training split
+    weight_K: Weights  # of their losses, in the same order
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.order_K)
+
+
+class ChosenEpochs:
+    """The sequence of all visits of a training in which a policy chooses those of each epoch. Positions in it are read
+    forwards; those of the step under way may be read again."""
+
+    def __init__(self, policy: EpochSelector, shuffle: EpochShuffle, *, num_steps: int, micro_batches: int) -> None:
+        """Start before the first epoch. ``micro_batches`` is how many make an optimizer step."""
+        self._policy, self._shuffle = policy, shuffle
+        self._num_steps, self._micro_batches = num_steps, micro_batches
+        self._loss_N = np.full(len(shuffle.examples), np.nan, dtype=np.float32)
+        self._epochs: list[_ChosenEpoch] = []  # those of the step under way
+
+    def visit(self, position: int) -> tuple[int, float]:
+        """Return the row of the example at a position, and the weight of its loss. Every epoch before the position must
+        have been trained on, except for its visits in the same step."""
+        while not self._epochs or position >= self._epochs[-1].end:
+            self._begin_epoch()
+        epoch = next(epoch for epoch in reversed(self._epochs) if position >= epoch.start)
+        offset = position - epoch.start
+        return int(epoch.order_K[offset]), float(epoch.weight_K[offset])
+
+    def see(self, rows: Sequence[int], losses: Sequence[float]) -> None:
+        """Keep the losses that examples had when they were trained on, without their weights."""
+        for row, loss in zip(rows, losses, strict=True):
+            self._loss_N[row] = loss
+
+    @property
+    def current(self) -> tuple[int, float]:
+        """Number of the newest epoch that has begun, and the share of the examples that it visits."""
+        newest = self._epochs[-1]
+        return newest.number, len(newest.order_K) / len(self._loss_N)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs, after a step: the losses, and the newest epoch."""
+        newest = self._epochs[-1]
+        return {
+            "loss_N": torch.from_numpy(self._loss_N.copy()),
+            "order_K": torch.from_numpy(newest.order_K.copy()),
+            "weight_K": torch.from_numpy(newest.weight_K.copy()),
+            "epoch": newest.number,
+            "start": newest.start,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state. Raise ValueError if it is of another training split, LookupError if it is none."""
+        loss_N, order_K, weight_K = (state[name].numpy().copy() for name in ("loss_N", "order_K", "weight_K"))
+        if loss_N.shape != self._loss_N.shape:
+            raise ValueError(f"losses of {len(loss_N)} examples, the training split has {len(self._loss_N)}")
+        if len(order_K) != len(weight_K) or not set(order_K.tolist()) <= set(range(len(loss_N))):
+            raise ValueError("an epoch visits examples that the training split does not have")
+        self._loss_N = loss_N
+        self._epochs = [_ChosenEpoch(state["epoch"], state["start"], order_K, weight_K)]
+
+    def _begin_epoch(self) -> None:
+        start = self._epochs[-1].end if self._epochs else 0
+        number = self._epochs[-1].number + 1 if self._epochs else 0
+        batch, in_batch = divmod(start, self._shuffle.batch_size)
+        index, micro_batch = divmod(batch, self._micro_batches)
+        in_step = self._shuffle.batch_size * self._micro_batches
+        step = Step(index, micro_batch, seed=self._shuffle.seed, num_steps=self._num_steps)
+        loss_N = torch.from_numpy(self._loss_N.copy())
+        visits = self._policy.at(step).choose(Epoch(number, loss_N, start, in_step * self._num_steps), step)
+        weight_N: Weights = np.ones(len(loss_N), dtype=np.float32)
+        if visits is not None:
+            weight_N[:] = 0.0
+            weight_N[visits.index_K.numpy()] = visits.weight_K.numpy()
+        order_K = self._shuffle.draw(number, None if visits is None else weight_N > 0.0)
+        if not len(order_K):
+            raise UsageError(f"{type(self._policy).__name__} visits no example in epoch {number}")
+        # Epochs before the step under way are over; several may be in one step.
+        begun = start - in_batch - micro_batch * self._shuffle.batch_size
+        self._epochs = [epoch for epoch in self._epochs if epoch.end > begun]
+        self._epochs.append(_ChosenEpoch(number, start, order_K, weight_N[order_K]))
