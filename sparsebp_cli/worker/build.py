@@ -126,8 +126,8 @@ def build_training(
 
 
 def _find_attached(recipe: Recipe, policies: Sequence[Policy]) -> list[Policy]:
-    """Return the policies that decide inside of a step. Raise UnsupportedError for one of epochs with what it does not go
-    with, which attach cannot see."""
+    """Return the policies that decide inside of a step. Raise UnsupportedError for one that chooses epochs beside what
+    it does not go with, since attach does not see it."""
     attached = [policy for policy in policies if not isinstance(policy, EpochSelector)]
     if len(attached) < len(policies):
         refuse_unsupported(recipe)

@@ -106,7 +106,7 @@ class ChosenEpochs:
         loss_N, order_K, weight_K = (state[name].numpy().copy() for name in ("loss_N", "order_K", "weight_K"))
         if loss_N.shape != self._loss_N.shape:
             raise ValueError(f"losses of {len(loss_N)} examples, the training split has {len(self._loss_N)}")
-        if len(order_K) != len(weight_K) or not set(order_K.tolist()) <= set(range(len(loss_N))):
+        if order_K.shape != weight_K.shape or not ((order_K >= 0) & (order_K < len(loss_N))).all():
             raise ValueError("an epoch visits examples that the training split does not have")
         self._loss_N = loss_N
         self._epochs = [_ChosenEpoch(state["epoch"], state["start"], order_K, weight_K)]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.errors import SparseBPError, UnsupportedError
 from sparsebp_cli.policy import find_policies
 
+from .choice import CHOICES
 from .matrix import COMPOSITIONS
 from .step import difference, train, train_by_hand, untrained
 from .way import WAYS, Way, find_pair_refusal, find_refusal
@@ -20,13 +21,21 @@ PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question !=
 # Double precision throughout, but the loss is a mean in float32, as transformers computes it: with rows left out, its
 # sum has another order. bfloat16 has 8 bits.
 EXACT, ROUNDED, COARSE = 1e-12, 1e-6, 0.05
+# What the worker carries out and `attach` refuses: the table of choices in a recipe has these instead.
+OF_RECIPES = ("EpochSelector",)
 LEAVES_ROWS_OUT = ("TokenSelector", "BatchPacker")
 
 
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     own = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
-    beside = {found.name: found.kind for found in own if found.kind not in ("GradientSelector", "EdgeRouter")}
+    elsewhere = ("GradientSelector", "EdgeRouter", *OF_RECIPES)
+    beside = {found.name: found.kind for found in own if found.kind not in elsewhere}
     assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
+    of_recipes = {found.name for found in own if found.kind in OF_RECIPES}
+    assert of_recipes <= {choice.policy.get("name") for choice in CHOICES}
+    for name in of_recipes:
+        with pytest.raises(UnsupportedError, match="built for the worker of a recipe"):
+            train("nothing", (Way(name, "", {"name": name}),))
 
 
 # Compiling takes 15 seconds a cell; one in the forward and one in the backward show it, `make test-long` the others.
