@@ -39,6 +39,10 @@ BY_KIND = {
     "TokenSelector": "Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
     "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
+    "EpochSelector": "Decides at the start of each epoch, by the losses that its examples had when they were last "
+    "trained on. Exact if every epoch visits every example once with the weight 1; unbiased if the weight of each "
+    "example, 0 if it is left out, is 1 in the mean over draws. "
+    "[Choose the examples of an epoch](../guide/scoring.md#choose-the-examples-of-an-epoch)\n",
     "ExampleSelector": "Decides before each forward of training, by the losses that it needs, whose cost is counted. "
     "Exact if all examples are chosen, else biased, because the loss is a mean over the targets of examples of unequal "
     "length. [Choose tokens and examples](../guide/scoring.md)\n",

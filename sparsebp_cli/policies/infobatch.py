@@ -9,6 +9,10 @@ a share of the steps, not of the epochs, whose number is not known beforehand: a
 over by then, and all later ones are whole. A step's loss is a mean over targets, as in dense training, not over
 examples; both are equal where examples have equally many targets.
 
+As in the paper, the sum of the weights does not divide the loss. So in an epoch that visits K of N examples, the
+gradient of a step is N / K of a dense one in the mean, and the epoch's fewer steps add up to the dense sum. AdamW takes
+no longer steps for it; SGD does.
+
 Cost: nothing but the loss of each example, which the forward of training brings. A step costs what a dense one does;
 what is saved is steps, since an epoch is over sooner. Use it where several epochs are trained. Within the first one
 nothing is left out.

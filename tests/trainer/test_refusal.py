@@ -37,6 +37,7 @@ def refuse(
         ([{"keep": 0.5}], PolicyError, "needs its name"),
         ([3], PolicyError, "a policy must be a name, a mapping or a Policy, got 3"),
         ([ROWS, {**ROWS, "name": "random"}], UnsupportedError, "make the same decision"),
+        ("infobatch", UnsupportedError, "built for the worker of a recipe"),
     ],
 )
 def test_wrong_policies(policies: Any, kind: type[Exception], match: str, door: Make, tmp_path: Path) -> None:

@@ -352,3 +352,38 @@ def test_a_loop_of_ones_own_is_refused_by_name() -> None:
     text = r"InfoBatch chooses the examples of an epoch: built for the worker of a recipe \(sparsebp run\) alone"
     with pytest.raises(UnsupportedError, match=text):
         sbp.attach(nn.Linear(2, 2), "infobatch")
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "max-child": {"policy": [POLICY, {"name": "max-child"}], "backward": {"sites": "nodes"}},
+    "dropbp": {"policy": [POLICY, {"name": "dropbp", "keep": 0.5}]},
+    "wta-crs": {"policy": [POLICY, {"name": "wta-crs", "keep": 0.5}]},
+    "frozen": {"policy": [POLICY, {"name": "frozen", "freeze": ["*.layers.0.*"]}]},
+    "topk at branches": {
+        "policy": [POLICY, {"name": "topk", "keep": 0.5, "along": "rows"}],
+        "backward": {"sites": "branches", "checkpointing": "sparse"},
+    },
+    "bf16": {"training": TRAINING | {"mixed_precision": "bf16"}},
+    "bfloat16": {"model": {"dtype": "bfloat16"}},
+    "lora": {"model": {"lora": {"r": 2}}},
+    "group_by": {"training": TRAINING | {"group_by": "length"}},
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_it_trains_several_epochs_beside(name: str, tiny_recipe, prepared) -> None:
+    sections = {"training": TRAINING, "dataset": SMALL, "policy": [POLICY]} | BESIDE[name]
+    told = history(prepared(tiny_recipe(**sections)))
+    assert min(told.series("policy/visited_share").values()) < 1.0
+    assert all(loss < 20.0 for loss in told.series("train/loss").values())
+
+
+@pytest.mark.parametrize("backward", [{"checkpointing": "full"}, {"update": "eager"}], ids=str)
+def test_another_way_to_run_the_backward_gives_the_same_weights(backward: Any, tiny_recipe, prepared) -> None:
+    training = TRAINING | {"max_grad_norm": None, "gradient_accumulation_steps": 1, "max_steps": 24}
+    sections = {"training": training, "dataset": SMALL, "policy": [POLICY]}
+    plain, other = prepared(tiny_recipe(**sections)), prepared(tiny_recipe(**sections, backward=backward))
+    assert history(plain).series("policy/visited_share") == history(other).series("policy/visited_share")
+    theirs, ours = weights_of(plain), weights_of(other)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
