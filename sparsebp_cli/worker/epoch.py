@@ -67,6 +67,7 @@ class ChosenEpochs:
         """Start before the first epoch. ``micro_batches`` is how many make an optimizer step."""
         self._policy, self._shuffle = policy, shuffle
         self._num_steps, self._micro_batches = num_steps, micro_batches
+        self._in_step = shuffle.batch_size * micro_batches  # visits of an optimizer step
         self._loss_N = np.full(len(shuffle.examples), np.nan, dtype=np.float32)
         self._epochs: list[_ChosenEpoch] = []  # those of the step under way
 
@@ -99,27 +100,29 @@ class ChosenEpochs:
             "weight_K": torch.from_numpy(newest.weight_K.copy()),
             "epoch": newest.number,
             "start": newest.start,
+            "in_step": self._in_step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state. Raise ValueError if it is of another training split, LookupError if it is none."""
         loss_N, order_K, weight_K = (state[name].numpy().copy() for name in ("loss_N", "order_K", "weight_K"))
+        epoch, start, in_step = (int(state[name]) for name in ("epoch", "start", "in_step"))
+        if in_step != self._in_step:
+            raise ValueError(f"epochs of steps of {in_step} examples, those of the plan have {self._in_step}")
         if loss_N.shape != self._loss_N.shape:
             raise ValueError(f"losses of {len(loss_N)} examples, the training split has {len(self._loss_N)}")
         if order_K.shape != weight_K.shape or not ((order_K >= 0) & (order_K < len(loss_N))).all():
             raise ValueError("an epoch visits examples that the training split does not have")
         self._loss_N = loss_N
-        self._epochs = [_ChosenEpoch(state["epoch"], state["start"], order_K, weight_K)]
+        self._epochs = [_ChosenEpoch(epoch, start, order_K, weight_K)]
 
     def _begin_epoch(self) -> None:
         start = self._epochs[-1].end if self._epochs else 0
         number = self._epochs[-1].number + 1 if self._epochs else 0
-        batch, in_batch = divmod(start, self._shuffle.batch_size)
-        index, micro_batch = divmod(batch, self._micro_batches)
-        in_step = self._shuffle.batch_size * self._micro_batches
+        index, micro_batch = divmod(start // self._shuffle.batch_size, self._micro_batches)
         step = Step(index, micro_batch, seed=self._shuffle.seed, num_steps=self._num_steps)
         loss_N = torch.from_numpy(self._loss_N.copy())
-        visits = self._policy.at(step).choose(Epoch(number, loss_N, start, in_step * self._num_steps), step)
+        visits = self._policy.at(step).choose(Epoch(number, loss_N, start, self._in_step * self._num_steps), step)
         weight_N: Weights = np.ones(len(loss_N), dtype=np.float32)
         if visits is not None:
             weight_N[:] = 0.0
@@ -128,6 +131,5 @@ class ChosenEpochs:
         if not len(order_K):
             raise UsageError(f"{type(self._policy).__name__} visits no example in epoch {number}")
         # Epochs before the step under way are over; several may be in one step.
-        begun = start - in_batch - micro_batch * self._shuffle.batch_size
-        self._epochs = [epoch for epoch in self._epochs if epoch.end > begun]
+        self._epochs = [epoch for epoch in self._epochs if epoch.end > index * self._in_step]
         self._epochs.append(_ChosenEpoch(number, start, order_K, weight_N[order_K]))

@@ -126,7 +126,7 @@ def test_keeping_everything_is_dense_and_says_so() -> None:
     assert not InfoBatch().exact
 
 
-def test_from_the_end_on_every_epoch_is_whole_and_one_that_would_reach_beyond_it_is_too() -> None:
+def test_every_epoch_that_is_not_over_by_the_end_is_whole() -> None:
     """100 visits in all, so that 87.5 of them come first; this epoch makes 4."""
     chosen = {before: weights(InfoBatch(), epoch_of(TABLE, before=before, in_all=100)) for before in range(101)}
     assert all(0.0 in chosen[before] for before in range(84))  # the last one visits number 87

@@ -234,6 +234,8 @@ def test_a_state_of_other_data_or_another_policy_is_refused() -> None:
         other.load_state_dict(state)
     with pytest.raises(LookupError):
         other.load_state_dict({})
+    with pytest.raises(ValueError, match="epochs of steps of 4 examples, those of the plan have 8"):
+        _order(micro_batches=2).load_state_dict(state)
 
 
 def test_losses_are_those_of_the_epoch_before_when_one_begins() -> None:
