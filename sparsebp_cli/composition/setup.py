@@ -55,6 +55,7 @@ class PolicyFacts:
         kind = next((name for name in KINDS if isinstance(policy, _CONTRACT[name])), "")
         facts: dict[str, object] = {"kind": kind}
         facts["observes"] = isinstance(policy, Stateful) and not policy.is_identical
+        facts["stateful"] = isinstance(policy, Stateful)
         if isinstance(policy, GradientSelector):
             facts["placed"] = policy.where is not None or policy.layers is not None
             facts["informed"] = isinstance(policy, InformedSelector)

@@ -16,9 +16,10 @@ from torch.nn import functional
 from transformers import get_scheduler
 
 import sparsebp_cli as sbp
+from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.policies.infobatch import InfoBatch
-from sparsebp_cli.policy import Epoch, EpochSelector, Step, Visits
+from sparsebp_cli.policy import Epoch, EpochSelector, Stateful, Step, Visits
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder
@@ -348,6 +349,19 @@ def _refuse(folder: Any, sections: str, text: str) -> None:
     with pytest.raises(RecipeError) as told:
         load_recipe(file)
     assert text in str(told.value)
+
+
+class Remembering(Given, Stateful):
+    def init(self, sites: Any) -> Any:
+        return {"seen": 0.0}
+
+    def observe(self, state: Any, observation: Any, step: Step) -> Any:
+        return state
+
+
+def test_a_state_of_its_own_is_refused_since_no_step_is_observed() -> None:
+    with pytest.raises(UnsupportedError, match="Remembering keeps a state, which is not built"):
+        refuse(Setup([PolicyFacts.of(Remembering())], {"loop": "worker"}))
 
 
 def test_a_loop_of_ones_own_is_refused_by_name() -> None:
