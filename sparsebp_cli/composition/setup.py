@@ -53,6 +53,7 @@ class PolicyFacts:
         kind = next((name for name in KINDS if isinstance(policy, _CONTRACT[name])), "")
         facts: dict[str, object] = {"kind": kind}
         facts["observes"] = isinstance(policy, Stateful) and not policy.is_identical
+        facts["reads_gradients"] = isinstance(policy, Stateful) and "parameter_l1" in policy.observes
         if isinstance(policy, GradientSelector):
             facts["placed"] = policy.where is not None or policy.layers is not None
             facts["informed"] = isinstance(policy, InformedSelector)

@@ -106,6 +106,11 @@ _POLICY_RULES = (
         options={"processes": SEVERAL},
     ),
     Rule(
+        "{policy} observes gradients of parameters, which {update} frees during the backward; use {update:deferred}",
+        policy={"reads_gradients": (True,)},
+        options={"update": ("eager",)},
+    ),
+    Rule(
         "{other} and {policy} in one backward is not built: give one of them",
         why="A router decides about nodes, a gradient selector about the gradients that arrive at them.",
         policy=_ROUTER,

@@ -11,43 +11,48 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from sparsebp_cli.policy.contract import Site, Step
+from sparsebp_cli.policy.contract import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     State = Mapping[str, Tensor | float]
 
-Observed = Literal["grad_norm", "column_norm"]
+Observed = Literal["grad_norm", "column_norm", "parameter_l1"]
+Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one optimizer step saw, over all its micro-batches, at the sites where a gradient arrived.
+    """What one optimizer step saw, over all its micro-batches, where a gradient arrived.
 
-    Norms are 2-norms of the gradients of sites' outputs, before anything was cut, in float32 at least, on the device.
-    Read them by tensor operations alone: a conversion to a number waits for the device.
+    All are in float32 at least, on the device. Read them by tensor operations alone: a conversion to a number waits for
+    the device.
 
     Args:
-        grad_norm: By site, the norm of the whole gradient, 0-d.
-        column_norm: By site, the norm of each output feature, (O,).
+        grad_norm: By site, the 2-norm of the whole gradient of its output, before anything was cut, 0-d.
+        column_norm: By site, the 2-norm of each output feature of that, (O,).
+        parameter_l1: By parameter, the sum of the magnitudes of the gradient that the optimizer got, after clipping,
+            0-d. Sharing modules have one entry, by the first name.
     """
 
     grad_norm: Mapping[str, Tensor] = field(default_factory=dict)
     column_norm: Mapping[str, Tensor] = field(default_factory=dict)
+    parameter_l1: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Stateful(ABC):
-    """A policy of any kind with state: derive from this class and from the kind.
+class Stateful(ABC, Generic[Place]):
+    """A policy of any kind with state: derive from this class and from the kind. Its decision reads ``step.state``.
 
     State is a mapping of names to tensors and numbers, with the same names, shapes and dtypes at every step.
     """
 
     @property
     def observes(self) -> frozenset[Observed]:
-        """Which parts of the :class:`Observation` are to be computed, at the policy's own sites."""
+        """Which parts of the :class:`Observation` are to be computed, at the policy's own sites; of
+        parameters, at all that are trained."""
         return frozenset()
 
     @property
@@ -57,11 +62,12 @@ class Stateful(ABC):
         return False
 
     @abstractmethod
-    def init(self, sites: Sequence[Site]) -> State:
+    def init(self, places: Sequence[Place], /) -> State:
         """Return the state before the first step.
 
         Args:
-            sites: Where the policy decides, with an empty ``batch_shape``, which is not known yet.
+            places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
+                not known yet; the parameters of a parameter selector; the blocks of a block dropper; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.

@@ -62,7 +62,7 @@ class Momentum(Nothing, Stateful, InformedSelector):
         return new
 
     def choose(self, seen: Seen, site: Site, step: Step) -> Selection:
-        past = seen.state[site.name]
+        past = step.state[site.name]
         assert isinstance(past, Tensor)
         return choice.choose_columns(past, 0.5)
 

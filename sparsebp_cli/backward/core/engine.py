@@ -332,11 +332,11 @@ class Engine:
         good = state.keys() == self.state_dict().keys() and all(type(count) is int and count >= 0 for count in counts)
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
-        self._clock.go_to(state["index"], state["micro_batch"])
         if self.decisions.has_selectors:
             self.decisions.residuals = dict(cut)
-        for extension in self._keepers():
-            extension.load_state_dict(state)
+        for keeper in self._keepers():
+            keeper.load_state_dict(state)
+        self._clock.go_to(state["index"], state["micro_batch"])  # the last, since decisions of the step read states
 
     def detach(self) -> None:
         """Restore the model as it was before ``attach``. Further calls do nothing."""

@@ -27,6 +27,7 @@ from sparsebp_cli.policy import Parameter, ParameterSelector, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 Places = dict[str, tuple[nn.Module, str]]
 
@@ -40,12 +41,17 @@ class ParameterExtension:
     """
 
     def __init__(
-        self, policy: ParameterSelector, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        policy: ParameterSelector,
+        model: nn.Module,
+        states: PolicyStates,
+        optimizer: torch.optim.Optimizer | None,
+        first: Step,
     ) -> None:
         _refuse_reentrant(model)
-        self._policy, self._model, self._optimizer = policy, model, optimizer
+        self._policy, self._model, self._states, self._optimizer = policy, model, states, optimizer
         self.parameters, self._places = find_parameters(model)
-        self._trained = self._select(Step(0))
+        self._trained = self._select(first)
         self._enabled = True
         self._frozen_here: set[str] = set()  # names of parameters that this extension has frozen, and not the user
         self._handles: list[RemovableHandle] = []
@@ -100,7 +106,7 @@ class ParameterExtension:
         return claim_needed(self._model, dense, [self._get(name) for name in self.frozen])
 
     def _select(self, step: Step) -> frozenset[str]:
-        step = replace(step, micro_batch=0, call=0, draw=0, rank=0)
+        step = self._states.show(self._policy, replace(step, micro_batch=0, call=0, draw=0, rank=0))
         chosen = frozenset(self._policy.at(step).select(self.parameters, step))
         unknown = sorted(chosen - self._places.keys())
         if unknown:
@@ -144,7 +150,7 @@ def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
     shown = tuple(
-        Parameter(first, layers.number_of(first), parameter.numel(), tuple(others))
+        Parameter(first, layers.number_of(first), parameter.numel(), tuple(others), tuple(parameter.shape))
         for parameter, (first, *others) in names.items()
     )
     places = {p.name: (modules[p.name.rpartition(".")[0]], p.name.rpartition(".")[2]) for p in shown}

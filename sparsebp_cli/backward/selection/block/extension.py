@@ -31,6 +31,7 @@ from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 
 @final
@@ -44,7 +45,7 @@ class BlockExtension:
     blocks: tuple[ResidualBlock, ...]
     parts: tuple[BlockPart, ...]
 
-    def __init__(self, policy: BlockDropper, model: nn.Module) -> None:
+    def __init__(self, policy: BlockDropper, model: nn.Module, states: PolicyStates) -> None:
         self._name = type(policy).__name__
         name = find_reentrant(model)
         if name is not None:
@@ -52,7 +53,7 @@ class BlockExtension:
                 f"{self._name} with reentrant checkpointing (at {name!r}), which runs the backward of every layer: "
                 "enable checkpointing with use_reentrant=False"
             )
-        self._policy, self._model, self._patches = policy, model, ForwardPatches()
+        self._policy, self._model, self._states, self._patches = policy, model, states, ForwardPatches()
         self.blocks, self.parts = find_blocks(model, self._name)
         inside = {module for part in self.parts for module in part.module.modules()}
         self._outside = [module for module in model.modules() if module not in inside]
@@ -135,7 +136,7 @@ class BlockExtension:
         )
 
     def _ask(self, step: Step) -> frozenset[str]:
-        names = frozenset(self._policy.at(step).drop(self.blocks, step))
+        names = frozenset(self._policy.at(step).drop(self.blocks, self._states.show(self._policy, step)))
         unknown = sorted(names - {block.name for block in self.blocks})
         if unknown:
             raise PolicyError(f"{self._name} drops {unknown[0]!r}, allowed: names of blocks that it was given")
