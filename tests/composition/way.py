@@ -112,10 +112,7 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         return "SelectedTokens with segments=2 is not built: it runs layers for some positions only"
     if questions == {"BatchPacker", "segments"}:
         return "Lossless with segments=2 is not built: it changes the batch inside of the forward"
-    if "grades" in {way.policy.get("name") for way in (first, second)} and "update" in {
-        **first.options,
-        **second.options,
-    }:
+    if "grades" in {way.policy.get("name") for way in (first, second)} and "update" in questions:
         return (
             "GradES observes gradients of parameters, which update='eager' frees during the backward; "
             "use update='deferred'"
