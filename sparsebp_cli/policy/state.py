@@ -9,7 +9,7 @@ Shape letters: N rows (= B*T), O output width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     State = Mapping[str, Tensor | float]
 
-Observed = Literal["grad_norm", "column_norm", "parameter_l1"]
+Observed = Literal["grad_norm", "column_norm", "parameter_norm", "parameter_l1"]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
 
 
@@ -34,12 +34,14 @@ class Observation:
     Args:
         grad_norm: By site, the 2-norm of the whole gradient of its output, before anything was cut, 0-d.
         column_norm: By site, the 2-norm of each output feature of that, (O,).
-        parameter_l1: By parameter, the sum of the magnitudes of the gradient that the optimizer got, after clipping,
-            0-d. Sharing modules have one entry, by the first name.
+        parameter_norm: By parameter, the 2-norm of the gradient that the optimizer gets, after clipping, 0-d.
+        parameter_l1: By parameter, the sum of the magnitudes of that gradient, 0-d. A shared parameter has one
+            entry, by its first name.
     """
 
     grad_norm: Mapping[str, Tensor] = field(default_factory=dict)
     column_norm: Mapping[str, Tensor] = field(default_factory=dict)
+    parameter_norm: Mapping[str, Tensor] = field(default_factory=dict)
     parameter_l1: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -52,7 +54,7 @@ class Stateful(ABC, Generic[Place]):
     @property
     def observes(self) -> frozenset[Observed]:
         """Which parts of the :class:`Observation` are to be computed, at the policy's own sites; of
-        parameters, at all that are trained."""
+        parameters, at all that are trained. A policy with trial passes observes parameters in those alone."""
         return frozenset()
 
     @property
@@ -85,3 +87,35 @@ class Stateful(ABC, Generic[Place]):
         Returns:
             New values for all entries.
         """
+
+    @property
+    def has_trials(self) -> bool:
+        """Whether ``wants_trials`` asks for any, at whatever step."""
+        return False
+
+    def wants_trials(self, step: Step) -> Sequence[Collection[str]]:  # noqa: ARG002 - for overrides
+        """Return decisions that are to be tried before a step, for a policy whose decision is a set of names.
+
+        Each is one forward and backward over the step's first micro-batch, with the same random numbers; they cost what
+        they cost, and change nothing but the state. Built for block droppers.
+
+        Args:
+            step: The coming one, with the state.
+
+        Returns:
+            The decisions; empty, as without an override: none.
+        """
+        return ()
+
+    def observe_trials(self, state: State, observations: Sequence[Observation], step: Step) -> State:  # noqa: ARG002
+        """Return the state after the trial passes. Called before the step that they were made for.
+
+        Args:
+            state: Before them. It must not be changed.
+            observations: What each pass saw, in the order of ``wants_trials``; ``observes`` names the parts.
+            step: The coming one.
+
+        Returns:
+            New values for all entries.
+        """
+        return state

@@ -37,10 +37,12 @@ def check_state(policy: Policy, places: Sequence[Named]) -> None:
 def _observe(policy: Stateful[Any], places: Sequence[Named]) -> Observation:
     generator = torch.Generator().manual_seed(0)
     columns = {p.name: torch.rand(p.num_features, generator=generator) for p in places if isinstance(p, Site)}
+    sizes = {p.name: torch.rand((), generator=generator) for p in places if isinstance(p, Parameter)}
     parts: dict[Observed, dict[str, Tensor]] = {
         "column_norm": columns,
         "grad_norm": {name: norm_O.norm() for name, norm_O in columns.items()},
-        "parameter_l1": {p.name: torch.rand((), generator=generator) for p in places if isinstance(p, Parameter)},
+        "parameter_l1": sizes,
+        "parameter_norm": sizes,
     }
     return Observation(**{part: parts[part] for part in policy.observes})
 

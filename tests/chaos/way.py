@@ -37,6 +37,7 @@ WAYS: dict[str, Sections] = {
     "meprop": _policy("meprop", keep=0.5),
     "meprop unified": _policy("meprop", keep=0.5, unified=True),
     "dropbp": _policy("dropbp", keep=0.5),
+    "dropbp by sensitivity": _policy("dropbp", keep=0.5, sensitivity_at=0.3),
     "lcsb": _policy("lcsb", keep=0.5),
     "wta-crs": _policy("wta-crs", keep=0.5),
     "gact": _policy("gact", bits=4),

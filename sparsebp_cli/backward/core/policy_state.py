@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
@@ -15,6 +15,10 @@ from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, S
 
 Values = Mapping[str, Tensor | float]
 _OBSERVED = "observed"
+_OF_PARAMETERS: dict[Observed, Callable[[Tensor], Tensor]] = {
+    "parameter_norm": lambda gradient: choice.norm(gradient.reshape(1, -1), 1)[0],
+    "parameter_l1": choice.l1_norm,
+}
 _AT_SITES: frozenset[Observed] = frozenset({"grad_norm", "column_norm"})
 
 
@@ -76,23 +80,44 @@ class PolicyStates:
             parts.setdefault(part, {})[name] = norm
         self._observed = {}
         with torch.no_grad():
-            observation = Observation(
-                parts.get("grad_norm", {}), parts.get("column_norm", {}), self._measure_parameters()
-            )
+            observing = [policy for policy in self._policies.values() if not policy.has_trials]
+            seen = self._measure_parameters({part for policy in observing for part in policy.observes})
+            observation = Observation(parts.get("grad_norm", {}), parts.get("column_norm", {}), **seen)
             for number, policy in self._policies.items():
-                before = self._states[number]
-                after = _check(policy, policy.at(step).observe(before, observation, step))
-                if _layout(after) != _layout(before):
-                    raise UsageError(
-                        f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
-                        f"dtypes: {_layout(before)}, got {_layout(after)}"
-                    )
-                self._states[number] = after
+                self._replace(number, policy.at(step).observe(self._states[number], observation, step))
 
-    def _measure_parameters(self) -> Mapping[str, Tensor]:
-        if not any("parameter_l1" in policy.observes for policy in self._policies.values()):
-            return {}
-        return {name: choice.l1_norm(gradient) for name, gradient in self._gradients().items()}
+    def wanted(self, policy: Policy, step: Step) -> Sequence[Collection[str]]:
+        """Return the decisions that a policy wants to try before a step."""
+        return policy.wants_trials(self.show(policy, step)) if isinstance(policy, Stateful) else ()
+
+    @torch.no_grad()
+    def measure(self, policy: Policy) -> Observation:
+        """Return what a policy observes of the parameters, as of now."""
+        return Observation(**self._measure_parameters(set(policy.observes if isinstance(policy, Stateful) else ())))
+
+    def fold_trials(self, policy: Policy, observations: Sequence[Observation], step: Step) -> None:
+        """Fold what trial passes saw into the state of the policy that wanted them."""
+        assert isinstance(policy, Stateful)
+        number = self._numbers[id(policy)]
+        with torch.no_grad():
+            self._replace(number, policy.observe_trials(self._states[number], observations, step))
+
+    def _replace(self, number: str, values: Values) -> None:
+        policy, before = self._policies[number], self._states[number]
+        after = _check(policy, values)
+        if _layout(after) != _layout(before):
+            raise UsageError(
+                f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
+                f"dtypes: {_layout(before)}, got {_layout(after)}"
+            )
+        self._states[number] = after
+
+    def _measure_parameters(self, parts: Collection[Observed]) -> dict[str, dict[str, Tensor]]:
+        return {
+            part: {name: measure(gradient) for name, gradient in self._gradients().items()}
+            for part, measure in _OF_PARAMETERS.items()
+            if part in parts
+        }
 
     @contextmanager
     def probing(self) -> Iterator[None]:
