@@ -79,7 +79,7 @@ class GradES(Stateful[Parameter], ParameterSelector):
     def init(self, places: Sequence[Parameter], /) -> State:
         import torch
 
-        names = [parameter.name for parameter in places if _is_matrix(parameter)]
+        names = _matrices(places)
         if not names and not self.exact:
             raise PolicyError("no parameter that the model would train is a matrix of a layer: nothing can be frozen")
         start = {f"start/{name}": torch.zeros(()) for name in names}
@@ -88,7 +88,7 @@ class GradES(Stateful[Parameter], ParameterSelector):
     def observe(self, state: State, observation: Observation, step: Step) -> State:
         import torch
 
-        names = [key.removeprefix("start/") for key in state if key.startswith("start/")]
+        names = sorted(key.removeprefix("start/") for key in state if key.startswith("start/"))
         if self.exact or step.index < self._first(step):
             return dict(state)
         new, small, rank = dict(state), state["small"], state["rank"]
@@ -114,8 +114,8 @@ class GradES(Stateful[Parameter], ParameterSelector):
         assert isinstance(small, torch.Tensor)
         assert isinstance(rank, torch.Tensor)
         frozen = small if self.by == "gradient" else rank < small.sum()
-        matrices = [parameter.name for parameter in parameters if _is_matrix(parameter)]
-        left = set(names) - {name for name, is_frozen in zip(matrices, frozen.tolist(), strict=True) if is_frozen}
+        matrices = zip(_matrices(parameters), frozen.tolist(), strict=True)
+        left = set(names) - {name for name, is_frozen in matrices if is_frozen}
         return [name for name in names if name in left] or names[-1:]  # one at least, as the contract asks
 
     def _first(self, step: Step) -> int:
@@ -127,5 +127,6 @@ class GradES(Stateful[Parameter], ParameterSelector):
         return int(self.grace * step.num_steps)
 
 
-def _is_matrix(parameter: Parameter) -> bool:
-    return parameter.layer is not None and len(parameter.shape) == 2
+def _matrices(parameters: Sequence[Parameter]) -> list[str]:
+    """Return the names of the weight matrices of layers, in the order of the state's tensors."""
+    return sorted(p.name for p in parameters if p.layer is not None and len(p.shape) == 2)

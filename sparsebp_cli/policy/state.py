@@ -48,7 +48,8 @@ class Observation:
 class Stateful(ABC, Generic[Place]):
     """A policy of any kind with state: derive from this class and from the kind. Its decision reads ``step.state``.
 
-    State is a mapping of names to tensors and numbers, with the same names, shapes and dtypes at every step.
+    State is a mapping of names to tensors and numbers, with the same names, shapes and dtypes at every step. The engine
+    hands it over sorted by name.
     """
 
     @property

@@ -152,7 +152,7 @@ class PolicyStates:
                 raise UsageError(f"not a state of {type(policy).__name__}: it has {mine}, got {theirs}")
         if states.keys() != self._states.keys():
             raise UsageError(f"not a state of these policies: {sorted(states)}, got {sorted(self._states)}")
-        self._states = {number: dict(values) for number, values in states.items()}
+        self._states = {number: dict(sorted(values.items())) for number, values in states.items()}
         self._observed = {key.removeprefix(f"{_OBSERVED}/"): norm for key, norm in observed.items()}
         self._device = None  # wherever the state was saved
 
@@ -164,7 +164,7 @@ def _check(policy: Stateful[Any], values: Values) -> Values:
     for key, value in values.items():
         if not isinstance(key, str) or type(value) not in (Tensor, int, float):
             raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {key!r}: {value!r}")
-    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in values.items()}
+    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in sorted(values.items())}
 
 
 def _layout(values: Values) -> dict[str, str]:
