@@ -101,6 +101,12 @@ def test_a_matrix_is_frozen_for_good_when_the_gradient_that_the_optimizer_got_is
     assert found[2] == set()
     assert set() < found[-1]
     assert all(earlier <= later for earlier, later in itertools.pairwise(found))
+    first, *notes = [note for note in engine.report().notes if "trainable tensors" in note]
+    assert first.startswith("10 of 10 ")
+    assert first.endswith("are trained at first")
+    changes = [index for index in range(1, NUM_STEPS) if found[index] != found[index - 1]]
+    assert [note.split()[-2] for note in notes] == [str(index + 1) for index in changes]
+    assert notes[-1].startswith(f"{10 - len(found[changes[-1]])} of 10 ")
     names = dict(model.named_parameters())
     assert all(names[name] not in optimizer.state for name in found[-1])  # its memory is freed
     assert all(parameter in optimizer.state for name, parameter in names.items() if name not in found[-1])

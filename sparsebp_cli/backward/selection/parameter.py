@@ -23,7 +23,7 @@ from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.backward.patch.forward import NotCopyable
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import Parameter, ParameterSelector, Step
+from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -55,6 +55,7 @@ class ParameterExtension:
         self._enabled = True
         self._frozen_here: set[str] = set()  # names of parameters that this extension has frozen, and not the user
         self._handles: list[RemovableHandle] = []
+        self._notes: dict[str, str] = {}  # the engine's
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -63,12 +64,10 @@ class ParameterExtension:
 
     def install(self, engine: EngineView) -> None:
         when = "at each step" if self._policy.changes else "all the time"
-        count = sum(p.num_entries for p in self.parameters if p.name in self._trained)
-        total = sum(p.num_entries for p in self.parameters)
-        engine.notes["parameters"] = (
-            f"{len(self._trained)} of {len(self.parameters)} trainable tensors, {count:,} of {total:,} numbers, "
-            f"are trained {when}{self._describe_shared()}"
-        )
+        if isinstance(self._policy, Stateful):
+            when = "at first"
+        self._notes = engine.notes
+        self._notes["parameters"] = f"{self._describe()} {when}{self._describe_shared()}"
         self._handles = [hooked.register_forward_hook(_DetachLeaf()) for hooked in _find_forced(self._model)]
 
     def remove(self) -> None:
@@ -95,6 +94,8 @@ class ParameterExtension:
             # Of those that leave alone: a resumed optimizer may hold the state of a later step than that of attach.
             for name in before - self._trained:
                 self._optimizer.state.pop(self._get(name), None)
+        if isinstance(self._policy, Stateful) and self._trained != before:
+            self._notes[f"parameters from step {step.index}"] = f"{self._describe()} from step {step.index + 1} on"
         self.enable(self._enabled)
         for name in self.frozen:
             self._get(name).grad = None  # a gradient of an earlier step would be applied again
@@ -121,6 +122,12 @@ class ParameterExtension:
         # Looked up by module and key, since sharding (FSDP2) replaces the parameter object.
         module, key = self._places[name]
         return parameter_of(module, key)
+
+    def _describe(self) -> str:
+        count = sum(p.num_entries for p in self.parameters if p.name in self._trained)
+        total = sum(p.num_entries for p in self.parameters)
+        tensors = f"{len(self._trained)} of {len(self.parameters)} trainable tensors"
+        return f"{tensors}, {count:,} of {total:,} numbers, are trained"
 
     def _describe_shared(self) -> str:
         shared = [p for p in self.parameters if p.aliases and p.name in self._trained]
