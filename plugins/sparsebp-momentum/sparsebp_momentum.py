@@ -30,4 +30,4 @@ class Momentum(Stateful, InformedSelector):
         return {**state, **{name: momentum_O.to(state[name].dtype) for name, momentum_O in new.items()}}
 
     def choose(self, seen: Seen, site: Site, step: Step) -> Columns | None:  # noqa: ARG002
-        return None if self.exact else choice.choose_columns(seen.state[site.name], self.keep)
+        return None if self.exact else choice.choose_columns(step.state[site.name], self.keep)

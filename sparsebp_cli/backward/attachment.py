@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -28,8 +28,9 @@ from sparsebp_cli.backward.observe.attribution import is_watched
 from sparsebp_cli.backward.packing.extension import PackingExtension
 from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.block.extension import BlockExtension
+from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.backward.selection.example import ExampleExtension
-from sparsebp_cli.backward.selection.parameter import ParameterExtension, refuse_lazy
+from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
@@ -43,6 +44,9 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     Policy,
     PolicyLike,
+    Site,
+    Stateful,
+    Step,
     TokenSelector,
     make_policies,
 )
@@ -115,10 +119,11 @@ def attach(
         if selectors and adapter.names:  # at nodes they are known after the first backward only
             decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
-    where = [
-        (policy, decisions.sites_of(policy, linears) if isinstance(policy, GradientSelector) else ())
-        for policy in policies
-    ]
+    states = PolicyStates(
+        [(policy, _find_places(policy, model, decisions, linears)) for policy in policies],
+        lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+    )
+    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps))
     tokens = make_extensions(policies, model, reference)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
@@ -130,12 +135,12 @@ def attach(
         stores=options.checkpointing == "none",
         seed=seed,
         num_steps=num_steps,
-        states=PolicyStates(where),
+        states=states,
         extensions=[
             *tokens,
             *savers,
             *(
-                make(policy, model, optimizer)
+                make(policy, model, given)
                 for kind, make in _EXTENSIONS.items()
                 for policy in policies
                 if isinstance(policy, kind)
@@ -147,6 +152,19 @@ def attach(
     if any(_names_layers(policy) for policy in policies):
         attached.notes["layers"] = layers.describe()
     return attached
+
+
+def _find_places(
+    policy: Policy, model: nn.Module, decisions: SiteDecisions, linears: Sequence[Site]
+) -> Sequence[object]:
+    """Return where a policy with state decides."""
+    if not isinstance(policy, Stateful):
+        return ()
+    if isinstance(policy, GradientSelector):
+        return decisions.sites_of(policy, linears)
+    if isinstance(policy, ParameterSelector):
+        return find_parameters(model)[0]
+    return find_blocks(model, type(policy).__name__)[0] if isinstance(policy, BlockDropper) else ()
 
 
 def _names_layers(policy: Policy) -> bool:
@@ -162,10 +180,20 @@ _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
 }
 
 
+class _Given(NamedTuple):
+    """What extensions share with the engine."""
+
+    states: PolicyStates
+    optimizer: torch.optim.Optimizer | None
+    first: Step
+
+
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
-_EXTENSIONS: dict[Any, Callable[[Any, nn.Module, torch.optim.Optimizer | None], EngineExtension]] = {
-    ParameterSelector: ParameterExtension,
-    BlockDropper: lambda policy, model, _: BlockExtension(policy, model),
+_EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
+    ParameterSelector: lambda policy, model, given: ParameterExtension(
+        policy, model, given.states, given.optimizer, given.first
+    ),
+    BlockDropper: lambda policy, model, given: BlockExtension(policy, model, given.states),
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
     ExampleSelector: lambda policy, model, _: ExampleExtension(policy, model),
 }

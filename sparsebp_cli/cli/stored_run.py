@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import find_policy
-from sparsebp_cli.run import RunFolder, find_run
+from sparsebp_cli.run import RunFolder, find_run, home
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
@@ -43,8 +44,20 @@ def find_one(word: str) -> RunFolder:
 
 
 def find_all(words: list[str]) -> list[RunFolder]:
-    """Return every run that one of the words names, each once, in the order of the words."""
-    return list({run.run_id: run for word in words for run in find_run(word)}.values())
+    """Return every run that one of the words names, each once, in the order of the words. ``@STUDY`` names the trials
+    of a study."""
+    return list({run.run_id: run for word in words for run in _find_trials(word) or find_run(word)}.values())
+
+
+def _find_trials(word: str) -> list[RunFolder]:
+    """Return the runs of a study's trials that were begun; none if the word names no study."""
+    if not word.startswith("@"):
+        return []
+    from sparsebp_cli.study.store import StudyRecord
+
+    record = StudyRecord.load(word[1:]) if word[1:] == Path(word[1:]).name else None
+    runs = [RunFolder(home() / "runs" / trial.run_id) for trial in (record.trials if record else ())]
+    return [run for run in runs if run.plan_file.is_file()]
 
 
 def target_of(run: RunFolder) -> Target:

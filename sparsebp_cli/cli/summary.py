@@ -87,6 +87,9 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
     if executed is not None and dense:
         both = f"{show_count(executed, 'FLOP')} executed, dense {show_count(dense, 'FLOP')}"
         yield "backward", f"{both} ({show_share(executed / dense)}), at the last probe"
+    if trials := history.series(metric.PROBING_FLOPS.name):
+        when = ", ".join(map(str, trials))
+        yield "trials", f"{show_count(sum(trials.values()), 'FLOP')} of trial passes, before step {when}"
     if text := _proof(history):
         yield "proof", text
     if text := _fidelity(history):

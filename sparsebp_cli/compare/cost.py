@@ -100,10 +100,23 @@ def _ratio(runs: Sequence[LoadedRun]) -> tuple[Quartiles, Literal["probe", "flop
     counted = [share for run in runs for share in _counted(run)]
     if runs[-1].exact and counted and abs(median(counted) - 1.0) < EQUAL_WORK:
         return Quartiles(1.0, 1.0, 1.0, len(counted)), "dense"
+    trials = _trial_share(runs)
     if (timed := probe_ratio(runs)) is not None:
-        return timed, "probe"
+        return timed.shift(trials), "probe"
     found = quartiles(counted)
-    return None if found is None else (found, "flops")
+    return None if found is None else (found.shift(trials), "flops")
+
+
+def _trial_share(runs: Sequence[LoadedRun]) -> float:
+    """Return the FLOPs of trial passes over those of a dense step, by step; 0 without such passes."""
+    shares = []
+    for run in runs:
+        trials, steps = run.series(metric.PROBING_FLOPS.name), run.series(metric.TRAIN_LOSS.name)
+        parts = run.flat.get("training.gradient_accumulation_steps")
+        micro_batches = len(steps) * (parts if isinstance(parts, int) else 1)
+        dense = median(_dense_flops(run).values()) if trials else 0.0
+        shares.append(sum(trials.values()) / (dense * micro_batches) if dense and micro_batches else 0.0)
+    return median(shares)
 
 
 def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
@@ -117,12 +130,16 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
 
 def _counted(run: LoadedRun) -> list[float]:
     """FLOPs of forward and backward over those of dense; the forward's are dense's, without those of choosing."""
-    forward, scoring, executed, dense = (
-        run.series(x.name)
-        for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)
+    forward, executed = (run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED))
+    return [(forward[s] + executed[s]) / dense for s, dense in _dense_flops(run).items() if s in executed]
+
+
+def _dense_flops(run: LoadedRun) -> dict[int, float]:
+    """Return the FLOPs of a dense forward and backward of one micro-batch, at each step with a probe."""
+    forward, scoring, dense = (
+        run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_DENSE)
     )
-    steps = [step for step in forward if step in executed and dense.get(step, 0.0) > 0.0]
-    return [(forward[s] + executed[s]) / (forward[s] - scoring.get(s, 0.0) + dense[s]) for s in steps]
+    return {s: forward[s] - scoring.get(s, 0.0) + dense[s] for s in forward if dense.get(s, 0.0) > 0.0}
 
 
 def _update_share(run: LoadedRun) -> float | None:

@@ -50,6 +50,10 @@ class Quartiles:
     high: float
     n: int
 
+    def shift(self, by: float) -> Quartiles:
+        """Return the quartiles of the values with a number added to each."""
+        return Quartiles(self.median + by, self.low + by, self.high + by, self.n)
+
 
 @dataclass(frozen=True)
 class Difference:

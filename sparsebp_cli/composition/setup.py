@@ -56,6 +56,8 @@ class PolicyFacts:
         facts: dict[str, object] = {"kind": kind}
         facts["observes"] = isinstance(policy, Stateful) and not policy.is_identical
         facts["stateful"] = isinstance(policy, Stateful)
+        facts["has_trials"] = isinstance(policy, Stateful) and policy.has_trials
+        facts["reads_gradients"] = _reads_gradients(policy)
         if isinstance(policy, GradientSelector):
             facts["placed"] = policy.where is not None or policy.layers is not None
             facts["informed"] = isinstance(policy, InformedSelector)
@@ -65,6 +67,13 @@ class PolicyFacts:
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}
         return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)
+
+
+def _reads_gradients(policy: Policy) -> bool:
+    """Whether a policy observes the gradients of parameters at the end of a step, and not in trial passes alone."""
+    if not isinstance(policy, Stateful) or policy.has_trials:
+        return False
+    return bool(policy.observes & {"parameter_norm", "parameter_l1"})
 
 
 def _format_argument(name: str, value: object) -> str:

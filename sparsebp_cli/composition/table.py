@@ -115,6 +115,15 @@ _POLICY_RULES = (
         options={"processes": SEVERAL},
     ),
     Rule(
+        "{policy} asks for trial passes, which are built for block droppers alone",
+        policy={"has_trials": (True,), "kind": tuple(kind for kind in KINDS if kind != "BlockDropper")},
+    ),
+    Rule(
+        "{policy} observes gradients of parameters, which {update} frees during the backward; use {update:deferred}",
+        policy={"reads_gradients": (True,)},
+        options={"update": ("eager",)},
+    ),
+    Rule(
         "{policy} works in one process, got {processes}",
         why="Each process would know the losses of its own examples only.",
         policy=_EPOCHS,
@@ -353,6 +362,12 @@ _LOOP_RULES = (
         "gradients of the previous set",
         policy=_TURNS,
         options={"optimizer": ABSENT, "loop": ("own",)},
+    ),
+    Rule(
+        "{policy} makes trial passes before a step, which a Trainer cannot; run a recipe, or your own loop with "
+        "engine.run_trials",
+        policy={"has_trials": (True,)},
+        options={"loop": ("trainer",)},
     ),
     Rule(
         f"{_TURNING} is not built with torch.compile: each set would be compiled again",

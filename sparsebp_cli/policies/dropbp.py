@@ -2,34 +2,103 @@
 
 Sunghyeon Woo, Baeseong Park, Byeongwook Kim, Minjung Jo, Se Jung Kwon, Dongsuk Jeon and Dongsoo Lee, "DropBP:
 Accelerating Fine-Tuning of Large Language Models by Dropping Backward Propagation" (NeurIPS 2024),
-https://arxiv.org/abs/2402.17812. We differ: every block has the same rate, without the paper's adaptation to
-sensitivity; the number of dropped blocks is the rate times their number at every step, where the paper draws each on
-its own and adds some if there are too few; and the choice is made before the step, where the paper's code draws it in
-the module, so that a forward repeated by checkpointing may disagree.
+https://arxiv.org/abs/2402.17812. With `sensitivity_at` the rates follow the paper: from a tenth of its training on, a
+block is dropped the less often, the more the norms of the parameters' gradients change when it is dropped alone. We
+differ: without `sensitivity_at` every block keeps the same rate, and needs no trial passes; the number of dropped
+blocks is that of the rates at every step, where the paper draws each on its own and adds some if there are too few; a
+block's work is counted by its weights alone; and the choice is made before the step, where the paper's code draws it
+in the module, so that a forward repeated by checkpointing may disagree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Annotated, final
+from math import ceil
+from typing import TYPE_CHECKING, Annotated, Self, final
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from sparsebp_cli.policy import BlockDropper, DropDraw, ResidualBlock, Step
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.policy import BlockDropper, DropDraw, Observation, Observed, ResidualBlock, Stateful, Step, sampling
+
+if TYPE_CHECKING:
+    from sparsebp_cli.policy.state import State
+
+UNIT = 10  # rates are tenths, at most nine of them
 
 
 @final
-class DropBP(BlockDropper):
+class DropBP(Stateful[ResidualBlock], BlockDropper):
     """Drop residual blocks from the backward, other ones at each step."""
+
+    constants = ("sensitivity_at",)
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         description="Share of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If it is no whole "
         "number of blocks, one more runs at some steps, so that this is the mean."
     )
+    sensitivity_at: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None,
+        description="Share of the training's steps after which trial passes, one more than there are blocks, measure "
+        "how much each block matters; then keep is the share of the blocks' work. The paper: 0.1. null: all blocks "
+        "alike.",
+    )
+
+    @model_validator(mode="after")
+    def _can_be_shared_out(self) -> Self:
+        if self.sensitivity_at is not None and not 1.0 / UNIT <= self.keep < 1.0:
+            raise ValueError(
+                f"sensitivity_at needs keep in [{1 / UNIT}, 1): a block is dropped at nine of ten steps at most"
+            )
+        return self
 
     @property
     def budget(self) -> float:
         return self.keep
+
+    @property
+    def is_identical(self) -> bool:
+        return self.sensitivity_at is None
+
+    @property
+    def has_trials(self) -> bool:
+        return self.sensitivity_at is not None
+
+    @property
+    def observes(self) -> frozenset[Observed]:
+        return frozenset() if self.sensitivity_at is None else frozenset({"parameter_norm"})
+
+    @property
+    def control(self) -> dict[str, object] | None:
+        return None if self.sensitivity_at is None else {"name": "dropbp", "keep": self.keep}
+
+    def init(self, places: Sequence[ResidualBlock], /) -> State:
+        return {} if self.sensitivity_at is None else {block.name: -1.0 for block in places}
+
+    def observe(self, state: State, observation: Observation, step: Step) -> State:  # noqa: ARG002
+        return state
+
+    def wants_trials(self, step: Step) -> Sequence[Collection[str]]:
+        if self.sensitivity_at is None:
+            return ()
+        if step.num_steps is None:
+            raise PolicyError(
+                "sensitivity_at is a share of the training: attach(..., num_steps=...) says how long it is"
+            )
+        return (
+            [(), *((name,) for name in step.state)] if step.index == int(self.sensitivity_at * step.num_steps) else ()
+        )
+
+    def observe_trials(self, state: State, observations: Sequence[Observation], step: Step) -> State:  # noqa: ARG002
+        import torch
+
+        whole = observations[0].parameter_norm
+        measured = []
+        for observation in observations[1:]:
+            norms = observation.parameter_norm  # a parameter of the dropped block itself has none
+            terms = [(size - norms.get(name, 0.0)) ** 2 for name, size in whole.items()]
+            measured.append(torch.stack(terms).double().sum())
+        return dict(zip(state, torch.stack(measured).tolist(), strict=True))
 
     def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> Collection[str]:
         if self.exact:
@@ -37,7 +106,36 @@ class DropBP(BlockDropper):
         import torch
 
         generator = step.generator(DropDraw())
-        fraction = float(torch.rand((), generator=generator, dtype=torch.float64))
-        number = int((1.0 - self.keep) * len(blocks) + fraction)  # rounded up as often as makes the mean right
-        order = torch.randperm(len(blocks), generator=generator)
-        return [blocks[place].name for place in order[:number].tolist()]
+        if self.sensitivity_at is None or min(float(value) for value in step.state.values()) < 0.0:
+            fraction = float(torch.rand((), generator=generator, dtype=torch.float64))
+            number = int((1.0 - self.keep) * len(blocks) + fraction)  # rounded up as often as makes the mean right
+            order = torch.randperm(len(blocks), generator=generator)
+            return [blocks[place].name for place in order[:number].tolist()]
+        sensitivities = [float(step.state[block.name]) for block in blocks]
+        tenths = share_out(sensitivities, [float(block.num_weights) for block in blocks], self.keep)
+        number = ceil(sum(tenths) / UNIT)
+        # What the last one drawn may be instead of a block, so that the mean number is that of the rates.
+        rates = torch.tensor([*tenths, number * UNIT - sum(tenths)], dtype=torch.float64) / UNIT
+        drawn = sampling.draw(rates, number, generator).tolist() if number else []
+        return [blocks[place].name for place in drawn if place < len(blocks)]
+
+
+def share_out(sensitivity_J: Sequence[float], work_J: Sequence[float], keep: float) -> list[int]:
+    """Return how often blocks are dropped, in tenths of the steps, so that at most a share of their work is left.
+
+    The block whose next tenth costs least is raised again and again; what a rate costs is itself times the sensitivity.
+
+    Args:
+        sensitivity_J: At least 0.
+        work_J: Above 0, in any unit.
+        keep: In [0.1, 1).
+
+    Returns:
+        (J,), each in [0, 9].
+    """
+    tenths = [0] * len(work_J)
+    allowed = keep * sum(work_J) * (1 + 1e-9)
+    while sum(work * (UNIT - tenth) for work, tenth in zip(work_J, tenths, strict=True)) / UNIT > allowed:
+        open_blocks = [place for place, tenth in enumerate(tenths) if tenth < UNIT - 1]
+        tenths[min(open_blocks, key=lambda place: (tenths[place] + 1) * sensitivity_J[place])] += 1
+    return tenths

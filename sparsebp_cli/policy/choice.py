@@ -109,6 +109,20 @@ def norm(matrix_NO: Tensor, dim: int) -> Tensor:
     return squares.sqrt_().div_(scale)
 
 
+def l1_norm(tensor: Tensor) -> Tensor:
+    """Return the sum of magnitudes.
+
+    Args:
+        tensor: Of any shape and floating-point dtype.
+
+    Returns:
+        0-d, float32, or float64 of a float64 tensor.
+    """
+    import torch
+
+    return tensor.abs().sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
 def find_scale(gradient: Tensor) -> Tensor:
     """Return the power of two by which a gradient is multiplied so that its largest entry is about 1.
 

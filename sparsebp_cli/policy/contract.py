@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from pydantic import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
     from sparsebp_cli.policy.selection import Selection
+    from sparsebp_cli.policy.state import State
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class Step:
         draw: 0 in training; other numbers give independent draws for measuring a random policy.
         rank: Number of this process among those that train together, from 0; each decides about its own examples.
         num_steps: Optimizer steps of the whole training; None if not known.
+        state: Of the policy that is asked, before this step, if it is :class:`Stateful`. It must not be changed.
     """
 
     index: int
@@ -97,6 +99,7 @@ class Step:
     draw: int = 0
     rank: int = 0
     num_steps: int | None = None
+    state: State = field(default_factory=dict, compare=False, repr=False)
 
     def generator(self, site: Named, device: torch.device | str = "cpu") -> torch.Generator:
         """Return a fresh random generator that depends only on seed, step, draw, rank and site.

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsebp_cli.policy.selection import Selection, Split
-    from sparsebp_cli.policy.state import State
 
 Reading = Literal["input", "input_norm", "weight_norm", "output_norm"]
 
@@ -35,14 +34,12 @@ class Seen:
         grad_NO: Gradient of the output. It must not be changed.
         needs_dgrad: Whether the gradient of the input is wanted.
         needs_wgrad: Whether the gradient of the weight is wanted.
-        state: The policy's state before this step, if it is :class:`Stateful`. It must not be changed.
         readings: What the policy's ``reads`` name; the properties of the same names return them.
     """
 
     grad_NO: Tensor
     needs_dgrad: bool = True
     needs_wgrad: bool = True
-    state: State = field(default_factory=dict)
     readings: Mapping[Reading, Tensor] = field(default_factory=dict)
 
     @property

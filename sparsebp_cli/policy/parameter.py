@@ -18,12 +18,14 @@ class Parameter:
         layer: Number of the layer that it belongs to, from 0, an encoder's before a decoder's; None outside of layers.
         num_entries: Number of its entries, at least 0.
         aliases: Its further names if modules share it, such as that of a tied head.
+        shape: Its shape; a matrix has two dimensions.
     """
 
     name: str
     layer: int | None
     num_entries: int
     aliases: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
 
 
 class ParameterSelector(Policy):

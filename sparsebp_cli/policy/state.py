@@ -9,45 +9,53 @@ Shape letters: N rows (= B*T), O output width.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from sparsebp_cli.policy.contract import Site, Step
+from sparsebp_cli.policy.contract import Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     State = Mapping[str, Tensor | float]
 
-Observed = Literal["grad_norm", "column_norm"]
+Observed = Literal["grad_norm", "column_norm", "parameter_norm", "parameter_l1"]
+Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one optimizer step saw, over all its micro-batches, at the sites where a gradient arrived.
+    """What one optimizer step saw, over all its micro-batches, where a gradient arrived.
 
-    Norms are 2-norms of the gradients of sites' outputs, before anything was cut, in float32 at least, on the device.
-    Read them by tensor operations alone: a conversion to a number waits for the device.
+    All are in float32 at least, on the device. Read them by tensor operations alone: a conversion to a number waits for
+    the device.
 
     Args:
-        grad_norm: By site, the norm of the whole gradient, 0-d.
-        column_norm: By site, the norm of each output feature, (O,).
+        grad_norm: By site, the 2-norm of the whole gradient of its output, before anything was cut, 0-d.
+        column_norm: By site, the 2-norm of each output feature of that, (O,).
+        parameter_norm: By parameter, the 2-norm of the gradient that the optimizer gets, after clipping, 0-d.
+        parameter_l1: By parameter, the sum of the magnitudes of that gradient, 0-d. A shared parameter has one
+            entry, by its first name.
     """
 
     grad_norm: Mapping[str, Tensor] = field(default_factory=dict)
     column_norm: Mapping[str, Tensor] = field(default_factory=dict)
+    parameter_norm: Mapping[str, Tensor] = field(default_factory=dict)
+    parameter_l1: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Stateful(ABC):
-    """A policy of any kind with state: derive from this class and from the kind.
+class Stateful(ABC, Generic[Place]):
+    """A policy of any kind with state: derive from this class and from the kind. Its decision reads ``step.state``.
 
-    State is a mapping of names to tensors and numbers, with the same names, shapes and dtypes at every step.
+    State is a mapping of names to tensors and numbers, with the same names, shapes and dtypes at every step. The engine
+    hands it over sorted by name.
     """
 
     @property
     def observes(self) -> frozenset[Observed]:
-        """Which parts of the :class:`Observation` are to be computed, at the policy's own sites."""
+        """Which parts of the :class:`Observation` are to be computed, at the policy's own sites; of
+        parameters, at all that are trained. A policy with trial passes observes parameters in those alone."""
         return frozenset()
 
     @property
@@ -57,11 +65,12 @@ class Stateful(ABC):
         return False
 
     @abstractmethod
-    def init(self, sites: Sequence[Site]) -> State:
+    def init(self, places: Sequence[Place], /) -> State:
         """Return the state before the first step.
 
         Args:
-            sites: Where the policy decides, with an empty ``batch_shape``, which is not known yet.
+            places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
+                not known yet; the parameters of a parameter selector; the blocks of a block dropper; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.
@@ -79,3 +88,35 @@ class Stateful(ABC):
         Returns:
             New values for all entries.
         """
+
+    @property
+    def has_trials(self) -> bool:
+        """Whether ``wants_trials`` asks for any, at whatever step."""
+        return False
+
+    def wants_trials(self, step: Step) -> Sequence[Collection[str]]:  # noqa: ARG002 - for overrides
+        """Return decisions that are to be tried before a step, for a policy whose decision is a set of names.
+
+        Each is one forward and backward over the step's first micro-batch, with the same random numbers; they cost what
+        they cost, and change nothing but the state. Built for block droppers.
+
+        Args:
+            step: The coming one, with the state.
+
+        Returns:
+            The decisions; empty, as without an override: none.
+        """
+        return ()
+
+    def observe_trials(self, state: State, observations: Sequence[Observation], step: Step) -> State:  # noqa: ARG002
+        """Return the state after the trial passes. Called before the step that they were made for.
+
+        Args:
+            state: Before them. It must not be changed.
+            observations: What each pass saw, in the order of ``wants_trials``; ``observes`` names the parts.
+            step: The coming one.
+
+        Returns:
+            New values for all entries.
+        """
+        return state

@@ -48,6 +48,7 @@ PEAK_WORKSPACE_BYTES = Metric("memory/step_peak_workspace_bytes", "B", "lower") 
 DENSE_SAVED_BYTES = Metric("memory/dense_saved_for_backward_bytes", "B", "lower")  # the same batch without the policy
 FORWARD_FLOPS = Metric("flops/forward", "FLOP", "lower")
 SCORING_FLOPS = Metric("flops/scoring", "FLOP", "lower")  # of the forward's: only to choose what is trained
+PROBING_FLOPS = Metric("flops/probing", "FLOP", "lower")  # of trial passes that a policy wanted before a step
 BACKWARD_EXECUTED = Metric("flops/backward_executed", "FLOP", "lower")
 BACKWARD_DENSE = Metric("flops/backward_dense", "FLOP", "lower")
 CLAIMED_SHARE = Metric(

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from math import sqrt
+from typing import TYPE_CHECKING
 
-from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
+import torch
+
+from sparsebp_cli.policy import BlockDropper, Observation, ResidualBlock, Stateful, Step
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.testing.state import check_state
+
+if TYPE_CHECKING:
+    from sparsebp_cli.policy.state import State
 
 NUM_STEPS = 400
 _NUM_SIGMAS = 6.0  # the draws are fixed by the seed; a good policy fails for one seed in 500 million
@@ -29,40 +36,76 @@ MODELS: tuple[Sequence[ResidualBlock], ...] = (_blocks(1), _blocks(4), _blocks(7
 def check_block_dropper(policy: BlockDropper) -> None:
     """Check a block dropper against every promise of the contract, with models of one, four and seven layers, each of
     an attention ``layers.0.self_attn`` and an MLP ``layers.0.mlp``."""
+    for blocks in MODELS:
+        check_state(policy, blocks)
     for check in _CHECKS:
         check(policy)
 
 
-def _drop(policy: BlockDropper, blocks: Sequence[ResidualBlock], index: int) -> frozenset[str]:
-    return frozenset(policy.drop(blocks, Step(index, num_steps=NUM_STEPS)))
+def _cases(policy: BlockDropper) -> Iterator[tuple[Sequence[ResidualBlock], State]]:
+    """Yield blocks with the states that the policy may have: the first one, and that after trial passes."""
+    for blocks in MODELS:
+        state: State = policy.init(blocks) if isinstance(policy, Stateful) else {}
+        yield blocks, state
+        if isinstance(policy, Stateful) and policy.has_trials:
+            yield blocks, _try(policy, blocks, state)
+
+
+def _try(policy: BlockDropper, blocks: Sequence[ResidualBlock], state: State) -> State:
+    """Return the state after trial passes in which each block's parameter has a gradient, unless it is dropped."""
+    assert isinstance(policy, Stateful)
+    step = next((s for index in range(NUM_STEPS) if policy.wants_trials(s := _at(index, state))), None)
+    require(step is not None, f"{name_of(policy)}: has_trials, but wants none at any step")
+    assert step is not None
+    decisions, names = policy.wants_trials(step), {block.name for block in blocks}
+    require(all(set(tried) <= names for tried in decisions), f"{name_of(policy)}: wants to try unknown blocks")
+    sizes = torch.rand(len(blocks), generator=torch.Generator().manual_seed(0))
+    norms = {block.name: size for block, size in zip(blocks, sizes, strict=True)}
+    seen = [Observation(parameter_norm={n: norms[n] for n in norms if n not in tried}) for tried in decisions]
+    after = policy.observe_trials(state, seen, step)
+    require(after == policy.observe_trials(state, seen, step), f"{name_of(policy)}: observe_trials is not repeatable")
+    require(after.keys() == state.keys(), f"{name_of(policy)}: observe_trials returns other entries than init")
+    return after
+
+
+def _at(index: int, state: State) -> Step:
+    return Step(index, num_steps=NUM_STEPS, state=state)
+
+
+def _drop(policy: BlockDropper, blocks: Sequence[ResidualBlock], index: int, state: State) -> frozenset[str]:
+    return frozenset(policy.drop(blocks, _at(index, state)))
 
 
 def _check_choice(policy: BlockDropper) -> None:
-    for blocks in MODELS:
+    for blocks, state in _cases(policy):
         names = {block.name for block in blocks}
         for index in range(12):
-            chosen = policy.drop(blocks, Step(index, num_steps=NUM_STEPS))
+            chosen = policy.drop(blocks, _at(index, state))
             good = isinstance(chosen, Collection) and not isinstance(chosen, str) and set(chosen) <= names
             require(good, f"{name_of(policy)}: drop must return names that it received, got {chosen!r}")
             require(len(set(chosen)) == len(chosen), f"{name_of(policy)}: names a block twice at step {index}")
 
 
 def _check_repeatable(policy: BlockDropper) -> None:
-    for blocks in MODELS:
+    for blocks, state in _cases(policy):
         for index in range(12):
             states = random_states()
-            first = _drop(policy, blocks, index)
+            first = _drop(policy, blocks, index, state)
             require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-            again = _drop(policy, blocks, index)
+            again = _drop(policy, blocks, index, state)
             require(first == again, f"{name_of(policy)}: decides differently when called again at the same step")
             text = f"{name_of(policy)}: a resumed run decides differently: it keeps its own state"
-            require(_drop(through_json(policy), blocks, index) == first, text)
+            require(_drop(through_json(policy), blocks, index, state) == first, text)
 
 
 def _check_budget(policy: BlockDropper) -> None:
     require(0.0 < policy.budget <= 1.0, f"{name_of(policy)}: budget must be in (0, 1], got {policy.budget}")
-    for blocks in MODELS:
-        shares = [1.0 - len(_drop(policy, blocks, index)) / len(blocks) for index in range(NUM_STEPS)]
+    for number, (blocks, state) in enumerate(_cases(policy)):
+        # After trial passes the budget is a share of the work, and at most that.
+        is_work = isinstance(policy, Stateful) and policy.has_trials and number % 2 == 1
+        sizes = {block.name: block.num_weights if is_work else 1 for block in blocks}
+        dropped = [sum(sizes[name] for name in _drop(policy, blocks, index, state)) for index in range(NUM_STEPS)]
+        shares = [1.0 - size / sum(sizes.values()) for size in dropped]
         mean = sum(shares) / len(shares)
         variance = sum((share - mean) ** 2 for share in shares) / (len(shares) - 1)
         allowed = _NUM_SIGMAS * sqrt(variance / len(shares)) + 1e-9
@@ -70,11 +113,11 @@ def _check_budget(policy: BlockDropper) -> None:
             f"{name_of(policy)}: of {len(blocks)} blocks, {mean:.3f} have a backward on average, its budget is "
             f"{policy.budget:g}"
         )
-        require(abs(mean - policy.budget) <= allowed, text)
+        require(mean - policy.budget <= allowed and (is_work or policy.budget - mean <= allowed), text)
 
 
 def _check_exact(policy: BlockDropper) -> None:
-    dropped = any(_drop(policy, blocks, index) for blocks in MODELS for index in range(NUM_STEPS))
+    dropped = any(_drop(policy, blocks, index, state) for blocks, state in _cases(policy) for index in range(NUM_STEPS))
     require(policy.exact != dropped, f"{name_of(policy)}: says it is {'' if policy.exact else 'not '}exact")
 
 

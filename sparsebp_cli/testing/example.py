@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
-from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.testing.promise import name_of, random_states, require, through_json, vary
 
 _NUM_STEPS = 24
 
@@ -66,9 +66,9 @@ def _check_repeatable(policy: ExampleSelector) -> None:
 def _check_draws(policy: ExampleSelector) -> None:
     def differs(what: str, numbers: range) -> bool:
         return any(
-            not _same(policy.choose(examples, step), policy.choose(examples, replace(step, **{what: number})))
+            not _same(policy.choose(examples, step), policy.choose(examples, other))
             for examples, step in _cases(policy)
-            for number in numbers
+            for other in vary(step, what, numbers)
         )
 
     if not differs("draw", range(1, 5)):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import attach
 from sparsebp_cli.backward.selection.parameter import find_parameters
-from sparsebp_cli.policy import Parameter, ParameterSelector, Step
+from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
 from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json
+from sparsebp_cli.testing.state import check_state
+
+if TYPE_CHECKING:
+    from sparsebp_cli.policy.state import State
 
 NUM_STEPS = 12
 
@@ -38,6 +44,7 @@ def check_parameter_selector(policy: ParameterSelector) -> None:
     """Check a parameter selector against every promise of the contract. It selects from a decoder of four layers,
     ``layers.0`` to ``layers.3``, with ``embed_tokens``, ``norm`` and ``lm_head``; patterns among its options must match
     that."""
+    check_state(policy, _parameters())
     _check_choice(policy)
     _check_repeatable(policy)
     _check_changes(policy)
@@ -49,7 +56,7 @@ def _check_choice(policy: ParameterSelector) -> None:
     parameters = _parameters()
     names = {parameter.name for parameter in parameters}
     for index in range(NUM_STEPS):
-        chosen = policy.select(parameters, Step(index, num_steps=NUM_STEPS))
+        chosen = policy.select(parameters, _at(policy, index))
         good = isinstance(chosen, Collection) and not isinstance(chosen, str) and set(chosen) <= names
         require(good, f"{name_of(policy)}: select must return names that it received, got {chosen!r}")
         require(len(chosen) > 0, f"{name_of(policy)}: trains nothing at step {index}")
@@ -83,9 +90,9 @@ def _check_exact(policy: ParameterSelector) -> None:
 
 def _check_gradients(policy: ParameterSelector) -> None:
     """Check that trained parameters have the dense gradient, to the last bit, and the others have none."""
-    dense = _gradients(None, 1)[0]
-    for index, gradients in enumerate(_gradients(policy, 3)):
-        chosen = _choose(policy, index)
+    ((dense, _),) = _gradients(None, 1)
+    for index, (gradients, state) in enumerate(_gradients(policy, NUM_STEPS)):
+        chosen = frozenset(policy.select(_parameters(), replace(_at(policy, index), state=state)))
         for name, gradient in gradients.items():
             require((gradient is not None) == (name in chosen), f"{name_of(policy)}: {name} at step {index}")
             if gradient is not None and index == 0:
@@ -99,10 +106,17 @@ def _parameters() -> tuple[Parameter, ...]:
 
 
 def _choose(policy: ParameterSelector, index: int) -> frozenset[str]:
-    return frozenset(policy.select(_parameters(), Step(index, num_steps=NUM_STEPS)))
+    return frozenset(policy.select(_parameters(), _at(policy, index)))
 
 
-def _gradients(policy: ParameterSelector | None, num_steps: int) -> list[dict[str, Tensor | None]]:
+def _at(policy: ParameterSelector, index: int) -> Step:
+    """Return a step, with the first state of a policy that has one."""
+    state = policy.init(_parameters()) if isinstance(policy, Stateful) else {}
+    return Step(index, num_steps=NUM_STEPS, state=state)
+
+
+def _gradients(policy: ParameterSelector | None, num_steps: int) -> list[tuple[dict[str, Tensor | None], State]]:
+    """Return the gradients of each step, and the policy's state before it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, tokens_BT = _Decoder(), torch.randint(7, (2, 5))
@@ -111,8 +125,10 @@ def _gradients(policy: ParameterSelector | None, num_steps: int) -> list[dict[st
     policies = [] if policy is None else [policy]
     with attach(model, policies, optimizer=optimizer, num_steps=NUM_STEPS) as engine:
         for _ in range(num_steps):
+            state = {} if policy is None else engine.states.of(policy)
             engine.backward(model(tokens_BT).logsumexp(-1).sum())
-            found.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
+            gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+            found.append((gradients, state))
             optimizer.step()
             optimizer.zero_grad()
     return found

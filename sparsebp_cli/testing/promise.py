@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Literal, TypeVar
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, attach
-from sparsebp_cli.policy import Policy
+from sparsebp_cli.policy import Policy, Step
 
 Kind = TypeVar("Kind", bound=Policy)
 
@@ -28,6 +30,12 @@ def name_of(policy: Policy) -> str:
 def through_json(policy: Kind) -> Kind:
     """Return a policy after conversion to JSON and back, as a plan transfers it."""
     return type(policy).model_validate_json(policy.model_dump_json())
+
+
+def vary(step: Step, part: str, numbers: Iterable[int]) -> list[Step]:
+    """Return copies of a step with other numbers of one of its parts."""
+    changes: list[dict[str, Any]] = [{part: number} for number in numbers]
+    return [replace(step, **change) for change in changes]
 
 
 def random_states() -> tuple[object, ...]:

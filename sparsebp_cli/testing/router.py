@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.policy import Edge, EdgeRouter, Step
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
 
 
 def check_router(policy: EdgeRouter) -> None:
@@ -52,7 +52,7 @@ def _check_draws(policy: EdgeRouter) -> None:
     if not differs([Step(0, draw=draw) for draw in range(1, 9)]):
         return  # not a random policy
     for what in ("index", "micro_batch", "call", "seed"):
-        others = [Step(**({"index": 0} | {what: number})) for number in range(1, 9)]
+        others = vary(Step(0), what, range(1, 9))
         require(differs(others), f"{name_of(policy)}: is random but draws the same for every {what} of the step")
 
 

@@ -21,7 +21,7 @@ from sparsebp_cli.policy import (
     Step,
     choice,
 )
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
 
 _NUM_DRAWS = 2000
 _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
@@ -106,7 +106,7 @@ def _check_draws(policy: InputSaver) -> None:
     if all(torch.equal(first, _restore(policy, x_ND, Step(0, draw=draw))) for draw in range(1, 9)):
         return  # not a random policy
     for what in ("index", "micro_batch", "call", "seed", "rank"):
-        others = [Step(**({"index": 0} | {what: number})) for number in range(1, 9)]
+        others = vary(Step(0), what, range(1, 9))
         differs = not all(torch.equal(first, _restore(policy, x_ND, other)) for other in others)
         require(differs, f"{name_of(policy)}: is random but draws the same for every {what} of the step")
 

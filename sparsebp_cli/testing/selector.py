@@ -31,7 +31,7 @@ from sparsebp_cli.policy import (
     TwoToFour,
     choice,
 )
-from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network
+from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
 from sparsebp_cli.testing.state import check_state
 
 _NUM_DRAWS = 2000
@@ -70,7 +70,7 @@ def _check_draws(policy: GradientSelector) -> None:
     if all(_same(policy, policy, grad_NO, Step(0), Step(0, draw=draw)) for draw in range(1, 9)):
         return  # not a random policy
     for what in ("index", "micro_batch", "call", "seed", "rank"):
-        others = [Step(**({"index": 0} | {what: number})) for number in range(1, 9)]
+        others = vary(Step(0), what, range(1, 9))
         differs = not all(_same(policy, policy, grad_NO, Step(0), other) for other in others)
         require(differs, f"{name_of(policy)}: is random but draws the same for every {what} of the step")
 
@@ -278,6 +278,8 @@ def _sites(grad_NO: Tensor) -> list[Site]:
 
 def ask(policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step) -> Selection | Split | None:
     """Return what a policy selects, at a linear with some input and weight."""
+    if isinstance(policy, Stateful):
+        step = replace(step, state=policy.init(_sites(grad_NO)))
     if not isinstance(policy, InformedSelector):
         return policy.select(grad_NO, site, step)
     generator = torch.Generator().manual_seed(len(grad_NO))
@@ -290,8 +292,7 @@ def ask(policy: GradientSelector, grad_NO: Tensor, site: Site, step: Step) -> Se
         "output_norm": choice.norm(output, 1),
     }
     readings = {name: known[name] for name in policy.reads}
-    state = policy.init(_sites(grad_NO)) if isinstance(policy, Stateful) else {}
-    return policy.choose(Seen(grad_NO, state=state, readings=readings), site, step)
+    return policy.choose(Seen(grad_NO, readings=readings), site, step)
 
 
 def parts_of(selection: Selection | Split | None, number: int) -> tuple[Selection | None, ...]:

@@ -3,41 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Observation, Policy, Site, Stateful, Step
+from sparsebp_cli.policy import Observation, Observed, Parameter, Policy, Site, Stateful, Step
+from sparsebp_cli.policy.contract import Named
 from sparsebp_cli.testing.promise import name_of, random_states, require
 
 Values = Mapping[str, Tensor | float]
+NUM_STEPS = 3
 
 
-def check_state(policy: Policy, sites: Sequence[Site]) -> None:
+def check_state(policy: Policy, places: Sequence[Named]) -> None:
     """Check that ``init`` and ``observe`` are pure, and that entries keep their names, shapes and dtypes."""
     if not isinstance(policy, Stateful):
         return
-    name, first = name_of(policy), policy.init(sites)
-    require(_same(first, policy.init(sites)), f"{name}: init returns another state when called again")
-    state, observation = first, _observe(policy, sites)
+    name, first = name_of(policy), policy.init(places)
+    require(_same(first, policy.init(places)), f"{name}: init returns another state when called again")
+    state, observation = first, _observe(policy, places)
     for step, observed in enumerate((observation, observation, Observation())):
         before, states = _copy(state), random_states()
-        after = policy.observe(state, observed, Step(step))
+        after = policy.observe(state, observed, Step(step, num_steps=NUM_STEPS))
         require(states == random_states(), f"{name}: observe uses a global random generator")
         require(_same(state, before), f"{name}: observe changes the state that it receives")
-        again = policy.observe(state, observed, Step(step))
+        again = policy.observe(state, observed, Step(step, num_steps=NUM_STEPS))
         require(_same(after, again), f"{name}: observe returns another state when called again")
         require(_layout(after) == _layout(first), f"{name}: observe returns other entries than init")
         state = after
 
 
-def _observe(policy: Stateful, sites: Sequence[Site]) -> Observation:
+def _observe(policy: Stateful[Any], places: Sequence[Named]) -> Observation:
     generator = torch.Generator().manual_seed(0)
-    columns = {site.name: torch.rand(site.num_features, generator=generator) for site in sites}
-    whole = {name: norm_O.norm() for name, norm_O in columns.items()}
-    return Observation(
-        whole if "grad_norm" in policy.observes else {}, columns if "column_norm" in policy.observes else {}
-    )
+    columns = {p.name: torch.rand(p.num_features, generator=generator) for p in places if isinstance(p, Site)}
+    sizes = {p.name: torch.rand((), generator=generator) for p in places if isinstance(p, Parameter)}
+    parts: dict[Observed, dict[str, Tensor]] = {
+        "column_norm": columns,
+        "grad_norm": {name: norm_O.norm() for name, norm_O in columns.items()},
+        "parameter_l1": sizes,
+        "parameter_norm": sizes,
+    }
+    return Observation(**{part: parts[part] for part in policy.observes})
 
 
 def _copy(state: Values) -> Values:

@@ -23,6 +23,7 @@ class Allowance:
     cost: float = 0.0  # in dense steps, by counted FLOPs of forward and backward
     _ratio: float | None = None  # of the policy's FLOPs to dense's, as last counted
     _step_seconds: float = 0.0  # of the last timed step
+    _dense: float | None = None  # FLOPs of a dense forward and backward of a micro-batch, as last counted
 
     @classmethod
     def of(cls, training: TrainingSection) -> Allowance:
@@ -38,13 +39,15 @@ class Allowance:
         )
         if forward is not None and executed is not None and dense is not None:
             scoring = values.get(metric.SCORING_FLOPS.name) or 0.0
-            self._ratio = (forward + executed) / (forward - scoring + dense)
+            self._dense = forward - scoring + dense
+            self._ratio = (forward + executed) / self._dense
 
-    def spend(self, seconds: float | None) -> None:
-        """Count a step. One whose memory was traced has no time of its own and counts as the one before."""
+    def spend(self, seconds: float | None, trial_flops: float = 0.0) -> None:
+        """Count a step, and the FLOPs of trial passes before it over the number of its micro-batches. A step whose
+        memory was traced has no time of its own and counts as the one before."""
         self._step_seconds = self._step_seconds if seconds is None else seconds
         self.seconds += self._step_seconds
-        self.cost += self._ratio or 0.0
+        self.cost += (self._ratio or 0.0) + (trial_flops / self._dense if self._dense else 0.0)
 
     @property
     def exceeded(self) -> str:
@@ -62,10 +65,11 @@ class Allowance:
         if self.max_seconds is not None:
             state |= {"seconds": self.seconds, "step_seconds": self._step_seconds}
         if self.max_cost is not None:
-            state |= {"cost": self.cost, "ratio": self._ratio}
+            state |= {"cost": self.cost, "ratio": self._ratio, "dense": self._dense}
         return state
 
     def load_state_dict(self, state: Mapping[str, float | None]) -> None:
         """Go on from what was spent when a checkpoint was made."""
         self.seconds, self.cost = state.get("seconds") or 0.0, state.get("cost") or 0.0
-        self._ratio, self._step_seconds = state.get("ratio"), state.get("step_seconds") or 0.0
+        self._ratio, self._dense = state.get("ratio"), state.get("dense")
+        self._step_seconds = state.get("step_seconds") or 0.0

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from sparsebp_cli.backward import Engine
+from sparsebp_cli.backward.core.rewind import capture_rng, restore_rng
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
@@ -18,7 +19,7 @@ from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
-from sparsebp_cli.worker.trial_step import capture_rng, restore_rng, trainable_parameters
+from sparsebp_cli.worker.trial_step import trainable_parameters
 
 _EPOCH = "epoch: "  # before those of the epochs that a policy chooses
 _POLICY = "policy state: "  # before the names of tensors of policies' states; no site's name has a space

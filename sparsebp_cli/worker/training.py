@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
-from sparsebp_cli.backward import Engine
+from sparsebp_cli.backward import Engine, count_flops
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
@@ -154,7 +154,7 @@ class Training:
             self._log(measured := self._measure(), step=self.step + 1)
             self.allowance.count(measured)
             values = self.memory.watch(self.step + 1, self._train_step)
-            self.allowance.spend(values[metric.STEP_SECONDS.name])
+            self.allowance.spend(values[metric.STEP_SECONDS.name], self._in_steps(values[metric.PROBING_FLOPS.name]))
             self.step += 1
             self._log(values | self.measurement.after(self.step))
             if self.is_done or self.step % recipe.measure.eval_every == 0:
@@ -171,6 +171,10 @@ class Training:
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
             self._save_checkpoint()
 
+    def _in_steps(self, flops: float | None) -> float:
+        """Return FLOPs of trial passes in micro-batches per step."""
+        return (flops or 0.0) / self.plan.recipe.training.gradient_accumulation_steps
+
     def _is_stop_requested(self) -> bool:
         """Return whether any rank received a stop signal, so that all ranks stop after the same step."""
         number = int(self.ranks.all_max([self.stop.signal or 0])[0])
@@ -184,6 +188,7 @@ class Training:
         first = self.step * accumulation
         shares = [self.order.rank_part(number) for number in range(first, first + accumulation)]
         targets, loss_sum = sum(count for _, count in shares), 0.0
+        probing = self._run_trials(first, shares[0][0], targets)
         for number, (batch, _) in enumerate(shares, first):
             is_last = number == first + accumulation - 1
             with self._accumulating(is_last=is_last):
@@ -210,6 +215,7 @@ class Training:
             metric.GRAD_NORM.name: norm,
             metric.LEARNING_RATE.name: float(self.schedule.get_last_lr()[0]),
             metric.TRAIN_TOKENS.name: self.tokens,
+            metric.PROBING_FLOPS.name: probing,
             metric.KEPT_SHARE.name: kept_share(self.engine.take_kept_share(), self.ranks),
             metric.FORWARD_SECONDS.name: most.pop("forward"),
             metric.BACKWARD_SECONDS.name: most.pop("backward"),
@@ -223,6 +229,14 @@ class Training:
             **selection_metrics(self.engine.take_chosen(), self.ranks, self.plan.recipe),
             **epoch_metrics(self.order.epoch),
         }
+
+    def _run_trials(self, number: int, batch: Batch, targets: int) -> float | None:
+        """Make the trial passes that a policy wants before this step, and return their FLOPs; None without any."""
+        if not self.engine.trials_are_due():
+            return None
+        with count_flops() as flops:
+            self.engine.run_trials(lambda: self._forward(number, batch, targets)[0], self.accelerator.backward)
+        return float(flops.total)
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Reduce gradients over the ranks only in the last micro-batch of a step."""

@@ -6,18 +6,16 @@ without them, bit for bit. Every pass starts from the same generator states, so 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, Report
+from sparsebp_cli.backward.core.rewind import Rewind
 from sparsebp_cli.backward.selection.parameter import ParameterExtension
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.process import Ranks
@@ -50,30 +48,30 @@ class TrialStep:
 
     def __enter__(self) -> Self:
         """Record the state to be restored."""
-        self._rng, self._trainable = capture_rng(), trainable_parameters(self.model, self.engine)
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.model.buffers()]
+        self._trainable = trainable_parameters(self.model, self.engine)
+        self._rewind = Rewind(self.model)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore it."""
-        self._rewind()
-        del self._buffers
+        self._rewind.finish()
+        del self._rewind
 
     @contextmanager
     def on(self, mode: Mode, draw: int = 1, *, feedback: bool = True) -> Iterator[Callable[[Tensor], None]]:
         """Prepare one pass and yield the function that runs its backward; gradients are dropped when the block ends.
         ``draw`` counts the draws of random policies from 1 (training uses 0); ``feedback`` is whether error feedback
         adds what earlier training steps have cut."""
-        self._rewind()
+        self._rewind.start()
         if mode == "dense":
             with self.engine.disabled():
                 yield self._backward
         else:
             with self.engine.probing(draw, feedback=feedback):
                 yield lambda loss: self.engine.backward(loss, self._backward)
-        self._rewind()
+        self._rewind.start()
 
     def run(self, mode: Mode, draw: int = 1) -> PassResult:
         """Run one pass and return its gradients and report."""
@@ -85,38 +83,6 @@ class TrialStep:
         """Return the gradients and the report of the current pass so far."""
         gradients = {name: None if p.grad is None else full_tensor(p.grad) for name, p in self._trainable.items()}
         return PassResult(gradients, self.engine.report())
-
-    def _rewind(self) -> None:
-        restore_rng(self._rng)
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
-
-
-def capture_rng() -> dict[str, Any]:
-    """Return the state of every global random generator."""
-    version, numbers, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=True)
-    name, keys, position, has_gauss, cached = numpy_state
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, keys.tolist(), position, has_gauss, cached],
-    }
-
-
-def restore_rng(state: dict[str, Any]) -> None:
-    """Restore every global random generator from the result of :func:`capture_rng`."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *others = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *others))
 
 
 NO_DENSE = (

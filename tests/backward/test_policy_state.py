@@ -62,7 +62,7 @@ class Momentum(Nothing, Stateful, InformedSelector):
         return new
 
     def choose(self, seen: Seen, site: Site, step: Step) -> Selection:
-        past = seen.state[site.name]
+        past = step.state[site.name]
         assert isinstance(past, Tensor)
         return choice.choose_columns(past, 0.5)
 
@@ -243,3 +243,11 @@ def test_the_suite_checks_state() -> None:
     check_selector(Momentum())
     with pytest.raises(AssertionError, match="observe changes the state that it receives"):
         check_selector(ChangesIt())
+
+
+def test_entries_are_sorted_by_name_whatever_the_order_in_which_they_are_kept() -> None:
+    _, _, engine = make(policy := Momentum())
+    kept = engine.state_dict()
+    kept["policy_state"] = dict(reversed(kept["policy_state"].items()))
+    engine.load_state_dict(kept)
+    assert list(engine.states.of(policy)) == ["0", "2", "steps"]

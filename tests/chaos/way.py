@@ -38,6 +38,7 @@ WAYS: dict[str, Sections] = {
     "meprop": _policy("meprop", keep=0.5),
     "meprop unified": _policy("meprop", keep=0.5, unified=True),
     "dropbp": _policy("dropbp", keep=0.5),
+    "dropbp by sensitivity": _policy("dropbp", keep=0.5, sensitivity_at=0.3),
     "lcsb": _policy("lcsb", keep=0.5),
     "wta-crs": _policy("wta-crs", keep=0.5),
     "gact": _policy("gact", bits=4),
@@ -50,6 +51,7 @@ WAYS: dict[str, Sections] = {
     "frozen in turn, independent, state dropped": _policy(
         "frozen", order="independent", optimizer_state="drop", **_TURNS
     ),
+    "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,
     "random-child": _policy("random-child", leaves="always") | _NODES,
     "stride": _policy("stride", every=3),

@@ -18,8 +18,10 @@ from sparsebp_cli.policy import (
     Examples,
     ExampleSelector,
     InputSaver,
+    Observation,
     ParameterSelector,
     Policy,
+    Stateful,
     Step,
     TokenSelector,
 )
@@ -110,14 +112,16 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     Returns:
         The weights afterwards.
     """
-    model = build(composition)
+    model, policies = build(composition), policies_of(ways)
     optimizer, (shown, _) = _optimizer(model), find_parameters(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    states = {id(policy): policy.init(shown) for policy in policies if isinstance(policy, Stateful)}
     for number in range(2):
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, hooks, saving = all_ids, [], ExitStack()
-            step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS)
-            for policy in policies_of(ways):
+            for policy in policies:
+                state = states.get(id(policy), {})
+                step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS, state=state)
                 assert not isinstance(policy, TokenSelector)
                 if isinstance(policy, ParameterSelector):
                     chosen = set(policy.select(shown, step))
@@ -140,8 +144,17 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         if composition == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
+        _observe(policies, states, trained, number)
         optimizer.zero_grad()
     return _weights(model)
+
+
+def _observe(policies: Sequence[Policy], states: dict[int, Any], trained: dict[str, nn.Parameter], number: int) -> None:
+    seen = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
+    end = Step(number, seed=SEED, num_steps=NUM_STEPS)
+    for policy in policies:
+        if isinstance(policy, Stateful):
+            states[id(policy)] = policy.observe(states[id(policy)], Observation(parameter_l1=seen), end)
 
 
 def _detach(module: nn.Module, args: object, output: Any) -> Any:

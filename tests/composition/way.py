@@ -41,6 +41,7 @@ WAYS = (
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
+    Way("grades", "ParameterSelector", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
     Way("lossless", "BatchPacker", {"name": "lossless"}),
     Way("dropbp", "BlockDropper", {"name": "dropbp", "keep": 0.5}),
     Way("lcsb", "BlockDropper", {"name": "lcsb", "keep": 0.5}),
@@ -111,6 +112,11 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         return "SelectedTokens with segments=2 is not built: it runs layers for some positions only"
     if questions == {"BatchPacker", "segments"}:
         return "Lossless with segments=2 is not built: it changes the batch inside of the forward"
+    if "grades" in {way.policy.get("name") for way in (first, second)} and "update" in questions:
+        return (
+            "GradES observes gradients of parameters, which update='eager' frees during the backward; "
+            "use update='deferred'"
+        )
     if "InputSaver" in questions and questions & {"TokenSelector", "BatchPacker", "GradientSelector"}:
         where = "backward" if "GradientSelector" in questions else "forward"
         names = [find_policy(str(way.policy["name"])).policy_class for way in (first, second)]

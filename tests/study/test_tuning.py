@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import tarfile
+from pathlib import Path
 
 import pytest
 
+from sparsebp_cli.run import list_runs
+from sparsebp_cli.run.label import Labels
 from sparsebp_cli.study.selection import TunedLine
 from sparsebp_cli.study.tuning import find_importances, make_tuning_grids, read_combination
 
@@ -62,3 +66,19 @@ def test_the_report_of_a_study_holds_its_tuning(cli: Cli, write_study: Write) ->
     page = html.read_text()
     assert "Tuning of topk: eval/loss" in page
     assert "3.0000 chosen" in page
+
+
+@pytest.mark.slow
+def test_verbs_for_several_runs_take_a_study_by_its_name(cli: Cli, write_study: Write, tmp_path: Path) -> None:
+    assert cli("study", write_study()).returncode == 0
+    runs = {run.run_id for run in list_runs()}
+    done = cli("archive", "@tiny", "-o", "tiny.tar.gz")
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(tmp_path / "tiny.tar.gz") as archive:
+        assert runs <= {part for name in archive.getnames() for part in name.split("/")}
+    assert cli("tag", "@tiny", "paper").returncode == 0
+    assert {run.run_id for run in list_runs() if "paper" in Labels.load(run.path).tags} == runs
+    assert "@tinny: there are 8 runs" in cli("rm", "@tinny", "--yes").stderr
+    done = cli("rm", "@tiny", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert not list_runs()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from sparsebp_cli.compare.cost import find_step_cost, probe_ratio
+from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.run import History
@@ -35,11 +37,19 @@ def _last(history: History, name: str) -> float:
     return list(history.series(name).values())[-1]
 
 
-@pytest.mark.parametrize("name", ["dropbp", pytest.param("lcsb", marks=pytest.mark.long)])
-def test_a_killed_run_with_dropped_blocks_resumes_identically(tiny_recipe, prepared, name) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "dropbp"},
+        {"name": "dropbp", "sensitivity_at": 0.5},
+        pytest.param({"name": "lcsb"}, marks=pytest.mark.long),
+    ],
+    ids="-".join,
+)
+def test_a_killed_run_with_dropped_blocks_resumes_identically(tiny_recipe, prepared, options) -> None:
     recipe = tiny_recipe(
         model={"config": DROPPING},
-        policy=[{"name": name, "keep": 0.4}],  # dropbp: 2.4 of 6 blocks: 2 at some steps, 3 at others
+        policy=[options | {"keep": 0.4}],  # dropbp: 2.4 of 6 blocks: 2 at some steps, 3 at others
         training={"max_steps": 30, "gradient_accumulation_steps": 2, "max_grad_norm": 0.1},
         checkpoint={"every": 3},
         backward={"checkpointing": "full"},
@@ -93,6 +103,26 @@ def test_a_run_claims_what_a_backward_needs_and_executes_it(tiny_recipe, prepare
         _last(history, "memory/dense_saved_for_backward_bytes"),
     )
     assert (saved == dense) == (policy[0]["keep"] == 1.0)
+
+
+def test_trial_passes_are_counted_once_and_are_part_of_the_cost(tiny_recipe, prepared) -> None:
+    shared = {"model": {"config": THREE}, "training": {"max_steps": 4, "gradient_accumulation_steps": 2}}
+    sensitive = HALF | {"sensitivity_at": 0.5}
+    measure = {"probe_every": 1, "fidelity_every": None}
+    run = prepared(tiny_recipe(policy=[sensitive], measure=measure, **shared))
+    history = _history(run)
+    trials = history.series("flops/probing")
+    assert list(trials) == [3]
+    forward, dense = history.series("flops/forward")[3], history.series("flops/backward_dense")[3]
+    assert (
+        6 * forward < trials[3] - forward - dense < 6 * (forward + dense)
+    )  # one whole pass, and one for each of 6 blocks
+    plain = _history(prepared(tiny_recipe(policy=[HALF], measure=measure, **shared)))
+    assert "flops/probing" not in plain.metrics
+    cost, timed = find_step_cost([load_folder(run)]), probe_ratio([load_folder(run)])
+    assert cost is not None
+    assert timed is not None
+    assert cost.ratio.median == pytest.approx(timed.median + trials[3] / (forward + dense) / 8)  # micro-batches
 
 
 def test_two_processes_drop_the_same_blocks_and_train_as_one_does(make_recipe, tmp_path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.core.rewind import capture_rng
 from sparsebp_cli.composition import find_optimizer, list_optimizers
 from sparsebp_cli.errors import DataError, UnsupportedError
 from sparsebp_cli.recipe.schema import TrainingSection
@@ -19,7 +20,6 @@ from sparsebp_cli.worker.apollo import Apollo
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, RankState, Snapshot
 from sparsebp_cli.worker.optimizer import build_optimizer, load_class
 from sparsebp_cli.worker.sharding import load_optimizer
-from sparsebp_cli.worker.trial_step import capture_rng
 from tests.backward.eager_case import MODELS, assert_equal, train
 
 DENSE = [name for name in list_optimizers() if name not in ("sparseadam", "muon")]  # not for every gradient or shape

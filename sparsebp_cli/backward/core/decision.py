@@ -244,14 +244,14 @@ class SiteDecisions:
             return grad_NO, None
         self.check_inside()
         assert self.step is not None
-        step = replace(self.step, call=self.counters.next_call(site.name))
-        rule, budget = self._rule_at(site, step), Budget(1.0, 1.0)
+        rule, budget = self._rule_at(site, self.step), Budget(1.0, 1.0)
+        state = self.states.of(rule.selector) if rule is not None and rule.has_state else self.step.state
+        step = replace(self.step, call=self.counters.next_call(site.name), state=state)
         if rule is not None:
             budget = rule.budget or Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:
                 if rule.has_state:
                     self.states.see(rule.selector, site, grad_NO)
-                    seen = replace(seen, state=self.states.of(rule.selector))
                 grad_NO, selection = self._select(rule.policy, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device

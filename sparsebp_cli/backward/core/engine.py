@@ -25,6 +25,7 @@ from sparsebp_cli.backward.core.extension import (
 )
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
+from sparsebp_cli.backward.core.trial import Trials
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import has_site
 from sparsebp_cli.errors import UsageError
@@ -91,6 +92,7 @@ class Engine:
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)
         self._freezes = any(isinstance(extension, FreezesParameters) for extension in self.extensions)
+        self._trials = Trials(model, self.states, self.extensions)
         self._count(Counter(SiteCounters.of(adapter.names)))
         self._attached = True
         self._unhook: Callable[[], None] = lambda: None
@@ -121,6 +123,7 @@ class Engine:
             raise UsageError("engine.backward was called inside engine.backward")
         if self.enabled:
             self._check_site_in_graph(loss)
+            self._trials.check_made(self._clock.now())
         self._counter.sites.start_backward()
         self.states.move(loss.device)
         reads = self._reads_graph()
@@ -143,6 +146,27 @@ class Engine:
             self._counter.num_backwards += 1
             self._clock.count_backward()
 
+    def trials_are_due(self) -> bool:
+        """Return whether a policy wants trial passes before the coming step; see :meth:`run_trials`."""
+        return self.enabled and self._trials.are_due(self._clock.now())
+
+    def run_trials(self, forward: Callable[[], Tensor], backward: Callable[..., object] | None = None) -> None:
+        """Make the trial passes that policies want before the coming step; none may be due. Afterwards the model is as
+        before: its gradients, buffers and random generators.
+
+        Args:
+            forward: Runs the model on the step's first micro-batch and returns the loss.
+            backward: As for :meth:`backward`.
+        """
+
+        def run_pass() -> None:
+            with self.probing(1):
+                self.backward(forward(), backward)
+
+        if self.trials_are_due():
+            self._trials.run(self._clock.now(), run_pass)
+            self._start_step(self.now())  # with the new states
+
     def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: object) -> None:
         with self._adapter.backward_context(loss) as instead:
             (backward or torch.Tensor.backward)(loss if instead is None else instead, **options)
@@ -158,10 +182,8 @@ class Engine:
             raise UsageError(_UNSEEN)
 
     def _trains_at_sites(self) -> bool:
-        """Whether a site has trained weights, so that a loss of this model must depend on it.
-
-        If only adapters are trained and they are excluded, no gradient need pass any site.
-        """
+        """Whether a site has trained weights, so that a loss of this model must depend on it: not if only adapters are
+        trained and they are excluded."""
         modules = dict(self._model.named_modules())
         sites = (modules[name] for name in self._adapter.names if name in modules)
         return any(p.requires_grad for module in sites for p in module.parameters())
@@ -332,11 +354,12 @@ class Engine:
         good = state.keys() == self.state_dict().keys() and all(type(count) is int and count >= 0 for count in counts)
         if not good or not isinstance(cut, dict) or not all(isinstance(value, Tensor) for value in cut.values()):
             raise UsageError(f"not a state of the engine: {dict(state)!r}")
-        self._clock.go_to(state["index"], state["micro_batch"])
         if self.decisions.has_selectors:
             self.decisions.residuals = dict(cut)
-        for extension in self._keepers():
-            extension.load_state_dict(state)
+        self._trials = Trials(self._model, self.states, self.extensions)
+        for keeper in self._keepers():
+            keeper.load_state_dict(state)
+        self._clock.go_to(state["index"], state["micro_batch"])  # the last, since decisions of the step read states
 
     def detach(self) -> None:
         """Restore the model as it was before ``attach``. Further calls do nothing."""

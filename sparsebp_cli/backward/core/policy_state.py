@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -14,27 +15,41 @@ from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, S
 
 Values = Mapping[str, Tensor | float]
 _OBSERVED = "observed"
+_OF_PARAMETERS: dict[Observed, Callable[[Tensor], Tensor]] = {
+    "parameter_norm": lambda gradient: choice.norm(gradient.reshape(1, -1), 1)[0],
+    "parameter_l1": choice.l1_norm,
+}
+_AT_SITES: frozenset[Observed] = frozenset({"grad_norm", "column_norm"})
 
 
 @final
 class PolicyStates:
     """The states of those policies of an engine that have one, each by its number among all policies.
 
-    ``policies`` is every policy with the sites where it decides. Raises :class:`UsageError` if ``init`` returns
-    anything but tensors and numbers.
+    ``policies`` is every policy with the places where it decides, ``gradients`` what the optimizer gets of trained
+    parameters, by name. Raises :class:`UsageError` if ``init`` returns anything but tensors and numbers.
     """
 
-    def __init__(self, policies: Sequence[tuple[Policy, Sequence[Site]]] = ()) -> None:
+    def __init__(
+        self,
+        policies: Sequence[tuple[Policy, Sequence[Any]]] = (),
+        gradients: Callable[[], Mapping[str, Tensor]] = dict,
+    ) -> None:
         self._policies = {str(n): policy for n, (policy, _) in enumerate(policies) if isinstance(policy, Stateful)}
         self._numbers = {id(policy): number for number, policy in self._policies.items()}
         self._states = {n: _check(policy, policy.init(policies[int(n)][1])) for n, policy in self._policies.items()}
         self._observed: dict[str, Tensor] = {}  # norms of the step under way, by part and site
+        self._gradients = gradients
         self._device: torch.device | None = None
 
     def of(self, policy: Policy) -> Values:
         """Return the state of a policy; empty if it has none."""
         number = self._numbers.get(id(policy))
         return {} if number is None else self._states[number]
+
+    def show(self, policy: Policy, step: Step) -> Step:
+        """Return the step with the policy's state, as its decision reads it."""
+        return replace(step, state=self.of(policy))
 
     def move(self, device: torch.device) -> None:
         """Move all states to the model's device, if they are on another."""
@@ -45,13 +60,13 @@ class PolicyStates:
 
     def see(self, policy: Policy, site: Site, grad_NO: Tensor) -> None:
         """Add a gradient to the norms of its site, as far as the site's policy observes them."""
-        if not isinstance(policy, Stateful) or not policy.observes:
+        if not isinstance(policy, Stateful) or not policy.observes & _AT_SITES:
             return
         norm_O = choice.norm(grad_NO, 0)
         parts: dict[Observed, Tensor] = {"column_norm": norm_O}
         if "grad_norm" in policy.observes:
             parts["grad_norm"] = choice.norm(norm_O[None], 1)[0]
-        for part in policy.observes:
+        for part in policy.observes & _AT_SITES:
             name, before = f"{part}/{site.name}", self._observed.get(f"{part}/{site.name}")
             self._observed[name] = parts[part] if before is None else torch.hypot(before, parts[part])
 
@@ -64,17 +79,45 @@ class PolicyStates:
             part, _, name = key.partition("/")
             parts.setdefault(part, {})[name] = norm
         self._observed = {}
-        observation = Observation(parts.get("grad_norm", {}), parts.get("column_norm", {}))
         with torch.no_grad():
+            observing = [policy for policy in self._policies.values() if not policy.has_trials]
+            seen = self._measure_parameters({part for policy in observing for part in policy.observes})
+            observation = Observation(parts.get("grad_norm", {}), parts.get("column_norm", {}), **seen)
             for number, policy in self._policies.items():
-                before = self._states[number]
-                after = _check(policy, policy.at(step).observe(before, observation, step))
-                if _layout(after) != _layout(before):
-                    raise UsageError(
-                        f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
-                        f"dtypes: {_layout(before)}, got {_layout(after)}"
-                    )
-                self._states[number] = after
+                self._replace(number, policy.at(step).observe(self._states[number], observation, step))
+
+    def wanted(self, policy: Policy, step: Step) -> Sequence[Collection[str]]:
+        """Return the decisions that a policy wants to try before a step."""
+        return policy.wants_trials(self.show(policy, step)) if isinstance(policy, Stateful) else ()
+
+    @torch.no_grad()
+    def measure(self, policy: Policy) -> Observation:
+        """Return what a policy observes of the parameters, as of now."""
+        return Observation(**self._measure_parameters(set(policy.observes if isinstance(policy, Stateful) else ())))
+
+    def fold_trials(self, policy: Policy, observations: Sequence[Observation], step: Step) -> None:
+        """Fold what trial passes saw into the state of the policy that wanted them."""
+        assert isinstance(policy, Stateful)
+        number = self._numbers[id(policy)]
+        with torch.no_grad():
+            self._replace(number, policy.observe_trials(self._states[number], observations, step))
+
+    def _replace(self, number: str, values: Values) -> None:
+        policy, before = self._policies[number], self._states[number]
+        after = _check(policy, values)
+        if _layout(after) != _layout(before):
+            raise UsageError(
+                f"{type(policy).__name__}: observe must return the entries of the state, with their shapes and "
+                f"dtypes: {_layout(before)}, got {_layout(after)}"
+            )
+        self._states[number] = after
+
+    def _measure_parameters(self, parts: Collection[Observed]) -> dict[str, dict[str, Tensor]]:
+        return {
+            part: {name: measure(gradient) for name, gradient in self._gradients().items()}
+            for part, measure in _OF_PARAMETERS.items()
+            if part in parts
+        }
 
     @contextmanager
     def probing(self) -> Iterator[None]:
@@ -109,19 +152,19 @@ class PolicyStates:
                 raise UsageError(f"not a state of {type(policy).__name__}: it has {mine}, got {theirs}")
         if states.keys() != self._states.keys():
             raise UsageError(f"not a state of these policies: {sorted(states)}, got {sorted(self._states)}")
-        self._states = {number: dict(values) for number, values in states.items()}
+        self._states = {number: dict(sorted(values.items())) for number, values in states.items()}
         self._observed = {key.removeprefix(f"{_OBSERVED}/"): norm for key, norm in observed.items()}
         self._device = None  # wherever the state was saved
 
 
-def _check(policy: Stateful, values: Values) -> Values:
+def _check(policy: Stateful[Any], values: Values) -> Values:
     name = type(policy).__name__
     if not isinstance(values, Mapping):
         raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {type(values).__name__}")
     for key, value in values.items():
         if not isinstance(key, str) or type(value) not in (Tensor, int, float):
             raise UsageError(f"{name}: a state is a mapping of tensors and numbers, got {key!r}: {value!r}")
-    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in values.items()}
+    return {key: value.detach() if isinstance(value, Tensor) else value for key, value in sorted(values.items())}
 
 
 def _layout(values: Values) -> dict[str, str]:

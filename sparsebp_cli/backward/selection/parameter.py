@@ -23,10 +23,11 @@ from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.backward.patch.forward import NotCopyable
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
-from sparsebp_cli.policy import Parameter, ParameterSelector, Step
+from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 Places = dict[str, tuple[nn.Module, str]]
 
@@ -40,15 +41,21 @@ class ParameterExtension:
     """
 
     def __init__(
-        self, policy: ParameterSelector, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        policy: ParameterSelector,
+        model: nn.Module,
+        states: PolicyStates,
+        optimizer: torch.optim.Optimizer | None,
+        first: Step,
     ) -> None:
         _refuse_reentrant(model)
-        self._policy, self._model, self._optimizer = policy, model, optimizer
+        self._policy, self._model, self._states, self._optimizer = policy, model, states, optimizer
         self.parameters, self._places = find_parameters(model)
-        self._trained = self._select(Step(0))
+        self._trained = self._select(first)
         self._enabled = True
         self._frozen_here: set[str] = set()  # names of parameters that this extension has frozen, and not the user
         self._handles: list[RemovableHandle] = []
+        self._notes: dict[str, str] = {}  # the engine's
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -57,12 +64,10 @@ class ParameterExtension:
 
     def install(self, engine: EngineView) -> None:
         when = "at each step" if self._policy.changes else "all the time"
-        count = sum(p.num_entries for p in self.parameters if p.name in self._trained)
-        total = sum(p.num_entries for p in self.parameters)
-        engine.notes["parameters"] = (
-            f"{len(self._trained)} of {len(self.parameters)} trainable tensors, {count:,} of {total:,} numbers, "
-            f"are trained {when}{self._describe_shared()}"
-        )
+        if isinstance(self._policy, Stateful):
+            when = "at first"
+        self._notes = engine.notes
+        self._notes["parameters"] = f"{self._describe()} {when}{self._describe_shared()}"
         self._handles = [hooked.register_forward_hook(_DetachLeaf()) for hooked in _find_forced(self._model)]
 
     def remove(self) -> None:
@@ -89,6 +94,8 @@ class ParameterExtension:
             # Of those that leave alone: a resumed optimizer may hold the state of a later step than that of attach.
             for name in before - self._trained:
                 self._optimizer.state.pop(self._get(name), None)
+        if isinstance(self._policy, Stateful) and self._trained != before:
+            self._notes[f"parameters from step {step.index}"] = f"{self._describe()} from step {step.index + 1} on"
         self.enable(self._enabled)
         for name in self.frozen:
             self._get(name).grad = None  # a gradient of an earlier step would be applied again
@@ -100,7 +107,7 @@ class ParameterExtension:
         return claim_needed(self._model, dense, [self._get(name) for name in self.frozen])
 
     def _select(self, step: Step) -> frozenset[str]:
-        step = replace(step, micro_batch=0, call=0, draw=0, rank=0)
+        step = self._states.show(self._policy, replace(step, micro_batch=0, call=0, draw=0, rank=0))
         chosen = frozenset(self._policy.at(step).select(self.parameters, step))
         unknown = sorted(chosen - self._places.keys())
         if unknown:
@@ -115,6 +122,12 @@ class ParameterExtension:
         # Looked up by module and key, since sharding (FSDP2) replaces the parameter object.
         module, key = self._places[name]
         return parameter_of(module, key)
+
+    def _describe(self) -> str:
+        count = sum(p.num_entries for p in self.parameters if p.name in self._trained)
+        total = sum(p.num_entries for p in self.parameters)
+        tensors = f"{len(self._trained)} of {len(self.parameters)} trainable tensors"
+        return f"{tensors}, {count:,} of {total:,} numbers, are trained"
 
     def _describe_shared(self) -> str:
         shared = [p for p in self.parameters if p.aliases and p.name in self._trained]
@@ -144,7 +157,7 @@ def find_parameters(model: nn.Module) -> tuple[tuple[Parameter, ...], Places]:
         if parameter.requires_grad:
             names.setdefault(parameter, []).append(name)
     shown = tuple(
-        Parameter(first, layers.number_of(first), parameter.numel(), tuple(others))
+        Parameter(first, layers.number_of(first), parameter.numel(), tuple(others), tuple(parameter.shape))
         for parameter, (first, *others) in names.items()
     )
     places = {p.name: (modules[p.name.rpartition(".")[0]], p.name.rpartition(".")[2]) for p in shown}

@@ -10,8 +10,8 @@ activation checkpointing computes again has the one of its first forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -31,6 +31,7 @@ from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 
 @final
@@ -41,10 +42,11 @@ class BlockExtension:
     """
 
     engine: EngineView
+    policy: BlockDropper
     blocks: tuple[ResidualBlock, ...]
     parts: tuple[BlockPart, ...]
 
-    def __init__(self, policy: BlockDropper, model: nn.Module) -> None:
+    def __init__(self, policy: BlockDropper, model: nn.Module, states: PolicyStates) -> None:
         self._name = type(policy).__name__
         name = find_reentrant(model)
         if name is not None:
@@ -52,15 +54,15 @@ class BlockExtension:
                 f"{self._name} with reentrant checkpointing (at {name!r}), which runs the backward of every layer: "
                 "enable checkpointing with use_reentrant=False"
             )
-        self._policy, self._model, self._patches = policy, model, ForwardPatches()
+        self.policy, self._model, self._states, self._patches = policy, model, states, ForwardPatches()
         self.blocks, self.parts = find_blocks(model, self._name)
         inside = {module for part in self.parts for module in part.module.modules()}
         self._outside = [module for module in model.modules() if module not in inside]
         self._step: Step | None = None  # that the choice below is for
         self._dropped: frozenset[str] = frozenset()
         self._forward_step: Step | None = None  # of the last forward
-        self._counted: set[int] = set()  # steps of the training in the mean below
-        self._num_kept = 0
+        self._tried: frozenset[str] | None = None  # the decision of a trial pass
+        self._num_kept: dict[int, int] = {}  # blocks with a backward, by step of the training
         self._was_called = False
 
     @property
@@ -85,9 +87,18 @@ class BlockExtension:
             for parameter in self._find_frozen(self._dropped).values():
                 parameter.grad = None  # a gradient of an earlier step, or zeros, would be applied
 
+    @contextmanager
+    def trying(self, decision: Collection[str]) -> Iterator[None]:
+        """Drop these blocks; see :class:`~sparsebp_cli.backward.core.trial.TriesDecisions`."""
+        self._tried, self._step = frozenset(decision), None
+        try:
+            yield
+        finally:
+            self._tried = self._step = None
+
     def check_called(self) -> None:
         if not self._was_called:
-            refuse_uncalled(self._policy, self._model)
+            refuse_uncalled(self.policy, self._model)
 
     def is_dropped(self, part: BlockPart) -> bool:
         """Whether a module that runs now belongs to dropped blocks alone; called where gradients are enabled."""
@@ -125,17 +136,18 @@ class BlockExtension:
         if step == self._step:
             return
         self._step, self._dropped = step, self._keep_trainable(self._ask(step))
-        if not step.draw and step.index not in self._counted:
-            self._counted.add(step.index)
-            self._num_kept += len(self.blocks) - len(self._dropped)
-        number = self._num_kept / max(1, len(self._counted))
+        if not step.draw:
+            self._num_kept[step.index] = len(self.blocks) - len(self._dropped)
+        number = sum(self._num_kept.values()) / max(1, len(self._num_kept))
         self.engine.notes["blocks"] = (
             f"on average {number:.1f} of {len(self.blocks)} residual blocks have a backward; the parameters of the "
             "others have no gradient at that step"
         )
 
     def _ask(self, step: Step) -> frozenset[str]:
-        names = frozenset(self._policy.at(step).drop(self.blocks, step))
+        if self._tried is not None:
+            return self._tried
+        names = frozenset(self.policy.at(step).drop(self.blocks, self._states.show(self.policy, step)))
         unknown = sorted(names - {block.name for block in self.blocks})
         if unknown:
             raise PolicyError(f"{self._name} drops {unknown[0]!r}, allowed: names of blocks that it was given")

@@ -1,0 +1,132 @@
+"""Freeze a weight matrix for good once its gradient is small.
+
+Qifu Wen, Xi Zeng, Zihan Zhou, Shuaijun Liu, Mehdi Hosseinzadeh, Ningxin Su and Reza Rawassizadeh, "GradES:
+Significantly Faster Training in Transformers with Gradient-Based Early Stopping" (2025),
+https://arxiv.org/abs/2509.01842, after the abstract and its first version, whose measure is the sum of the magnitudes
+of a matrix's gradient; the third version measures the change of the gradient between two steps. We differ: the gradient
+is the one that the optimizer gets, after clipping; the training goes on to its last step with what is left, such as
+norms, embeddings and head, where the paper ends it once every matrix is frozen; and the threshold may be a share of the
+matrix's own sum, since a sum depends on the size of a matrix. The paper's saving is mostly that of ending early:
+compare with dense for fewer steps, as a study does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, final
+
+from pydantic import Field
+
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.policy import Observation, Observed, Parameter, ParameterSelector, Stateful, Step
+
+if TYPE_CHECKING:
+    from sparsebp_cli.policy.state import State
+
+
+class _Draw:
+    """The name under which the control draws its order of matrices."""
+
+    name = "the order of matrices"
+
+
+@final
+class GradES(Stateful[Parameter], ParameterSelector):
+    """Train everything at first; then freeze each weight matrix of the layers for good when its gradient is small."""
+
+    takes_schedules = False
+
+    threshold: Annotated[float, Field(ge=0.0)] = Field(
+        description="A matrix is frozen when the sum of the magnitudes of its gradient is below this; 0 is dense."
+    )
+    relative: bool = Field(
+        False,
+        description="Whether the threshold is a share of the matrix's own sum at the first step after the grace.",
+    )
+    grace: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.5, description="Share of the training's steps at the start in which nothing is frozen, in [0, 1)."
+    )
+    by: Literal["gradient", "random"] = Field(
+        "gradient", description="Which matrices are frozen: those of small gradient, or as many at random, the control."
+    )
+
+    @property
+    def exact(self) -> bool:
+        return self.threshold == 0.0
+
+    @property
+    def unbiased(self) -> bool:
+        return self.exact
+
+    @property
+    def changes(self) -> bool:
+        return not self.exact
+
+    @property
+    def drops_state(self) -> bool:
+        return True  # a frozen matrix never trains again
+
+    @property
+    def observes(self) -> frozenset[Observed]:
+        return frozenset() if self.exact else frozenset({"parameter_l1"})
+
+    @property
+    def control(self) -> dict[str, object] | None:
+        if self.exact or self.by == "random":
+            return None
+        return {"name": "grades", **self.model_dump(mode="json"), "by": "random"}
+
+    def init(self, places: Sequence[Parameter], /) -> State:
+        import torch
+
+        names = _matrices(places)
+        if not names and not self.exact:
+            raise PolicyError("no parameter that the model would train is a matrix of a layer: nothing can be frozen")
+        start = {f"start/{name}": torch.zeros(()) for name in names}
+        return {**start, "small": torch.zeros(len(names), dtype=torch.bool), "rank": torch.zeros(len(names))}
+
+    def observe(self, state: State, observation: Observation, step: Step) -> State:
+        import torch
+
+        names = sorted(key.removeprefix("start/") for key in state if key.startswith("start/"))
+        if self.exact or step.index < self._first(step):
+            return dict(state)
+        new, small, rank = dict(state), state["small"], state["rank"]
+        assert isinstance(small, torch.Tensor)
+        assert isinstance(rank, torch.Tensor)
+        if step.index == self._first(step):
+            new |= {f"start/{n}": observation.parameter_l1[n].float() for n in names if n in observation.parameter_l1}
+            order = torch.randperm(len(names), generator=step.generator(_Draw()))
+            rank = order.to(rank)
+        limits = [self.threshold * (new[f"start/{n}"] if self.relative else 1.0) for n in names]
+        seen = [observation.parameter_l1.get(name, torch.inf) for name in names]
+        device = small.device
+        below = [torch.as_tensor(value < limit, device=device) for value, limit in zip(seen, limits, strict=True)]
+        return new | {"small": small | torch.stack(below), "rank": rank}
+
+    def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
+        import torch
+
+        names = [parameter.name for parameter in parameters]
+        if self.exact or step.index <= self._first(step):
+            return names
+        small, rank = step.state["small"], step.state["rank"]
+        assert isinstance(small, torch.Tensor)
+        assert isinstance(rank, torch.Tensor)
+        frozen = small if self.by == "gradient" else rank < small.sum()
+        matrices = zip(_matrices(parameters), frozen.tolist(), strict=True)
+        left = set(names) - {name for name, is_frozen in matrices if is_frozen}
+        return [name for name in names if name in left] or names[-1:]  # one at least, as the contract asks
+
+    def _first(self, step: Step) -> int:
+        """Return the first step after the grace period."""
+        if self.grace == 0.0:
+            return 0
+        if step.num_steps is None:
+            raise PolicyError("grace is a share of the training: attach(..., num_steps=...) says how long it is")
+        return int(self.grace * step.num_steps)
+
+
+def _matrices(parameters: Sequence[Parameter]) -> list[str]:
+    """Return the names of the weight matrices of layers, in the order of the state's tensors."""
+    return sorted(p.name for p in parameters if p.layer is not None and len(p.shape) == 2)
