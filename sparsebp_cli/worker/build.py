@@ -14,10 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import BatchPacker, BlockDropper, Policy, TokenSelector, find_policies, make_policy
+from sparsebp_cli.policy import BatchPacker, BlockDropper, Policy, find_policies, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
@@ -29,6 +28,7 @@ from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
+from sparsebp_cli.worker.policy_phase import PhaseSequence, find_columns, make_phases
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
@@ -53,7 +53,8 @@ def build_training(
     guard = ResumeCheck(plan, run, journal, ranks, snapshot)
     _note_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
     disable_progress_bar()  # the log is read by people and by programs
-    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
+    phases = make_phases(recipe)
+    policies = [policy for phase in phases for policy in phase.policies]
     accelerator = _build_accelerator(recipe, ranks, policies)
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
@@ -69,16 +70,8 @@ def build_training(
         checkpoint_activations(model)
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
-    engine = attach(
-        model,
-        policies,
-        optimizer=optimizer,
-        max_grad_norm=recipe.training.max_grad_norm if recipe.backward.update == "eager" else None,
-        seed=recipe.training.seed,
-        num_steps=recipe.training.max_steps,
-        reference=reference.attached,
-        **recipe.backward.choices(**({"checkpointing": "none"} if recipe.backward.checkpointing == "full" else {})),
-    )
+    sequence = PhaseSequence(phases, recipe, model, optimizer, reference)
+    engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
         facts = _facts(plan, model, data, accelerator)  # before sharding, which leaves only this rank's parameters
@@ -95,6 +88,15 @@ def build_training(
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
     size = recipe.training.per_device_train_batch_size
     _tell_prefix_gain(recipe, policies, data.train, size * ranks.count, journal)
+    order = BatchOrder(
+        data.train,
+        size,
+        recipe.training.seed,
+        tokenizer.pad_token_id,
+        rank=(ranks.rank, ranks.count),
+        group_by=recipe.training.group_by,
+    )
+    sequence.set_columns(order, phase)
     parts = {
         "plan": plan,
         "run": run,
@@ -103,18 +105,10 @@ def build_training(
         "accelerator": accelerator,
         "model": prepared,
         "engine": engine,
+        "phases": sequence,
         "optimizer": prepared_optimizer,
         "schedule": schedule,
-        "order": BatchOrder(
-            data.train,
-            size,
-            recipe.training.seed,
-            tokenizer.pad_token_id,
-            rank=(ranks.rank, ranks.count),
-            columns=_find_columns(policies) | reference.columns,
-            candidates=_find_candidate_column(policies),
-            group_by=recipe.training.group_by,
-        ),
+        "order": order,
         "held_out": data.held_out,
         "test": data.test,
         "checkpoints": checkpoints,
@@ -179,7 +173,7 @@ def _load_data(
     set_seed(recipe.training.seed)
     with accelerator.main_process_first():  # the first rank downloads and fills the caches that the others then read
         tokenizer = build_tokenizer(recipe.model)
-        data = build_data(recipe.dataset, tokenizer, _find_columns(policies))
+        data = build_data(recipe.dataset, tokenizer, find_columns(policies))
 
         def tell(text: str) -> None:
             journal.write("note", level="info", text=text)
@@ -215,7 +209,7 @@ def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recip
 
 def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -> dict[str, object]:
     recipe, found = plan.recipe, find_policies()
-    policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policy]
+    policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policies]
     tokens = sum(len(example.input_ids) for example in data.train) / len(data.train)
     training = recipe.training
     return {
@@ -243,13 +237,3 @@ def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -
             for name, policy in policies
         ],
     }
-
-
-def _find_columns(policies: Sequence[Policy]) -> frozenset[str]:
-    """Return the names of the data columns that policies read."""
-    return frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
-
-
-def _find_candidate_column(policies: Sequence[Policy]) -> str | None:
-    """Return the name of the data column that marks the trainable targets; None: all targets are trainable."""
-    return next((policy.candidate_column for policy in policies if isinstance(policy, TokenSelector)), None)
