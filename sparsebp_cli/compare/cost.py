@@ -4,7 +4,7 @@ The cost of a policy's step is ``B P + u``, in units of dense forward and backwa
 the time of forward and backward with the policy over that of dense, u the update. A dense step of b examples costs
 ``b + u``, whatever its learning rate; a run costs its steps times that.
 
-P is the median over all probes of all seeds. In a probe, dense and policy alternate on one batch, so that a busy
+P is the median over all probes of all seeds; with a schedule, the mean of that over its phases. In a probe, dense and policy alternate on one batch, so that a busy
 machine slows down both. Without probes, counted FLOPs stand in. Work that was counted as equal to dense costs as much
 as dense: if two clocks disagree about equal work, they measured the machine. u is the time of the update over that of
 forward and backward in the same steps. Seconds of different runs are never compared.
@@ -19,7 +19,8 @@ from statistics import median
 from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.statistics import Quartiles, quartiles
+from sparsebp_cli.compare.statistics import Quartiles
+from sparsebp_cli.compare.whole import whole_quartiles
 from sparsebp_cli.run import metric
 
 MOST_OVER = 0.02  # a control may cost this share more than the policy, and nothing less
@@ -97,13 +98,12 @@ def whole(needed: float) -> int:
 
 
 def _ratio(runs: Sequence[LoadedRun]) -> tuple[Quartiles, Literal["probe", "flops", "dense"]] | None:
-    counted = [share for run in runs for share in _counted(run)]
-    if runs[-1].exact and counted and abs(median(counted) - 1.0) < EQUAL_WORK:
-        return Quartiles(1.0, 1.0, 1.0, len(counted)), "dense"
+    counted = whole_quartiles((run, _counted(run)) for run in runs)
+    if runs[-1].exact and counted is not None and abs(counted.median - 1.0) < EQUAL_WORK:
+        return Quartiles(1.0, 1.0, 1.0, counted.n), "dense"
     if (timed := probe_ratio(runs)) is not None:
         return timed, "probe"
-    found = quartiles(counted)
-    return None if found is None else (found, "flops")
+    return None if counted is None else (counted, "flops")
 
 
 def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
@@ -111,18 +111,20 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
     found = []
     for run in runs:
         dense, policy = (run.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
-        found += [policy[step] / dense[step] for step in sorted(policy) if dense.get(step, 0.0) > 0.0]
-    return quartiles([ratio for ratio in found if math.isfinite(ratio) and ratio > 0.0])
+        ratios = {step: policy[step] / dense[step] for step in policy if dense.get(step, 0.0) > 0.0}
+        found.append((run, {step: ratio for step, ratio in ratios.items() if ratio > 0.0}))
+    return whole_quartiles(found)
 
 
-def _counted(run: LoadedRun) -> list[float]:
-    """FLOPs of forward and backward over those of dense; the forward's are dense's, without those of choosing."""
+def _counted(run: LoadedRun) -> dict[int, float]:
+    """FLOPs of forward and backward over those of dense, by step; the forward's are dense's, without those of
+    choosing."""
     forward, scoring, executed, dense = (
         run.series(x.name)
         for x in (metric.FORWARD_FLOPS, metric.SCORING_FLOPS, metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE)
     )
     steps = [step for step in forward if step in executed and dense.get(step, 0.0) > 0.0]
-    return [(forward[s] + executed[s]) / (forward[s] - scoring.get(s, 0.0) + dense[s]) for s in steps]
+    return {s: (forward[s] + executed[s]) / (forward[s] - scoring.get(s, 0.0) + dense[s]) for s in steps}
 
 
 def _update_share(run: LoadedRun) -> float | None:

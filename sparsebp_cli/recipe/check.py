@@ -100,9 +100,7 @@ def _set_policies(recipe: Recipe, policies: Sequence[list[PolicyEntry]]) -> Reci
     """Return a recipe with the resolved policies of its phases."""
     if recipe.schedule is None:
         return recipe.model_copy(update={"policy": policies[0]})
-    phases = [
-        phase.model_copy(update={"policy": own}) for phase, own in zip(recipe.schedule, policies, strict=True)
-    ]
+    phases = [phase.model_copy(update={"policy": own}) for phase, own in zip(recipe.schedule, policies, strict=True)]
     return recipe.model_copy(update={"schedule": phases})
 
 

@@ -58,11 +58,29 @@ def find_phase(phases: Phases[Entry], step: int) -> int:
     return next(number for number, phase in enumerate(phases) if min(step, last) < phase.end)
 
 
+def split_series(series: Mapping[int, float], phases: Phases[Entry]) -> dict[int, list[float]]:
+    """Return the values of a metric by the number of the phase whose step they were measured at or before; ``series``
+    maps optimizer steps, from 1, to values."""
+    found: dict[int, list[float]] = {}
+    for step in sorted(series):
+        found.setdefault(find_phase(phases, step - 1), []).append(series[step])
+    return found
+
+
 def weigh(values: Mapping[int, float], phases: Phases[Entry]) -> float:
     """Return the mean of values by number of phase, each weighted with its steps; phases without one are left out."""
     steps = {number: phases[number].num_steps for number in values}
     total = sum(steps.values())
     return sum(values[n] * steps[n] for n in values) / total if total else sum(values.values()) / len(values)
+
+
+def weigh_series(
+    series: Mapping[int, float], phases: Phases[Entry], reduce: Callable[[list[float]], float]
+) -> float | None:
+    """Return one number for a metric: ``reduce`` of its values, or the mean of that over the phases, weighted with
+    their steps. None without values."""
+    found = {number: reduce(values) for number, values in split_series(series, phases).items()}
+    return weigh(found, phases) if found else None
 
 
 def describe_phases(phases: Phases[Entry], describe: Callable[[Entry], str]) -> str:

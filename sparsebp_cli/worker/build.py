@@ -88,15 +88,6 @@ def build_training(
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
     size = recipe.training.per_device_train_batch_size
     _tell_prefix_gain(recipe, policies, data.train, size * ranks.count, journal)
-    order = BatchOrder(
-        data.train,
-        size,
-        recipe.training.seed,
-        tokenizer.pad_token_id,
-        rank=(ranks.rank, ranks.count),
-        group_by=recipe.training.group_by,
-    )
-    sequence.set_columns(order, phase)
     parts = {
         "plan": plan,
         "run": run,
@@ -108,7 +99,17 @@ def build_training(
         "phases": sequence,
         "optimizer": prepared_optimizer,
         "schedule": schedule,
-        "order": order,
+        "order": sequence.set_columns(
+            BatchOrder(
+                data.train,
+                size,
+                recipe.training.seed,
+                tokenizer.pad_token_id,
+                rank=(ranks.rank, ranks.count),
+                group_by=recipe.training.group_by,
+            ),
+            phase,
+        ),
         "held_out": data.held_out,
         "test": data.test,
         "checkpoints": checkpoints,

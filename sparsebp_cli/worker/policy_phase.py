@@ -68,12 +68,13 @@ class PhaseSequence:
         following.load_state_dict(state | {name: before[name] for name in state if name not in OF_POLICIES})
         return following
 
-    def set_columns(self, order: BatchOrder, phase: PolicyPhase[Policy]) -> None:
-        """Let batches have the columns that the policies of a phase read, and no others."""
+    def set_columns(self, order: BatchOrder, phase: PolicyPhase[Policy]) -> BatchOrder:
+        """Let batches have the columns that the policies of a phase read, and no others. Return the same order."""
         readers = [policy for policy in phase.policies if isinstance(policy, TokenSelector)]
         reference = self.reference.columns if any(map(compares, phase.policies)) else frozenset()
         order.columns = find_columns(phase.policies) | reference
         order.candidates = next((policy.candidate_column for policy in readers), None)
+        return order
 
     def describe(self, phase: PolicyPhase[Policy]) -> str:
         """Return one line on a phase that begins."""

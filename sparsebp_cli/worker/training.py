@@ -152,7 +152,9 @@ class Training:
             self._log(self._evaluate())
         while not self.is_done and not self.is_paused and not self._is_stop_requested():
             if self.step == self.phase.first:
-                self._log(gain := self.measurement.at_start(*self._coming(), self.phase.policies))
+                # With the measurements of the coming step, as those of a later phase; before the first step, at 0.
+                coming = self.step + 1 if self.step else 0
+                self._log(gain := self.measurement.at_start(*self._coming(), self.phase.policies), step=coming)
                 self.allowance.count(gain)
             self._log(measured := self._measure(), step=self.step + 1)
             self.allowance.count(measured)
