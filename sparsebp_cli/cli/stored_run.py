@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import RunFolder, find_run, home
+from sparsebp_cli.run.policy_phase import describe_phases, read_phases
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
@@ -17,13 +18,15 @@ if TYPE_CHECKING:
 
 
 def describe_policies(recipe: dict[str, Any]) -> str:
-    """Return policies in one line, with the options that are not defaults: ``topk keep=0.1 along=columns``."""
-    entries = []
-    for entry in recipe["policy"]:
-        usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
-        options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
-        entries.append(" ".join([entry["name"], *options]))
-    return ", ".join(entries)
+    """Return policies in one line, with the options that are not defaults: ``topk keep=0.1 along=columns``; those of a
+    schedule phase by phase: ``topk keep=0.1 until 0.4, dense``."""
+    return describe_phases(read_phases(recipe), _describe_policy)
+
+
+def _describe_policy(entry: dict[str, Any]) -> str:
+    usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
+    options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
+    return " ".join([entry["name"], *options])
 
 
 @cache

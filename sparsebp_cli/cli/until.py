@@ -79,7 +79,7 @@ def _baseline_first(plans: Sequence[Plan]) -> list[str]:
 
     groups = list(dict.fromkeys(plan.group for plan in plans))
     for plan in plans:
-        if all(make_policy(entry.name, **entry.options).exact for entry in plan.recipe.policy):
+        if all(make_policy(entry.name, **entry.options).exact for entry in plan.recipe.policies):
             return [plan.group, *(group for group in groups if group != plan.group)]
     return groups
 

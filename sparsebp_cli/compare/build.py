@@ -24,7 +24,7 @@ from sparsebp_cli.compare.figure import (
     thin,
 )
 from sparsebp_cli.compare.load import load
-from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun
 from sparsebp_cli.compare.margin import NotWorse, decide_all, withhold
 from sparsebp_cli.compare.measured import Quality, Reach
 from sparsebp_cli.compare.question import (
@@ -45,7 +45,8 @@ from sparsebp_cli.run import RunFolder
 from sparsebp_cli.run import metric as names
 
 DIVERGED = "diverged"
-NO_CHANGE = ("name", "policy.", "tracking.", "target.", "checkpoint.", "measure.")  # keys that do not change a result
+# Keys that do not change a result; those of policies are seen elsewhere.
+NO_CHANGE = ("name", *POLICY_KEYS, "tracking.", "target.", "checkpoint.", "measure.")
 BROKEN = 1e150  # its square overflows, so a run that reached it counts as diverged
 MOST_POINTS_IN_ALL = 40_000  # points of one metric over all runs that a page can hold
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median
 
 from sparsebp_cli.compare.comparison import Change, Confound, Group
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
-from sparsebp_cli.compare.loaded import LoadedRun, flatten
+from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
+from sparsebp_cli.compare.whole import whole_median
 from sparsebp_cli.recipe.loader import rename_keys
 from sparsebp_cli.run import metric
 
@@ -172,8 +172,8 @@ def _notes(runs: Sequence[LoadedRun], groups: Sequence[Group]) -> list[str]:
 
 def _recipe_warning(group: Group) -> str:
     """Warn of a change to another key of the recipe, to which the policy's effect could be due."""
-    keys = [c.key for c in group.changes if not c.key.startswith(("policy.", "measure.", "checkpoint.", "target."))]
-    if not keys or not any(change.key.startswith("policy.") for change in group.changes):
+    keys = [c.key for c in group.changes if not c.key.startswith((*POLICY_KEYS, "measure.", "checkpoint.", "target."))]
+    if not keys or not any(change.key.startswith(POLICY_KEYS) for change in group.changes):
         return ""
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return f"{group.label} differs from the baseline in more than the policy: {', '.join(keys[:3])}{more}"
@@ -216,7 +216,7 @@ def _broken_claim(group: Group, runs: Sequence[LoadedRun]) -> str:
     if not runs:
         return ""
     claimed, executed = (
-        median([value for run in runs for value in run.values(which.name)])
+        whole_median((run, run.series(which.name)) for run in runs) or 0.0
         for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
     recipes = [rename_keys(run.recipe) for run in runs]

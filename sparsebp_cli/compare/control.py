@@ -20,17 +20,18 @@ from sparsebp_cli.compare.comparison import Control, Kind
 from sparsebp_cli.compare.cost import SAVES, StepCost, count_examples, find_step_cost, is_near, whole
 from sparsebp_cli.compare.example import have_other_examples
 from sparsebp_cli.compare.grid import tidy
-from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun
 from sparsebp_cli.compare.question import Members
 from sparsebp_cli.compare.statistics import FEWEST_PAIRS, Difference
 from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Policy
 from sparsebp_cli.policy.discovery import find_policy
+from sparsebp_cli.run.policy_phase import read_phases
 
 NOT_THE_RESULT = ("name", "training.seed", "tracking.", "target.", "checkpoint.", "measure.")
 # Keys in which a dense control may differ: its data and its cost make it a control.
 OWN = (
-    "policy.",
+    *POLICY_KEYS,
     "backward.",
     "dataset.max_train_examples",
     "training.max_steps",
@@ -261,13 +262,13 @@ def _find_plain(dense: Members, run: LoadedRun) -> str:
         and count_examples(some[-1]) == count_examples(run)
         and _num_train(some[-1]) == _num_train(run)
     ]
-    same = [group for group in equal if _same_but(dense[group][-1], run, ("policy.",))]
+    same = [group for group in equal if _same_but(dense[group][-1], run, POLICY_KEYS)]
     return next(iter(same or equal), "")
 
 
 def _start_of_dense(members: Members, run: LoadedRun) -> LoadedRun:
     """Choose one run for all groups that share their dense control, so that it is made once."""
-    return next(some[-1] for some in members.values() if some[-1].policies and _same_but(some[-1], run, ("policy.",)))
+    return next(some[-1] for some in members.values() if some[-1].policies and _same_but(some[-1], run, POLICY_KEYS))
 
 
 def _same_but(a: LoadedRun, b: LoadedRun, allowed: tuple[str, ...]) -> bool:
@@ -304,11 +305,16 @@ def _make_once(text: str) -> Policy | None:
 
 
 def _is_random_at_budget(random: LoadedRun, run: LoadedRun, drawn: Sequence[Entry | None]) -> bool:
-    """Whether a run has the same recipe with each policy replaced by its random control."""
-    if len(random.policies) != len(drawn) or not _same_but(random, run, ("policy.",)):
+    """Whether a run has the same recipe with each policy of each phase replaced by its random control."""
+    if _lengths(random) != _lengths(run) or not _same_but(random, run, POLICY_KEYS):
         return False
     wanted = [control or entry for control, entry in zip(drawn, run.policies, strict=True)]
     return all(_has(entry, control) for entry, control in zip(random.policies, wanted, strict=True))
+
+
+def _lengths(run: LoadedRun) -> list[tuple[float | None, int]]:
+    """The end of each phase and the number of its policies."""
+    return [(phase.until, len(phase.policies)) for phase in read_phases(run.recipe)]
 
 
 def _has(entry: Mapping[str, object], wanted: Mapping[str, object]) -> bool:
@@ -324,8 +330,13 @@ def _run_random(runs: Sequence[LoadedRun], drawn: Sequence[Entry | None]) -> str
     if UNKNOWN in drawn:
         return ""
     wanted = [control or entry for control, entry in zip(drawn, runs[-1].policies, strict=True)]
-    given = [{key: value for key, value in entry.items() if value is not None} for entry in wanted]
-    return _run(runs, runs[-1], [f"policy={json.dumps(given)}"], f"{tidy(runs[-1].name)}-random"[:64])
+    given = iter([{key: value for key, value in entry.items() if value is not None} for entry in wanted])
+    phases = [
+        ({} if phase.until is None else {"until": phase.until}) | {"policy": [next(given) for _ in phase.policies]}
+        for phase in read_phases(runs[-1].recipe)
+    ]
+    change = f"schedule={json.dumps(phases)}" if len(phases) > 1 else f"policy={json.dumps(phases[0]['policy'])}"
+    return _run(runs, runs[-1], [change], f"{tidy(runs[-1].name)}-random"[:64])
 
 
 def _run(runs: Sequence[LoadedRun], start: LoadedRun, changes: Sequence[str], name: str) -> str:

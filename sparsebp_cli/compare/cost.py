@@ -4,10 +4,11 @@ The cost of a policy's step is ``B P + u``, in units of dense forward and backwa
 the time of forward and backward with the policy over that of dense, u the update. A dense step of b examples costs
 ``b + u``, whatever its learning rate; a run costs its steps times that.
 
-P is the median over all probes of all seeds. In a probe, dense and policy alternate on one batch, so that a busy
-machine slows down both. Without probes, counted FLOPs stand in. Work that was counted as equal to dense costs as much
-as dense: if two clocks disagree about equal work, they measured the machine. u is the time of the update over that of
-forward and backward in the same steps. Seconds of different runs are never compared.
+P is the median over all probes of all seeds; with a schedule, the mean of that over its phases. In a probe, dense and
+policy alternate on one batch, so that a busy machine slows down both. Without probes, counted FLOPs stand in. Trial
+passes before a step add their FLOPs, over those of a dense step, spread over all steps. Work that was counted as equal
+to dense costs as much as dense: if two clocks disagree about equal work, they measured the machine. u is the time of
+the update over that of forward and backward in the same steps. Seconds of different runs are never compared.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from statistics import median
 from typing import Literal
 
 from sparsebp_cli.compare.loaded import LoadedRun
-from sparsebp_cli.compare.statistics import Quartiles, quartiles
+from sparsebp_cli.compare.statistics import Quartiles
+from sparsebp_cli.compare.whole import whole_quartiles
 from sparsebp_cli.run import metric
 
 MOST_OVER = 0.02  # a control may cost this share more than the policy, and nothing less
@@ -97,14 +99,13 @@ def whole(needed: float) -> int:
 
 
 def _ratio(runs: Sequence[LoadedRun]) -> tuple[Quartiles, Literal["probe", "flops", "dense"]] | None:
-    counted = [share for run in runs for share in _counted(run)]
-    if runs[-1].exact and counted and abs(median(counted) - 1.0) < EQUAL_WORK:
-        return Quartiles(1.0, 1.0, 1.0, len(counted)), "dense"
+    counted = whole_quartiles((run, _counted(run)) for run in runs)
+    if runs[-1].exact and counted is not None and abs(counted.median - 1.0) < EQUAL_WORK:
+        return Quartiles(1.0, 1.0, 1.0, counted.n), "dense"
     trials = _trial_share(runs)
     if (timed := probe_ratio(runs)) is not None:
         return timed.shift(trials), "probe"
-    found = quartiles(counted)
-    return None if found is None else (found.shift(trials), "flops")
+    return None if counted is None else (counted.shift(trials), "flops")
 
 
 def _trial_share(runs: Sequence[LoadedRun]) -> float:
@@ -124,14 +125,16 @@ def probe_ratio(runs: Iterable[LoadedRun]) -> Quartiles | None:
     found = []
     for run in runs:
         dense, policy = (run.series(x.name) for x in (metric.PROBE_DENSE_SECONDS, metric.PROBE_POLICY_SECONDS))
-        found += [policy[step] / dense[step] for step in sorted(policy) if dense.get(step, 0.0) > 0.0]
-    return quartiles([ratio for ratio in found if math.isfinite(ratio) and ratio > 0.0])
+        ratios = {step: policy[step] / dense[step] for step in policy if dense.get(step, 0.0) > 0.0}
+        found.append((run, {step: ratio for step, ratio in ratios.items() if ratio > 0.0}))
+    return whole_quartiles(found)
 
 
-def _counted(run: LoadedRun) -> list[float]:
-    """FLOPs of forward and backward over those of dense; the forward's are dense's, without those of choosing."""
+def _counted(run: LoadedRun) -> dict[int, float]:
+    """FLOPs of forward and backward over those of dense, by step; the forward's are dense's, without those of
+    choosing."""
     forward, executed = (run.series(x.name) for x in (metric.FORWARD_FLOPS, metric.BACKWARD_EXECUTED))
-    return [(forward[s] + executed[s]) / dense for s, dense in _dense_flops(run).items() if s in executed]
+    return {s: (forward[s] + executed[s]) / dense for s, dense in _dense_flops(run).items() if s in executed}
 
 
 def _dense_flops(run: LoadedRun) -> dict[int, float]:

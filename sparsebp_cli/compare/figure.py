@@ -11,7 +11,9 @@ from typing import Literal, TypeVar
 from sparsebp_cli.compare.cost import find_step_cost, probe_ratio
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.compare.measured import Busy, Choice, Cost, Layers, Speed, StepMemory
-from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, quartiles, spread
+from sparsebp_cli.compare.statistics import Difference, Quartiles, paired_ratio, spread
+from sparsebp_cli.compare.whole import whole_median, whole_quartiles
+from sparsebp_cli.plan import realised_share
 from sparsebp_cli.run import metric
 from sparsebp_cli.run.memory import MemoryCurve, MemorySplit
 from sparsebp_cli.run.metric import Metric
@@ -33,8 +35,8 @@ def measure_speed(runs: Sequence[LoadedRun], baseline: Sequence[LoadedRun]) -> S
         training_seconds=spread([run.training_seconds for run in runs if run.training_seconds]),
         step_ratio=_ratio(runs, baseline, lambda run: median_time(run, metric.STEP_SECONDS)),
         backward_ratio=_ratio(runs, baseline, lambda run: median_time(run, metric.BACKWARD_SECONDS)),
-        ceiling=_median(runs, metric.CEILING),
-        realised_share=quartiles(_all(runs, metric.REALISED_SHARE)),
+        ceiling=_ceiling(runs),
+        realised_share=_realised_share(runs),
         probe_ratio=probe_ratio(runs),
         step_cost=None if cost is None else cost.spread,
         cost_by="" if cost is None else cost.by,
@@ -76,8 +78,7 @@ def by_seed(runs: Iterable[LoadedRun], of: Callable[[LoadedRun], float | None]) 
 
 def median_time(run: LoadedRun, which: Metric) -> float | None:
     """Return one run's median time after warm-up; None when there is none."""
-    found = quartiles(run.values(which.name, after_warmup=True))
-    return found.median if found else None
+    return whole_median([(run, run.steady(which.name))])
 
 
 def _ratio(
@@ -104,39 +105,49 @@ def _claimed_flops(runs: Sequence[LoadedRun]) -> float | None:
     """The FLOPs that the policy claims to leave of the whole backward. A proof has the claimed and executed shares of
     the same part of the backward; the size of that part follows from the work that was saved. Where none was saved, or
     without a proof, it follows from the ceiling, (F + B) / (F + claimed), if the policy leaves the forward alone."""
-    if proven := [claim for run in runs for claim in _proven_claims(run)]:
-        return statistics.median(proven)
+    if (proven := whole_median((run, _proven_claims(run)) for run in runs)) is not None:
+        return proven
     forward, dense = _median(runs, metric.FORWARD_FLOPS), _median(runs, metric.BACKWARD_DENSE)
-    ceiling = _median(runs, metric.CEILING)
+    ceiling = _ceiling(runs)
     if forward is None or dense is None or not ceiling:
         return None
     return (forward + dense) / ceiling - forward
 
 
-def _proven_claims(run: LoadedRun) -> list[float]:
+def _proven_claims(run: LoadedRun) -> dict[int, float]:
     dense, executed, claimed, done = (
         run.series(which.name)
         for which in (metric.BACKWARD_DENSE, metric.BACKWARD_EXECUTED, metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
     saving = [step for step in done if step in dense and step in executed and step in claimed and done[step] < 1.0]
-    return [dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving]
-
-
-def _all(runs: Iterable[LoadedRun], which: Metric, *, after_warmup: bool = False) -> list[float]:
-    return [value for run in runs for value in run.values(which.name, after_warmup=after_warmup)]
+    return {s: dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving}
 
 
 def _times(runs: Iterable[LoadedRun], which: Metric) -> Quartiles | None:
-    return quartiles(_all(runs, which, after_warmup=True))
+    return whole_quartiles((run, run.steady(which.name)) for run in runs)
 
 
 def _median(runs: Iterable[LoadedRun], which: Metric) -> float | None:
-    values = _all(runs, which)
-    return statistics.median(values) if values else None
+    return whole_median((run, run.series(which.name)) for run in runs)
+
+
+def _ceiling(runs: Iterable[LoadedRun]) -> float | None:
+    return whole_median(((run, run.series(metric.CEILING.name)) for run in runs), is_speedup=True)
+
+
+def _realised_share(runs: Sequence[LoadedRun]) -> Quartiles | None:
+    """The realised share of the saving; with a schedule, that of its whole time in the saving of its whole work."""
+    if all(len(run.phases) < 2 for run in runs):
+        return whole_quartiles((run, run.series(metric.REALISED_SHARE.name)) for run in runs)
+    ratio, highest = probe_ratio(runs), _ceiling(runs)
+    if ratio is None or highest is None:
+        return None
+    high, middle, low = (realised_share(1.0, value, highest) for value in (ratio.low, ratio.median, ratio.high))
+    return None if low is None or middle is None or high is None else Quartiles(middle, low, high, ratio.n)
 
 
 def _largest(runs: Iterable[LoadedRun], which: Metric) -> float | None:
-    return max(_all(runs, which), default=None)
+    return max((value for run in runs for value in run.values(which.name)), default=None)
 
 
 def thin(points: Sequence[Item], most: int = MOST_POINTS) -> tuple[Item, ...]:

@@ -7,7 +7,7 @@ import re
 import statistics
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,7 +16,9 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import make_policy
 from sparsebp_cli.run import History, State
 from sparsebp_cli.run import metric as names
+from sparsebp_cli.run.policy_phase import PolicyPhase, read_phases
 
+POLICY_KEYS = ("policy.", "schedule.")  # of a recipe, by dotted path: its policies, or those of its phases
 DIVERGED = re.compile(r"diverged: |the (loss|gradient norm) is (nan|-?inf)")  # older runs lack the word
 
 
@@ -115,10 +117,18 @@ class LoadedRun:
         return self.steps if self.has_reached_limit else self.steps_planned
 
     @cached_property
+    def phases(self) -> list[PolicyPhase[dict[str, Any]]]:
+        """The phases of its policies, as far as it has come; empty when there is no recipe."""
+        if not self.is_ours:
+            return []
+        done = self.steps or self.steps_planned or 0
+        phases = [replace(p, first=min(p.first, done), end=min(p.end, done)) for p in read_phases(self.recipe)]
+        return [phase for phase in phases if phase.num_steps] or phases[:1]
+
+    @cached_property
     def policies(self) -> list[dict[str, object]]:
-        """The recipe's policies, each with its name and options; empty when there is no recipe."""
-        found = self.recipe.get("policy")
-        return [dict(entry) for entry in found] if isinstance(found, list) else []
+        """The policies of all phases, each with its name and options; empty when there is no recipe."""
+        return [dict(entry) for phase in read_phases(self.recipe) for entry in phase.policies] if self.is_ours else []
 
     @cached_property
     def flat(self) -> dict[str, Any]:

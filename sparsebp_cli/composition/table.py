@@ -250,6 +250,39 @@ _POLICY_RULES = (
         options={"processes": SEVERAL},
     ),
 )
+_PHASE_RULES = (
+    Rule(
+        "{policy} chooses the examples of an epoch: not built in a schedule, whose phases end within one",
+        policy=_EPOCHS,
+        options={"phases": SEVERAL},
+    ),
+    Rule(
+        "{policy} makes trial passes at a share of the whole training: not built in a schedule, whose phase may be "
+        "another part of it",
+        policy={"has_trials": (True,)},
+        options={"phases": SEVERAL},
+    ),
+    Rule(
+        "{policy} in a schedule works in one process, got {processes}",
+        why="DDP waits for the gradient of every parameter that required one when DDP was created, which was in one "
+        "phase.",
+        policy={"kind": ("ParameterSelector",)},
+        options={"phases": SEVERAL, "processes": SEVERAL},
+    ),
+    Rule(
+        "{policy} in a phase after the first needs {mixed_precision:no}, got {mixed_precision:=}",
+        why="It replaces the forward of the whole model, which autocast has wrapped when the training began: its own "
+        "computation would be outside of autocast.",
+        policy=_SHORTENS,
+        options={"is_later_phase": (True,), "mixed_precision": ("bf16",)},
+    ),
+    Rule(
+        "{policy} compares with another reference than a policy of another phase: give one reference and one "
+        "reference_scores in the whole schedule",
+        policy={**_TOKENS, "compares": (True,)},
+        options={"phases": SEVERAL, "references": SEVERAL},
+    ),
+)
 _OPTION_RULES = (
     Rule(
         "{sites} works in one process, got {processes}",
@@ -446,4 +479,4 @@ _TRAINER_RULES = (
         options={"compute_loss_func": (True,)},
     ),
 )
-RULES = (*_POLICY_RULES, *_OPTION_RULES, *_LOOP_RULES, *_TRAINER_RULES)
+RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *_LOOP_RULES, *_TRAINER_RULES)

@@ -38,7 +38,7 @@ def find_code(recipe: Recipe) -> dict[str, str]:
             code[name] = version(name)
         except PackageNotFoundError:  # run from source, not installed
             code[name] = "unknown"
-    for entry in recipe.policy:
+    for entry in recipe.policies:
         if entry.name in found:
             package, _, number = found[entry.name].source.partition(" ")
             code.setdefault(package, number)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -45,11 +46,11 @@ def check_recipe(tree: Node) -> PlacedRecipe:
         field_errors += [_add_home(field_error) for field_error in describe_errors(error, Recipe, data)]
     if recipe is not None and recipe.tracking.uri is not None and mask(recipe.tracking.uri) != recipe.tracking.uri:
         field_errors.append(FieldError(("tracking", "uri"), SECRET_URI))
-    policies = _check_policies(data.get("policy") or [{"name": "dense"}], field_errors)
+    update = _check_all_policies(data, field_errors)
     target = _check_target(data.get("target", {}), field_errors)
     if recipe is not None and not field_errors:
-        recipe = recipe.model_copy(update={"policy": policies, "target": target})
-        field_errors += find_unsupported(recipe, data)
+        recipe = _set_policies(recipe, update).model_copy(update={"target": target})
+        field_errors += [*_find_empty(recipe), *find_unsupported(recipe, data)]
     if recipe is not None and not field_errors:
         return PlacedRecipe(recipe, tree)
     raise first_error(tree, field_errors)
@@ -63,9 +64,21 @@ def first_error(tree: Node, field_errors: Sequence[FieldError]) -> RecipeError:
     return place.error(first.text, first.key)
 
 
-def _check_policies(entries: object, field_errors: list[FieldError]) -> list[PolicyEntry]:
-    """Validate the options of each policy; errors are appended to ``field_errors``."""
+def _check_all_policies(data: Mapping[str, Any], field_errors: list[FieldError]) -> list[list[PolicyEntry]]:
+    """Validate the options of the policies of each phase, in order; errors are appended to ``field_errors``."""
+    schedule = data.get("schedule")
+    if schedule is None:
+        return [_check_policies(data.get("policy"), ("policy",), field_errors)]
+    return [
+        _check_policies(phase.get("policy"), ("schedule", number, "policy"), field_errors)
+        for number, phase in enumerate(schedule if isinstance(schedule, list) else [])
+        if isinstance(phase, dict)
+    ]
+
+
+def _check_policies(entries: object, key: Location, field_errors: list[FieldError]) -> list[PolicyEntry]:
     policies: list[PolicyEntry] = []
+    entries = entries or [{"name": "dense"}]
     for index, entry in enumerate(entries if isinstance(entries, list) else []):
         if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
             continue  # the schema has reported it
@@ -74,13 +87,32 @@ def _check_policies(entries: object, field_errors: list[FieldError]) -> list[Pol
             found = find_policy(name)
             policies.append(PolicyEntry(name=name, **_resolve_options(found, entry)))
         except PolicyError as error:
-            field_errors.append(FieldError(("policy", index, "name"), str(error)))
+            field_errors.append(FieldError((*key, index, "name"), str(error)))
             continue
         except ValidationError as error:
             options = {key: value for key, value in entry.items() if key != "name"}
             wrong = describe_errors(error, found.policy_class or BaseModel, options)
-            field_errors += [replace(each, location=("policy", index, *each.location)) for each in wrong]
+            field_errors += [replace(each, location=(*key, index, *each.location)) for each in wrong]
     return policies
+
+
+def _set_policies(recipe: Recipe, policies: Sequence[list[PolicyEntry]]) -> Recipe:
+    """Return a recipe with the resolved policies of its phases."""
+    if recipe.schedule is None:
+        return recipe.model_copy(update={"policy": policies[0]})
+    phases = [phase.model_copy(update={"policy": own}) for phase, own in zip(recipe.schedule, policies, strict=True)]
+    return recipe.model_copy(update={"schedule": phases})
+
+
+def _find_empty(recipe: Recipe) -> Iterator[FieldError]:
+    """Yield the phases that a training is too short for."""
+    for number, phase in enumerate(recipe.phases):
+        if phase.num_steps == 0:
+            # The last phase begins too late by the end of the one before.
+            at = number if phase.until is not None else number - 1
+            until, most = recipe.phases[at].until, recipe.training.max_steps
+            text = f"{until:g} leaves phase {number} no step: training.max_steps is {most}"
+            yield FieldError(("schedule", at, "until"), text)
 
 
 def _check_target(section: object, field_errors: list[FieldError]) -> TargetSection | None:

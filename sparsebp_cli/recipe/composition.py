@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import make_policy
+from sparsebp_cli.policy import TokenSelector, make_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
@@ -37,10 +37,13 @@ PLACES: dict[str, Location] = {
 def find_unsupported(recipe: Recipe, data: Mapping[str, object] | None = None) -> Iterator[FieldError]:
     """Yield an error for each combination that is not supported, at the key to be changed. Each section must be valid
     by itself. ``data`` is the recipe as the user wrote it, to recognise defaults; None if unknown."""
-    for refusal in find_refusals(_setup(recipe, data)):
-        place: Location = PLACES[refusal.rule.blame] if refusal.rule.blame else ("policy", refusal.policy or 0, "name")
-        key = ".".join(str(part) for part in place)
-        yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
+    for number, phase in enumerate(recipe.phases):
+        for refusal in find_refusals(_setup(recipe, number, data)):
+            if refusal.policy is None and number:
+                continue  # about options alone: the first phase has reported it
+            place: Location = PLACES.get(refusal.rule.blame, (*phase.key, refusal.policy or 0, "name"))
+            key = ".".join(str(part) for part in place)
+            yield FieldError(place, refusal.text.removeprefix(f"{key}: "))
     yield from _find_arguments(recipe)
     if recipe.training.max_cost is not None and recipe.measure.probe_every is None:
         yield FieldError(("training", "max_cost"), "needs measure.probe_every: probes count the work of a step")
@@ -58,11 +61,13 @@ def has_own_worker(recipe: Recipe) -> bool:
     return bool(recipe.target.options.get("worker", OWN_WORKER) == OWN_WORKER)
 
 
-def _setup(recipe: Recipe, data: Mapping[str, object] | None) -> Setup:
+def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Setup:
     values = {name: _read(recipe, section, key) for name, (section, key) in PLACES.items()}
+    values |= {"phases": len(recipe.phases), "is_later_phase": phase > 0, "references": _count_references(recipe)}
+    key = ".".join(map(str, recipe.phases[phase].key))
     policies = [
-        PolicyFacts.of(make_policy(entry.name, **entry.options), repr(entry.name), f"policy.{number}")
-        for number, entry in enumerate(recipe.policy)
+        PolicyFacts.of(make_policy(entry.name, **entry.options), repr(entry.name), f"{key}.{number}")
+        for number, entry in enumerate(recipe.phases[phase].policies)
     ]
     words = {}
     if data is not None and "max_grad_norm" not in _keys(data, "training"):
@@ -70,6 +75,13 @@ def _setup(recipe: Recipe, data: Mapping[str, object] | None) -> Setup:
     with suppress(UsageError):  # _find_arguments reports an unknown optimizer
         values["optim_is_sharded"] = find_optimizer(recipe.training.optim).is_sharded
     return Setup(policies, values | {"loop": "worker"}, _format_key, words)
+
+
+def _count_references(recipe: Recipe) -> int:
+    """Return how many reference models the phases compare with, each way to score by it counted."""
+    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
+    readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
+    return len({(policy.reference, policy.reference_scores) for policy in readers})
 
 
 def _keys(data: Mapping[str, object], section: str) -> Collection[str]:

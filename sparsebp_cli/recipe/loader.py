@@ -13,7 +13,7 @@ from pathlib import Path
 from sparsebp_cli.policy.error_text import shorten, show_with_type
 from sparsebp_cli.recipe.check import PlacedRecipe, check_recipe
 from sparsebp_cli.recipe.document import Node, Place, read_document
-from sparsebp_cli.recipe.override import apply_override
+from sparsebp_cli.recipe.override import apply_override, drop_replaced
 from sparsebp_cli.recipe.schema import NAME_PATTERN, Recipe
 
 LARGEST_BYTES = 64 * 1024
@@ -114,12 +114,16 @@ def _read_base(file: Path, base: Node) -> Node:
 
 
 def lay_over(under: Node, over: Node) -> Node:
-    """Lay one tree over another: mappings key by key, everything else whole."""
+    """Lay one recipe over another: mappings key by key, everything else whole."""
+    return _merge(drop_replaced(under, over.content) if isinstance(over.content, dict) else under, over)
+
+
+def _merge(under: Node, over: Node) -> Node:
     if not (isinstance(under.content, dict) and isinstance(over.content, dict)):
         return over
     content = dict(under.content)
     for key, child in over.content.items():
-        content[key] = lay_over(content[key], child) if key in content else child
+        content[key] = _merge(content[key], child) if key in content else child
     return replace(over, content=content)
 
 
@@ -137,12 +141,20 @@ def expand_shorthand(tree: Node) -> Node:
     content = dict(tree.content)
     if "target" in content:
         content["target"] = _wrap_text(content["target"], "kind")
-    policy = content.get("policy")
-    if policy is not None:
-        entries = policy.content if isinstance(policy.content, list) else [replace(policy, key_place=None)]
-        if isinstance(policy.content, list | dict | str):
-            content["policy"] = replace(policy, content=[_wrap_text(entry, "name") for entry in entries])
-    return replace(tree, content=content)
+    if "schedule" in content and isinstance(phases := content["schedule"].content, list):
+        content["schedule"] = replace(content["schedule"], content=[_expand_policy(phase) for phase in phases])
+    return _expand_policy(replace(tree, content=content))
+
+
+def _expand_policy(tree: Node) -> Node:
+    """Expand the short form of the policies of a recipe, or of one of its phases."""
+    policy = tree.content.get("policy") if isinstance(tree.content, dict) else None
+    if policy is None or not isinstance(policy.content, list | dict | str):
+        return tree
+    assert isinstance(tree.content, dict)
+    entries = policy.content if isinstance(policy.content, list) else [replace(policy, key_place=None)]
+    expanded = replace(policy, content=[_wrap_text(entry, "name") for entry in entries])
+    return replace(tree, content={**tree.content, "policy": expanded})
 
 
 def _wrap_text(node: Node, key: str) -> Node:

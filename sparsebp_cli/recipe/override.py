@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from sparsebp_cli.errors import UsageError, did_you_mean
@@ -35,7 +35,21 @@ def apply_override(tree: Node, change: str) -> Node:
 def set_value(tree: Node, parts: Sequence[str], value: Node) -> Node:
     """Return a new tree with a value at a dotted key, given as its parts. Raise RecipeError at the value's place if the
     key does not exist."""
+    if len(parts) == 1:
+        tree = drop_replaced(tree, parts)
+    elif parts[0] == "policy" and isinstance(tree.content, dict) and "schedule" in tree.content:
+        better = ".".join(["schedule", "0", *parts])
+        raise value.place.error(f"the recipe has a schedule, whose phases have the policies; did you mean {better}?")
     return _set(tree, parts, 0, value)
+
+
+def drop_replaced(tree: Node, keys: Collection[str]) -> Node:
+    """Return a recipe's tree without the key that one of these replaces whole: policy and schedule are two ways to give
+    the same."""
+    if not isinstance(tree.content, dict):
+        return tree
+    replaced = {other for key, other in (("policy", "schedule"), ("schedule", "policy")) if key in keys}
+    return replace(tree, content={key: child for key, child in tree.content.items() if key not in replaced})
 
 
 def _set(node: Node, parts: Sequence[str], depth: int, value: Node) -> Node:

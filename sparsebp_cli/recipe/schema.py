@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
 from sparsebp_cli.composition import BackwardOptions
 from sparsebp_cli.policy.error_text import show
+from sparsebp_cli.run.policy_phase import PolicyPhase, lay_out
 
 PositiveInt = Annotated[int, Field(ge=1)]
 CountFromZero = Annotated[int, Field(ge=0)]
@@ -128,6 +141,15 @@ class PolicyEntry(BaseModel):
     def options(self) -> dict[str, Any]:
         """The policy's own options."""
         return dict(self.__pydantic_extra__ or {})
+
+
+class PhaseSection(Section):
+    """A part of the training with its own policies."""
+
+    until: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        None, description="Share of training.max_steps at which the phase ends; the last phase has none."
+    )
+    policy: list[PolicyEntry] = Field(description="Policies of this phase, as the recipe's own; empty: dense.")
 
 
 class TrainingSection(Section):
@@ -306,6 +328,12 @@ def _refuse_other_ones(value: object) -> object:
     return value
 
 
+def _error_at(location: tuple[str | int, ...], value: object, text: str) -> ValidationError:
+    """Return an error at a key below the one that is validated, to be raised."""
+    line = InitErrorDetails(type="value_error", loc=location, input=value, ctx={"error": ValueError(text)})
+    return ValidationError.from_exception_data("recipe", [line])
+
+
 class Recipe(Section):
     """One experiment: a model, a dataset, policies and a target."""
 
@@ -315,6 +343,9 @@ class Recipe(Section):
     name: Name = Field(description="Name of the run: letters, digits, dot, dash, underscore. Default: the file's name.")
     model: ModelSection = Field(description="The model: by name, or with random weights from a config.")
     dataset: DatasetSection = Field(description="The data, and how it is tokenised.")
+    schedule: list[PhaseSection] | None = Field(
+        None, description="Instead of policy: phases of the training, each with its own policies. null: one phase."
+    )
     policy: list[PolicyEntry] = Field(
         default_factory=lambda: [PolicyEntry(name="dense")],
         description="Policies, applied in this order; empty: dense.",
@@ -325,3 +356,52 @@ class Recipe(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
     target: TargetSection = Field(default_factory=TargetSection, description="The target, or its kind alone.")
     tracking: TrackingSection = Field(default_factory=TrackingSection)
+
+    @field_validator("schedule")
+    @classmethod
+    def _phases_follow(cls, schedule: list[PhaseSection] | None) -> list[PhaseSection] | None:
+        if schedule is None:
+            return None
+        if len(schedule) < 2:
+            raise ValueError(f"needs 2 phases or more, got {len(schedule)}; one phase is written as policy")
+        before = 0.0
+        for number, phase in enumerate(schedule):
+            is_last, text = number == len(schedule) - 1, ""
+            if is_last and phase.until is not None:
+                text = f"the last phase lasts to the end of the training and has no until, got {phase.until:g}"
+            elif not is_last and phase.until is None:
+                text = "until is missing: every phase but the last ends at a share of the training, in (0, 1)"
+            elif phase.until is not None and phase.until <= before:
+                text = f"must be above {before:g}, at which the phase before ends, got {phase.until:g}"
+            if text:
+                raise _error_at((number, "until"), phase.until, text)
+            before = phase.until or before
+        return schedule
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _policy_or_schedule(cls, given: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        recipe = handler(given)
+        if recipe.schedule is None or isinstance(given, Recipe):
+            return recipe
+        if "policy" in recipe.model_fields_set:
+            raise _error_at(("schedule",), given, "give policy or schedule, got both")
+        return recipe.model_copy(update={"policy": []})  # not dense, which a reader would take for the whole
+
+    @model_serializer(mode="wrap")
+    def _write(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Write either policy or schedule: recipes without phases are written, and so identified, as ever."""
+        written: dict[str, object] = handler(self)
+        written.pop("schedule" if self.schedule is None else "policy", None)
+        return written
+
+    @property
+    def phases(self) -> list[PolicyPhase[PolicyEntry]]:
+        """The parts of the training in their order, each with its policies; one without a schedule."""
+        schedule = None if self.schedule is None else [(phase.until, phase.policy) for phase in self.schedule]
+        return lay_out(self.policy, schedule, self.training.max_steps)
+
+    @property
+    def policies(self) -> list[PolicyEntry]:
+        """The policies of all phases."""
+        return [entry for phase in self.phases for entry in phase.policies]

@@ -34,6 +34,7 @@ from filelock import FileLock, Timeout
 from sparsebp_cli.errors import RunBusyError, RunNotFoundError, did_you_mean
 from sparsebp_cli.run.journal import find_outline
 from sparsebp_cli.run.label import Labels
+from sparsebp_cli.run.policy_phase import read_phases
 from sparsebp_cli.run.record import State
 from sparsebp_cli.run.visible import mask
 
@@ -44,7 +45,6 @@ LOCK_PATIENCE_SECONDS = 0.5  # a process that reads the state holds a shared loc
 NEEDED: dict[tuple[str, ...], type | tuple[type, ...]] = {
     ("recipe",): dict,
     ("recipe", "name"): str,
-    ("recipe", "policy"): list,
     ("recipe", "training", "max_steps"): int,
     ("created",): (int, float),
 }
@@ -101,13 +101,11 @@ class RunFolder:
                 value = reduce(getitem, keys, plan)
                 if not isinstance(value, kind):
                     raise TypeError(f"{'.'.join(keys)} is {str(value)[:100]!r}")
-            for entry in plan["recipe"]["policy"]:
-                if not isinstance(entry["name"], str):
-                    raise TypeError(f"recipe.policy has the name {str(entry['name'])[:100]!r}")
+            _check_policies(plan["recipe"])
             tracking = plan["recipe"].get("tracking") or {}
             if uri := tracking.get("uri"):
                 tracking["uri"] = mask(uri)  # plans of earlier versions may hold a password
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             told = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise RunNotFoundError(f"run {self.run_id}: {self.plan_file} is not a plan: {told}") from None
         return plan
@@ -180,6 +178,17 @@ class RunFolder:
         finally:
             os.close(descriptor)
         return False
+
+
+def _check_policies(recipe: dict[str, Any]) -> None:
+    """Raise LookupError, TypeError or AttributeError if a stored recipe is damaged where it names its policies."""
+    for phase in read_phases(recipe):
+        key = ".".join(map(str, ("recipe", *phase.key)))
+        if not isinstance(phase.policies, list):
+            raise TypeError(f"{key} is {str(phase.policies)[:100]!r}")
+        for entry in phase.policies:
+            if not isinstance(entry["name"], str):
+                raise TypeError(f"{key} has the name {str(entry['name'])[:100]!r}")
 
 
 def home() -> Path:

@@ -116,10 +116,11 @@ def _unknown(name: str, location: Location, group: str, folders: Sequence[Path])
 
 
 def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
-    for number, entry in enumerate(recipe.policy):
+    entries = {(*phase.key, n): entry for phase in recipe.phases for n, entry in enumerate(phase.policies)}
+    for key, entry in entries.items():
         policy = make_policy(entry.name, **entry.options)
         if isinstance(policy, TokenSelector) and policy.reference is not None:
-            at: Location = ("policy", number, "reference")
+            at: Location = (*key, "reference")
             folder, problems = _find_model(policy.reference, at, folders)
             yield from problems
             if folder is not None:
@@ -128,7 +129,7 @@ def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Prob
 
 def _inspect_data(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Problem]:
     section = recipe.dataset
-    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
+    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
     spans = frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
     name: Location = ("dataset", "name")
     try:

@@ -80,7 +80,7 @@ class TrialMaker:
 
     def find_code(self, recipe: Recipe) -> Mapping[str, str]:
         """Return the versions of what decides the results of a recipe."""
-        names = tuple(entry.name for entry in recipe.policy)
+        names = tuple(entry.name for entry in recipe.policies)
         if names not in self._code:
             self._code[names] = find_code(recipe)
         return self._code[names]

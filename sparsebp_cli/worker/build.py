@@ -14,18 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
-from sparsebp_cli.backward import attach
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import (
-    BatchPacker,
-    BlockDropper,
-    EpochSelector,
-    Policy,
-    TokenSelector,
-    find_policies,
-    make_policy,
-)
+from sparsebp_cli.policy import BatchPacker, BlockDropper, EpochSelector, Policy, find_policies, make_policy
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
@@ -38,6 +29,7 @@ from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
+from sparsebp_cli.worker.policy_phase import PhaseSequence, find_columns, make_phases
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
@@ -62,7 +54,8 @@ def build_training(
     guard = ResumeCheck(plan, run, journal, ranks, snapshot)
     _note_start(journal, recipe, snapshot, [*damaged, *_find_lost(run, snapshot, recipe)], ranks)
     disable_progress_bar()  # the log is read by people and by programs
-    policies = [make_policy(entry.name, **entry.options) for entry in recipe.policy]
+    phases = make_phases(recipe)
+    policies = [policy for phase in phases for policy in phase.policies]
     accelerator = _build_accelerator(recipe, ranks, policies)
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
@@ -78,16 +71,8 @@ def build_training(
         checkpoint_activations(model)
     model.to(accelerator.device)
     optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
-    engine = attach(
-        model,
-        _find_attached(recipe, policies),
-        optimizer=optimizer,
-        max_grad_norm=recipe.training.max_grad_norm if recipe.backward.update == "eager" else None,
-        seed=recipe.training.seed,
-        num_steps=recipe.training.max_steps,
-        reference=reference.attached,
-        **recipe.backward.choices(**({"checkpointing": "none"} if recipe.backward.checkpointing == "full" else {})),
-    )
+    sequence = PhaseSequence(phases, recipe, model, optimizer, reference)
+    engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
         facts = _facts(plan, model, data, accelerator)  # before sharding, which leaves only this rank's parameters
@@ -102,8 +87,7 @@ def build_training(
         if ranks.rank:  # weights are initialised alike on every rank; dropout must differ from here on
             set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
-    size = recipe.training.per_device_train_batch_size
-    _tell_prefix_gain(recipe, policies, data.train, size * ranks.count, journal)
+    _tell_prefix_gain(recipe, policies, data.train, ranks, journal)
     parts = {
         "plan": plan,
         "run": run,
@@ -112,9 +96,10 @@ def build_training(
         "accelerator": accelerator,
         "model": prepared,
         "engine": engine,
+        "phases": sequence,
         "optimizer": prepared_optimizer,
         "schedule": schedule,
-        "order": _build_order(recipe, policies, reference, tokenizer.pad_token_id, ranks),
+        "order": sequence.set_columns(_build_order(recipe, policies, reference, tokenizer.pad_token_id, ranks), phase),
         "held_out": data.held_out,
         "test": data.test,
         "checkpoints": checkpoints,
@@ -123,15 +108,6 @@ def build_training(
         "ranks": ranks,
     }
     return parts, snapshot
-
-
-def _find_attached(recipe: Recipe, policies: Sequence[Policy]) -> list[Policy]:
-    """Return the policies that decide inside of a step. Raise UnsupportedError for one that chooses epochs beside what
-    it does not go with, since attach does not see it."""
-    attached = [policy for policy in policies if not isinstance(policy, EpochSelector)]
-    if len(attached) < len(policies):
-        refuse_unsupported(recipe)
-    return attached
 
 
 def _build_order(
@@ -144,12 +120,11 @@ def _build_order(
         training.seed,
         pad_token_id,
         rank=(ranks.rank, ranks.count),
-        columns=_find_columns(policies) | reference.columns,
-        candidates=_find_candidate_column(policies),
         group_by=training.group_by,
     )
     for policy in policies:
         if isinstance(policy, EpochSelector):
+            refuse_unsupported(recipe)  # attach does not see it
             order.choose_epochs(
                 policy, num_steps=training.max_steps, micro_batches=training.gradient_accumulation_steps
             )
@@ -157,10 +132,11 @@ def _build_order(
 
 
 def _tell_prefix_gain(
-    recipe: Recipe, policies: Sequence[Policy], examples: Sequence[Example], batch_size: int, journal: JournalWriter
+    recipe: Recipe, policies: Sequence[Policy], examples: Sequence[Example], ranks: Ranks, journal: JournalWriter
 ) -> None:
     shares = any(isinstance(policy, BatchPacker) and policy.prefixes == "share" for policy in policies)
     if shares and recipe.training.group_by is None and recipe.dataset.format != "classification":
+        batch_size = recipe.training.per_device_train_batch_size * ranks.count
         line = describe_prefix_gain(examples, batch_size, recipe.training.seed)
         if line is not None:
             journal.write("note", level="info", text=line)
@@ -210,7 +186,7 @@ def _load_data(
     set_seed(recipe.training.seed)
     with accelerator.main_process_first():  # the first rank downloads and fills the caches that the others then read
         tokenizer = build_tokenizer(recipe.model)
-        data = build_data(recipe.dataset, tokenizer, _find_columns(policies))
+        data = build_data(recipe.dataset, tokenizer, find_columns(policies))
 
         def tell(text: str) -> None:
             journal.write("note", level="info", text=text)
@@ -246,7 +222,7 @@ def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recip
 
 def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -> dict[str, object]:
     recipe, found = plan.recipe, find_policies()
-    policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policy]
+    policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policies]
     tokens = sum(len(example.input_ids) for example in data.train) / len(data.train)
     training = recipe.training
     return {
@@ -274,13 +250,3 @@ def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -
             for name, policy in policies
         ],
     }
-
-
-def _find_columns(policies: Sequence[Policy]) -> frozenset[str]:
-    """Return the names of the data columns that policies read."""
-    return frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
-
-
-def _find_candidate_column(policies: Sequence[Policy]) -> str | None:
-    """Return the name of the data column that marks the trainable targets; None: all targets are trainable."""
-    return next((policy.candidate_column for policy in policies if isinstance(policy, TokenSelector)), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from sparsebp_cli.backward.core.report import Report, SiteReport
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.proof.proof import COLUMNS, Overclaim, kept_share
 from sparsebp_cli.plan.selection_gain import SelectionGain
-from sparsebp_cli.policy import make_policy
+from sparsebp_cli.policy import Policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, metric
 from sparsebp_cli.worker.independent_gradient import (
@@ -57,24 +57,37 @@ class Measurement:
         self._proofs = {step: proof["modules"] for step, proof in proofs.items()}
 
     def measure_gain(
-        self, forward: Callable[[], Tensor], batch: Mapping[str, Tensor], run: Callable[..., object]
+        self,
+        forward: Callable[[], Tensor],
+        batch: Mapping[str, Tensor],
+        run: Callable[..., object],
+        policies: Sequence[Policy],
     ) -> SelectionGain:
         """Measure before training what a step costs and what selection can gain. ``forward`` returns the loss of the
-        first micro-batch; ``batch`` is that micro-batch on the device."""
-        policies = [make_policy(entry.name, **entry.options) for entry in self.recipe.policy]
+        first micro-batch; ``batch`` is that micro-batch on the device; ``policies`` are those that are attached."""
         self.peak.pause()
         with TrialStep(self.model, self.engine, forward, self.backward) as trial:
             found = measure_selection_gain(trial, run_probe(trial, Stopwatch(self.device)), batch, run, policies)
         self.peak.resume()
         return found
 
+    def follow(self, engine: Engine) -> None:
+        """Measure another engine from now on, that of the next phase; its notes are new."""
+        self.engine = engine
+        self._noted.clear()
+
     def at_start(
-        self, forward: Callable[[], Tensor], batch: Mapping[str, Tensor], run: Callable[..., object]
+        self,
+        forward: Callable[[], Tensor],
+        batch: Mapping[str, Tensor],
+        run: Callable[..., object],
+        policies: Sequence[Policy],
     ) -> Values:
-        """Measure the selection gain if the run has probes: note it in the journal and return its metrics."""
+        """Measure the selection gain if the run has probes, at the start of a phase: note it in the journal and return
+        its metrics."""
         if self.recipe.measure.probe_every is None:
             return {}
-        gain = self.measure_gain(forward, batch, run)
+        gain = self.measure_gain(forward, batch, run, policies)
         for line in gain.lines():
             self.journal.write("note", level="info", text=line)
         return gain_metrics(gain)
@@ -142,8 +155,11 @@ class Measurement:
         return self.recipe.measure.probe_every, self.recipe.measure.fidelity_every
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        """Return whether a measurement is due: at its interval, and once after warm-up so that short runs have one."""
-        return every is not None and (step % every == 0 or step == self.recipe.measure.warmup_steps + 1)
+        """Return whether a measurement is due: at its interval, and once after warm-up so that short runs have one;
+        with a schedule, in each phase, at its last step if that comes before."""
+        warm, phases = self.recipe.measure.warmup_steps + 1, self.recipe.phases
+        once = {warm} if len(phases) == 1 else {min(phase.first + warm, phase.end) for phase in phases}
+        return every is not None and (step % every == 0 or step in once)
 
     def _compare(
         self, trial: TrialStep, dense: PassResult, policy: PassResult, others: IndependentComparison | None

@@ -26,14 +26,14 @@ def main(plan_file: Path) -> int:
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as channel:
         os.dup2(2, 1)  # libraries may print to standard output, which carries the result
         try:
-            from sparsebp_cli.worker.selection_gain import gain_metrics
+            from sparsebp_cli.worker.selection_gain import describe_gains
             from sparsebp_cli.worker.training import Training
 
             run = RunFolder(plan_file.absolute().parent)
             with JournalWriter(run.path, durable=False) as journal:
                 training = Training.build(Plan.load(plan_file), run, journal, StopRequest())
-                gain = training.measure_gain()
-            result: dict[str, object] = {"lines": gain.lines(), "values": gain_metrics(gain)}
+                gains = list(training.measure_gains())
+            result: dict[str, object] = describe_gains(gains)
             code = 0
         except Exception as error:
             from sparsebp_cli.worker.ending import describe_failure

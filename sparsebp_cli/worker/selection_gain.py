@@ -18,6 +18,7 @@ from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.plan.selection_gain import SelectionGain, Unit, effective_share
 from sparsebp_cli.policy import GradientSelector, Policy, Rows
 from sparsebp_cli.run import metric
+from sparsebp_cli.run.policy_phase import PolicyPhase, weigh
 from sparsebp_cli.worker.data import IGNORED
 from sparsebp_cli.worker.probe import Probe, cost_ratio
 from sparsebp_cli.worker.trial_step import TrialStep
@@ -162,6 +163,22 @@ def gain_metrics(worth: SelectionGain) -> dict[str, float | None]:
         metric.CHOICE_WORTH.name: worth.unit_worth,
     }
     return found | {ESS[unit].name: value for unit, value in worth.effective.items()}
+
+
+def describe_gains(gains: Sequence[tuple[PolicyPhase[Policy], SelectionGain]]) -> dict[str, object]:
+    """Return the lines and the metrics of the gains of all phases; a metric of several is their mean over the steps."""
+    phases = [phase for phase, _ in gains]
+    if len(gains) == 1:
+        return {"lines": gains[0][1].lines(), "values": gain_metrics(gains[0][1])}
+    found = [gain_metrics(gain) for _, gain in gains]
+    values = {
+        name: weigh(known, phases)
+        for name in dict.fromkeys(name for metrics in found for name in metrics)
+        if (known := {n: value for n, metrics in enumerate(found) if (value := metrics.get(name)) is not None})
+    }
+    whole = f"the whole schedule executes {values[metric.CHOICE_COST.name]:.0%} of the FLOPs of as many dense steps"
+    lines = [f"phase {number}: {line}" for number, (_, gain) in enumerate(gains, 1) for line in gain.lines()]
+    return {"lines": [*lines, whole], "values": values}
 
 
 def _norms(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -22,8 +22,7 @@ from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.observe.saved_bytes import tensor_bytes
 from sparsebp_cli.memory import MemoryTrace, memory_trace
 from sparsebp_cli.memory.storage import tensors_in
-from sparsebp_cli.policy import GradientSelector
-from sparsebp_cli.policy.discovery import find_policy
+from sparsebp_cli.policy import GradientSelector, Policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import JournalWriter, metric
 from sparsebp_cli.run.memory import Phase
@@ -196,7 +195,7 @@ def epoch_metrics(epoch: tuple[int, float] | None) -> dict[str, float | None]:
     return {metric.EPOCH.name: float(epoch[0]), metric.VISITED_SHARE.name: epoch[1]}
 
 
-def selection_metrics(chosen: Chosen | None, ranks: Ranks, recipe: Recipe) -> dict[str, float | None]:
+def selection_metrics(chosen: Chosen | None, ranks: Ranks, policies: Sequence[Policy]) -> dict[str, float | None]:
     """Return shares and scoring time of the tokens or examples selected before the forward, over all ranks. Without a
     gradient policy the trained share also is the kept share."""
     if chosen is None:
@@ -209,6 +208,6 @@ def selection_metrics(chosen: Chosen | None, ranks: Ranks, recipe: Recipe) -> di
         metric.CARRIED_SHARE.name: carried / real if real else None,
         metric.SCORING_SECONDS.name: ranks.all_max([chosen.scoring_seconds])[0],
     }
-    if any(find_policy(entry.name).kind == GradientSelector.__name__ for entry in recipe.policy):
+    if any(isinstance(policy, GradientSelector) for policy in policies):
         return values
     return values | {metric.KEPT_SHARE.name: trained_share}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Self
@@ -22,7 +22,9 @@ from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.plan.selection_gain import SelectionGain
+from sparsebp_cli.policy import Policy
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
+from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
@@ -41,6 +43,7 @@ from sparsebp_cli.worker.example_loss import weighted_loss
 from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_result, check_state
 from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
+from sparsebp_cli.worker.policy_phase import PhaseSequence
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
@@ -70,7 +73,8 @@ class Training:
     stop: StopRequest
     accelerator: Accelerator
     model: nn.Module  # prepared by accelerate, with the engine attached
-    engine: Engine
+    engine: Engine  # with the policies of the phase that makes the next step
+    phases: PhaseSequence
     optimizer: AcceleratedOptimizer
     schedule: LRScheduler
     order: BatchOrder
@@ -148,15 +152,21 @@ class Training:
         recipe = self.plan.recipe
         if self.step == 0:
             self._log(self._evaluate())
-            self._log(gain := self.measurement.at_start(*self._first()))
-            self.allowance.count(gain)
         while not self.is_done and not self.is_paused and not self._is_stop_requested():
+            if self.step == self.phase.first:
+                # With the measurements of the coming step, as those of a later phase; before the first step, at 0.
+                coming = self.step + 1 if self.step else 0
+                self._log(gain := self.measurement.at_start(*self._coming(), self.phase.policies), step=coming)
+                self.allowance.count(gain)
             self._log(measured := self._measure(), step=self.step + 1)
             self.allowance.count(measured)
             values = self.memory.watch(self.step + 1, self._train_step)
             self.allowance.spend(values[metric.STEP_SECONDS.name], self._in_steps(values[metric.PROBING_FLOPS.name]))
             self.step += 1
             self._log(values | self.measurement.after(self.step))
+            if self.phase is not self.phases.at(self.step - 1):
+                self._attach(self.phase)
+                self.journal.write("note", level="info", text=self.phases.describe(self.phase))
             if self.is_done or self.step % recipe.measure.eval_every == 0:
                 self._log(evaluation := self._evaluate())
             if self.step % recipe.checkpoint.every == 0:
@@ -174,6 +184,18 @@ class Training:
     def _in_steps(self, flops: float | None) -> float:
         """Return FLOPs of trial passes in micro-batches per step."""
         return (flops or 0.0) / self.plan.recipe.training.gradient_accumulation_steps
+
+    @property
+    def phase(self) -> PolicyPhase[Policy]:
+        """The phase that makes the next step."""
+        return self.phases.at(self.step)
+
+    def _attach(self, phase: PolicyPhase[Policy]) -> None:
+        """Replace the policies by those of a phase, between two steps."""
+        self.engine = self.phases.replace(self.engine, phase)
+        self.phases.set_columns(self.order, phase)
+        self.measurement.follow(self.engine)
+        self.memory.engine = self.engine
 
     def _is_stop_requested(self) -> bool:
         """Return whether any rank received a stop signal, so that all ranks stop after the same step."""
@@ -226,7 +248,7 @@ class Training:
             metric.LOAD.name: read_load(),
             **most,
             **route_metrics(self.engine.take_route()),
-            **selection_metrics(self.engine.take_chosen(), self.ranks, self.plan.recipe),
+            **selection_metrics(self.engine.take_chosen(), self.ranks, self.phase.policies),
             **epoch_metrics(self.order.epoch),
         }
 
@@ -266,14 +288,20 @@ class Training:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
         return check_norm(float(full_tensor(norm)), self.bare, self.step + 1)
 
-    def measure_gain(self) -> SelectionGain:
-        """Measure on the first micro-batch what selection may gain, without training."""
-        return self.measurement.measure_gain(*self._first())
+    def measure_gains(self) -> Iterator[tuple[PolicyPhase[Policy], SelectionGain]]:
+        """Measure what the policies of each phase may gain in its first micro-batch, without training."""
+        for phase in filter(lambda phase: phase.num_steps, self.phases.phases):
+            if phase.first != self.step:
+                self.step = phase.first
+                self._attach(phase)
+            yield phase, self.measurement.measure_gain(*self._coming(), phase.policies)
 
-    def _first(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
-        batch, _ = self.order.rank_part(0)
+    def _coming(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
+        """Return the loss, the tensors and the model of the first micro-batch of the coming step."""
+        number = self.step * self.plan.recipe.training.gradient_accumulation_steps
+        batch, _ = self.order.rank_part(number)
         on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        return lambda: self._loss(0), on_device, self.model
+        return lambda: self._loss(number), on_device, self.model
 
     def _measure(self) -> dict[str, float | None]:
         """Take the measurements that are due on the first micro-batch of the coming step."""

@@ -1,0 +1,54 @@
+"""Figures of a whole training from measurements at single steps.
+
+Without a schedule this is the median over all of them, with quartiles. With a schedule each phase has a median of its
+own, and the figure is their mean, weighted with the steps of the phases: probes may be rare in a long phase.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sparsebp_cli.compare.loaded import LoadedRun
+from sparsebp_cli.compare.statistics import Quartiles, quartiles
+from sparsebp_cli.run.policy_phase import PolicyPhase, split_series, weigh
+
+Measured = tuple[LoadedRun, Mapping[int, float]]  # a run, and optimizer step to value
+
+
+def whole_quartiles(measured: Iterable[Measured]) -> Quartiles | None:
+    """Return median and quartiles over all runs of one recipe; None without values."""
+    by_phase, phases = _split(measured)
+    found = {number: q for number, values in by_phase.items() if (q := quartiles(values)) is not None}
+    if len(found) < 2:
+        return next(iter(found.values()), None)
+    low, middle, high = (
+        weigh({number: getattr(q, part) for number, q in found.items()}, phases) for part in ("low", "median", "high")
+    )
+    return Quartiles(middle, low, high, sum(q.n for q in found.values()))
+
+
+def whole_median(measured: Iterable[Measured], *, is_speedup: bool = False) -> float | None:
+    """Return the median over all runs of one recipe; None without values. Of speed-ups, which have the cost in the
+    denominator, phases are averaged by their costs."""
+    by_phase, phases = _split(measured)
+    found = {number: statistics.median(values) for number, values in by_phase.items()}
+    if len(found) < 2:
+        return next(iter(found.values()), None)
+    if is_speedup:
+        return 1.0 / weigh({number: 1.0 / value for number, value in found.items()}, phases)
+    return weigh(found, phases)
+
+
+def _split(measured: Iterable[Measured]) -> tuple[dict[int, list[float]], list[PolicyPhase[dict[str, Any]]]]:
+    """Return the finite values of all runs by phase, and the phases of the run that came furthest."""
+    by_phase: dict[int, list[float]] = {}
+    phases: list[PolicyPhase[dict[str, Any]]] = []
+    for run, series in measured:
+        finite = {step: value for step, value in series.items() if math.isfinite(value)}
+        phases = max(phases, run.phases, key=lambda some: some[-1].end if some else 0)
+        for number, values in (split_series(finite, run.phases) if run.phases else {0: list(finite.values())}).items():
+            by_phase.setdefault(number, []).extend(values)
+    return {number: values for number, values in by_phase.items() if values}, phases

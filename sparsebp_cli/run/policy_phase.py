@@ -1,0 +1,92 @@
+"""The phases of a run: which policies act from which optimizer step on. A recipe without a schedule has one phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+Entry = TypeVar("Entry")  # a policy: PolicyEntry of the schema, or the mapping that a stored recipe holds
+
+
+@dataclass(frozen=True)
+class PolicyPhase(Generic[Entry]):
+    """A part of a training with its own policies."""
+
+    policies: Sequence[Entry]
+    until: float | None  # share of the training at which it ends; None: it lasts to the end
+    first: int  # the optimizer step, from 0, with which it begins
+    end: int  # the step before which it ends
+    key: tuple[str | int, ...]  # where the recipe has its policies
+
+    @property
+    def num_steps(self) -> int:
+        """Its optimizer steps; 0 where the training is too short for it."""
+        return self.end - self.first
+
+
+Phases = Sequence[PolicyPhase[Entry]]
+
+
+def lay_out(
+    policies: Sequence[Entry], schedule: Sequence[tuple[float | None, Sequence[Entry]]] | None, max_steps: int
+) -> list[PolicyPhase[Entry]]:
+    """Return the phases of a training of ``max_steps``: those of the schedule, each its ``until`` and its policies, or
+    without one a single phase of all steps. A phase ends at the step that is nearest to its share."""
+    if schedule is None:
+        return [PolicyPhase(policies, None, 0, max_steps, ("policy",))]
+    phases: list[PolicyPhase[Entry]] = []
+    for number, (until, entries) in enumerate(schedule):
+        first = phases[-1].end if phases else 0
+        end = max_steps if until is None else max(first, round(until * max_steps))
+        phases.append(PolicyPhase(entries, until, first, end, ("schedule", number, "policy")))
+    return phases
+
+
+def read_phases(recipe: Mapping[str, Any]) -> list[PolicyPhase[dict[str, Any]]]:
+    """Return the phases of a stored recipe, without its schema. Raise LookupError, TypeError or AttributeError if the
+    recipe is damaged there."""
+    schedule = recipe.get("schedule")
+    given = None if schedule is None else [(phase.get("until"), phase["policy"]) for phase in schedule]
+    return lay_out(recipe["policy"] if given is None else (), given, recipe["training"]["max_steps"])
+
+
+def find_phase(phases: Phases[Entry], step: int) -> int:
+    """Return the number of the phase that makes an optimizer step, counted from 0; after the last step, that of the
+    last step."""
+    last = phases[-1].end - 1
+    return next(number for number, phase in enumerate(phases) if min(step, last) < phase.end)
+
+
+def split_series(series: Mapping[int, float], phases: Phases[Entry]) -> dict[int, list[float]]:
+    """Return the values of a metric by the number of the phase whose step they were measured at or before; ``series``
+    maps optimizer steps, from 1, to values."""
+    found: dict[int, list[float]] = {}
+    for step in sorted(series):
+        found.setdefault(find_phase(phases, step - 1), []).append(series[step])
+    return found
+
+
+def weigh(values: Mapping[int, float], phases: Phases[Entry]) -> float:
+    """Return the mean of values by number of phase, each weighted with its steps; phases without one are left out."""
+    steps = {number: phases[number].num_steps for number in values}
+    total = sum(steps.values())
+    return sum(values[n] * steps[n] for n in values) / total if total else sum(values.values()) / len(values)
+
+
+def weigh_series(
+    series: Mapping[int, float], phases: Phases[Entry], reduce: Callable[[list[float]], float]
+) -> float | None:
+    """Return one number for a metric: ``reduce`` of its values, or the mean of that over the phases, weighted with
+    their steps. None without values."""
+    found = {number: reduce(values) for number, values in split_series(series, phases).items()}
+    return weigh(found, phases) if found else None
+
+
+def describe_phases(phases: Phases[Entry], describe: Callable[[Entry], str]) -> str:
+    """Return the policies of all phases in one line: ``topk until 0.4, dense``; several of one phase are joined by
+    ``+``, and by commas where there is one phase."""
+    joint = " + " if len(phases) > 1 else ", "
+    texts = [joint.join(map(describe, phase.policies)) or "dense" for phase in phases]
+    ends = ["" if phase.until is None else f" until {phase.until:g}" for phase in phases]
+    return ", ".join(text + end for text, end in zip(texts, ends, strict=True))

@@ -1,0 +1,93 @@
+"""Policies in the model, phase by phase: one way to attach them, for the start of a run, a resume and a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sparsebp_cli.backward import Engine, attach
+from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, make_policy
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.run.policy_phase import PolicyPhase, describe_phases, find_phase
+from sparsebp_cli.worker.batch import BatchOrder
+from sparsebp_cli.worker.reference import Reference
+
+# Entries of an engine's state that belong to its policies. The others, such as the number of the step and the norm that
+# an eager update clips to, go on from phase to phase.
+OF_POLICIES = ("cut", "policy_state")
+
+
+def make_phases(recipe: Recipe) -> list[PolicyPhase[Policy]]:
+    """Return the phases of a recipe with their policies made."""
+    return [
+        PolicyPhase([make_policy(entry.name, **entry.options) for entry in p.policies], p.until, p.first, p.end, p.key)
+        for p in recipe.phases
+    ]
+
+
+@dataclass(frozen=True)
+class PhaseSequence:
+    """The phases of a run, and what their policies are attached to."""
+
+    phases: Sequence[PolicyPhase[Policy]]
+    recipe: Recipe
+    model: nn.Module  # without wrappers
+    optimizer: torch.optim.Optimizer
+    reference: Reference
+
+    def at(self, step: int) -> PolicyPhase[Policy]:
+        """Return the phase that makes an optimizer step, counted from 0; after the last step, that of the last step."""
+        return self.phases[find_phase(self.phases, step)]
+
+    def attach(self, phase: PolicyPhase[Policy]) -> Engine:
+        """Attach the policies of a phase, with the recipe's options of the backward."""
+        recipe = self.recipe
+        is_eager, is_full = recipe.backward.update == "eager", recipe.backward.checkpointing == "full"
+        return attach(
+            self.model,
+            [policy for policy in phase.policies if not isinstance(policy, EpochSelector)],  # the data order asks them
+            optimizer=self.optimizer,
+            max_grad_norm=recipe.training.max_grad_norm if is_eager else None,
+            seed=recipe.training.seed,
+            num_steps=recipe.training.max_steps,
+            reference=self.reference.attached if any(map(compares, phase.policies)) else None,
+            **recipe.backward.choices(**({"checkpointing": "none"} if is_full else {})),
+        )
+
+    def replace(self, engine: Engine, phase: PolicyPhase[Policy]) -> Engine:
+        """Detach the policies before a phase and attach its own, between two optimizer steps. Their states begin anew;
+        what is not of policies goes on."""
+        before: dict[str, Any] = engine.state_dict() | {"index": phase.first}
+        engine.detach()
+        following = self.attach(phase)
+        state = following.state_dict()
+        following.load_state_dict(state | {name: before[name] for name in state if name not in OF_POLICIES})
+        return following
+
+    def set_columns(self, order: BatchOrder, phase: PolicyPhase[Policy]) -> BatchOrder:
+        """Let batches have the columns that the policies of a phase read, and no others. Return the same order."""
+        readers = [policy for policy in phase.policies if isinstance(policy, TokenSelector)]
+        reference = self.reference.columns if any(map(compares, phase.policies)) else frozenset()
+        order.columns = find_columns(phase.policies) | reference
+        order.candidates = next((policy.candidate_column for policy in readers), None)
+        return order
+
+    def describe(self, phase: PolicyPhase[Policy]) -> str:
+        """Return one line on a phase that begins."""
+        number = self.phases.index(phase)
+        names = describe_phases([self.recipe.phases[number]], lambda entry: entry.name)
+        return f"phase {number + 1} of {len(self.phases)} begins after step {phase.first}: {names}"
+
+
+def compares(policy: Policy) -> bool:
+    """Return whether a policy compares with a reference model."""
+    return isinstance(policy, TokenSelector) and "reference_loss" in policy.needs
+
+
+def find_columns(policies: Sequence[Policy]) -> frozenset[str]:
+    """Return the names of the data columns that policies read."""
+    return frozenset(name for policy in policies if isinstance(policy, TokenSelector) for name in policy.reads)
