@@ -178,3 +178,13 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         sbp.attach(model, GradES(threshold=1.0), optimizer=optimizer, num_steps=4, update="eager")
     with pytest.raises(UnsupportedError, match=r"needs attach\(optimizer=\.\.\.\)"):
         sbp.attach(model, GradES(threshold=1.0), num_steps=4)
+
+
+def test_a_state_that_begins_after_the_grace_measures_against_its_own_first_step() -> None:
+    policy = GradES(threshold=0.5, relative=True, grace=0.25)
+    places = [Parameter("layers.0.weight", 0, 4, shape=(2, 2))]
+    state = policy.init(places)
+    for index, size in ((6, 4.0), (7, 3.0), (8, 1.0)):
+        seen = Observation(parameter_l1={"layers.0.weight": torch.tensor(size)})
+        state = policy.observe(state, seen, Step(index, num_steps=NUM_STEPS))
+        assert bool(state["small"]) == (index == 8)
