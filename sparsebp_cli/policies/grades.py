@@ -21,7 +21,7 @@ from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Observation, Observed, Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.state import State
+    from sparsebp_cli.policy.contract import State
 
 
 class _Draw:
