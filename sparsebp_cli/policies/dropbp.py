@@ -22,7 +22,7 @@ from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import BlockDropper, DropDraw, Observation, Observed, ResidualBlock, Stateful, Step, sampling
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.state import State
+    from sparsebp_cli.policy.contract import State
 
 UNIT = 10  # rates are tenths, at most nine of them
 

@@ -21,7 +21,7 @@ from sparsebp_cli.errors import PolicyError
 from sparsebp_cli.policy import Observation, Observed, Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.state import State
+    from sparsebp_cli.policy.contract import State
 
 
 class _Draw:
@@ -83,7 +83,8 @@ class GradES(Stateful[Parameter], ParameterSelector):
         if not names and not self.exact:
             raise PolicyError("no parameter that the model would train is a matrix of a layer: nothing can be frozen")
         start = {f"start/{name}": torch.zeros(()) for name in names}
-        return {**start, "small": torch.zeros(len(names), dtype=torch.bool), "rank": torch.zeros(len(names))}
+        small, rank = torch.zeros(len(names), dtype=torch.bool), torch.zeros(len(names))
+        return {**start, "small": small, "rank": rank, "begun": 0.0}
 
     def observe(self, state: State, observation: Observation, step: Step) -> State:
         import torch
@@ -94,7 +95,8 @@ class GradES(Stateful[Parameter], ParameterSelector):
         new, small, rank = dict(state), state["small"], state["rank"]
         assert isinstance(small, torch.Tensor)
         assert isinstance(rank, torch.Tensor)
-        if step.index == self._first(step):
+        if not state["begun"]:
+            new["begun"] = 1.0
             new |= {f"start/{n}": observation.parameter_l1[n].float() for n in names if n in observation.parameter_l1}
             order = torch.randperm(len(names), generator=step.generator(_Draw()))
             rank = order.to(rank)

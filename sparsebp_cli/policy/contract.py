@@ -13,7 +13,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     import torch
 
     from sparsebp_cli.policy.selection import Selection
-    from sparsebp_cli.policy.state import State
+
+State: TypeAlias = Mapping[str, "torch.Tensor | float"]  # of a policy that is Stateful
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from sparsebp_cli.policy.contract import Step
+from sparsebp_cli.policy.contract import State, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    State = Mapping[str, Tensor | float]
 
 Observed = Literal["grad_norm", "column_norm", "parameter_norm", "parameter_l1"]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock

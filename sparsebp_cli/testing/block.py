@@ -13,7 +13,7 @@ from sparsebp_cli.testing.promise import name_of, random_states, require, throug
 from sparsebp_cli.testing.state import check_state
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.state import State
+    from sparsebp_cli.policy.contract import State
 
 NUM_STEPS = 400
 _NUM_SIGMAS = 6.0  # the draws are fixed by the seed; a good policy fails for one seed in 500 million

@@ -17,7 +17,7 @@ from sparsebp_cli.testing.promise import equal, name_of, random_states, require,
 from sparsebp_cli.testing.state import check_state
 
 if TYPE_CHECKING:
-    from sparsebp_cli.policy.state import State
+    from sparsebp_cli.policy.contract import State
 
 NUM_STEPS = 12
 

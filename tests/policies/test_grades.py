@@ -90,9 +90,7 @@ def test_a_threshold_of_zero_trains_as_dense_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(("threshold", "relative"), [(0.9, False), (0.6, False), (0.9, True)])
-def test_a_matrix_is_frozen_for_good_when_the_gradient_that_the_optimizer_got_is_small(
-    threshold: float, relative: bool
-) -> None:
+def test_a_matrix_is_frozen_for_good_once_the_gradient_that_it_got_is_small(threshold: float, relative: bool) -> None:
     policy = GradES(threshold=threshold, relative=relative, grace=GRACE)
     model, optimizer, engine = make(policy)
     sums = train(model, optimizer, engine)
@@ -112,7 +110,7 @@ def test_a_matrix_is_frozen_for_good_when_the_gradient_that_the_optimizer_got_is
     assert all(parameter in optimizer.state for name, parameter in names.items() if name not in found[-1])
 
 
-def test_all_matrices_frozen_leave_biases_and_head_and_skip_every_weight_gradient_of_layers() -> None:
+def test_all_matrices_frozen_skip_every_weight_gradient_of_the_layers() -> None:
     model, optimizer, engine = make(GradES(threshold=1e9, grace=GRACE))
     x, target = batch(0)
     counts = []
@@ -178,3 +176,13 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         sbp.attach(model, GradES(threshold=1.0), optimizer=optimizer, num_steps=4, update="eager")
     with pytest.raises(UnsupportedError, match=r"needs attach\(optimizer=\.\.\.\)"):
         sbp.attach(model, GradES(threshold=1.0), num_steps=4)
+
+
+def test_a_state_that_begins_after_the_grace_measures_against_its_own_first_step() -> None:
+    policy = GradES(threshold=0.5, relative=True, grace=0.25)
+    places = [Parameter("layers.0.weight", 0, 4, shape=(2, 2))]
+    state = policy.init(places)
+    for index, size in ((6, 4.0), (7, 3.0), (8, 1.0)):
+        seen = Observation(parameter_l1={"layers.0.weight": torch.tensor(size)})
+        state = policy.observe(state, seen, Step(index, num_steps=NUM_STEPS))
+        assert bool(state["small"]) == (index == 8)

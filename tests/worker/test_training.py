@@ -105,6 +105,7 @@ def test_a_run_tells_quality_time_memory_work_and_fidelity(sparse_history) -> No
     absent |= {"policy/nodes", "policy/nodes_run", "policy/parameters_reached", "policy/miss_rate"}  # of routers
     absent |= {"policy/trained_share", "policy/carried_share", "time/scoring_seconds", "flops/scoring"}  # of choosing
     absent |= {"train/epoch", "policy/visited_share"}  # of policies that choose epochs
+    absent |= {"flops/probing"}  # of trial passes
     absent |= {"test/loss", "test/accuracy"}  # of a test split
     absent |= {name for name in METRICS if "independent" in name}  # of measure.independent_examples
     assert logged == set(METRICS) - absent
