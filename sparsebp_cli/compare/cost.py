@@ -4,10 +4,11 @@ The cost of a policy's step is ``B P + u``, in units of dense forward and backwa
 the time of forward and backward with the policy over that of dense, u the update. A dense step of b examples costs
 ``b + u``, whatever its learning rate; a run costs its steps times that.
 
-P is the median over all probes of all seeds; with a schedule, the mean of that over its phases. In a probe, dense and policy alternate on one batch, so that a busy
-machine slows down both. Without probes, counted FLOPs stand in. Work that was counted as equal to dense costs as much
-as dense: if two clocks disagree about equal work, they measured the machine. u is the time of the update over that of
-forward and backward in the same steps. Seconds of different runs are never compared.
+P is the median over all probes of all seeds; with a schedule, the mean of that over its phases. In a probe, dense and
+policy alternate on one batch, so that a busy machine slows down both. Without probes, counted FLOPs stand in. Work that
+was counted as equal to dense costs as much as dense: if two clocks disagree about equal work, they measured the
+machine. u is the time of the update over that of forward and backward in the same steps. Seconds of different runs are
+never compared.
 """
 
 from __future__ import annotations
