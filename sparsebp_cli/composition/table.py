@@ -213,6 +213,12 @@ _POLICY_RULES = (
 )
 _PHASE_RULES = (
     Rule(
+        "a schedule of phases needs {sharding:none}, got {sharding:=}",
+        why="The modules of a sharded model are of other classes, to which no policy can be attached any more.",
+        options={"phases": SEVERAL, "sharding": ("fsdp2",)},
+        blame="sharding",
+    ),
+    Rule(
         "{policy} in a schedule works in one process, got {processes}",
         why="DDP waits for the gradient of every parameter that required one when DDP was created, which was in one "
         "phase.",
