@@ -13,8 +13,8 @@ from sparsebp_cli.cli.completion import complete_study
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.quantity import show_age
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
-from sparsebp_cli.cli.stored_run import describe_policies
 from sparsebp_cli.errors import RunNotFoundError, UsageError
+from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder, home, list_runs
 from sparsebp_cli.run.journal import describe_unreadable, find_outline
 from sparsebp_cli.run.label import Labels

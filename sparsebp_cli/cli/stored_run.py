@@ -3,42 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policy.discovery import find_policy
 from sparsebp_cli.run import RunFolder, find_run, home
-from sparsebp_cli.run.policy_phase import describe_phases, read_phases
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
     from sparsebp_cli.target import Job, Target
-
-
-def describe_policies(recipe: dict[str, Any]) -> str:
-    """Return policies in one line, with the options that are not defaults: ``topk keep=0.1 along=columns``; those of a
-    schedule phase by phase: ``topk keep=0.1 until 0.4, dense``."""
-    return describe_phases(read_phases(recipe), _describe_policy)
-
-
-def _describe_policy(entry: dict[str, Any]) -> str:
-    usual = _find_defaults(entry["name"]) | {"name": entry["name"]}
-    options = [f"{key}={value}" for key, value in entry.items() if key not in usual or value != usual[key]]
-    return " ".join([entry["name"], *options])
-
-
-@cache
-def _find_defaults(name: str) -> dict[str, Any]:
-    """Return the defaults of a policy's options as plan.json writes them; empty for a policy that is not installed."""
-    try:
-        policy_class = find_policy(name).policy_class
-    except PolicyError:
-        return {}
-    assert policy_class is not None
-    options = policy_class.model_json_schema().get("properties", {})
-    return {key: option["default"] for key, option in options.items() if "default" in option}
 
 
 def find_one(word: str) -> RunFolder:

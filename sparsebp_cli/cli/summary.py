@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sparsebp_cli.cli.quantity import show_clock, show_count, show_seconds, show_share
-from sparsebp_cli.cli.stored_run import describe_policies
+from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import History, RunFolder, metric
 from sparsebp_cli.run.metric import Metric
+from sparsebp_cli.run.policy_phase import Phases, read_phases, weigh_series
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,7 +54,7 @@ def summarise(run: RunFolder, *, together: Sequence[RunFolder] = (), warning: st
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text in summary_rows(history):
+    for label, text in summary_rows(history, read_phases(recipe)):
         grid.add_row(label, Text(text))
     if warning:
         grid.add_row("warning", Text(warning))
@@ -68,8 +69,8 @@ def summarise(run: RunFolder, *, together: Sequence[RunFolder] = (), warning: st
     return Group(head, grid, Text.assemble("next: ", (command, "bold")))
 
 
-def summary_rows(history: History) -> Iterator[tuple[str, str]]:
-    """Yield the known values of a run as label and text."""
+def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps."""
     for key, label in ((metric.EVAL_LOSS, "eval loss"), (metric.EVAL_ACCURACY, "eval accuracy")):
         if values := list(history.series(key.name).values()):
             yield label, f"first {values[0]:.4f}, last {values[-1]:.4f}"
@@ -79,26 +80,32 @@ def summary_rows(history: History) -> Iterator[tuple[str, str]]:
     if text := _step_time(history):
         yield "step time", text
         yield "training", _training(history)
-    if text := _speed(history):
+    if text := _speed(history, phases):
         yield "speed", text
     if text := _memory(history):
         yield "memory", text
-    executed, dense = history.last(metric.BACKWARD_EXECUTED.name), history.last(metric.BACKWARD_DENSE.name)
+    executed, dense = (_last(history, which, phases) for which in (metric.BACKWARD_EXECUTED, metric.BACKWARD_DENSE))
     if executed is not None and dense:
         both = f"{show_count(executed, 'FLOP')} executed, dense {show_count(dense, 'FLOP')}"
-        yield "backward", f"{both} ({show_share(executed / dense)}), at the last probe"
+        where = "the last probe" if len(phases) == 1 else "the last probes of the phases, mean over their steps"
+        yield "backward", f"{both} ({show_share(executed / dense)}), at {where}"
     if trials := history.series(metric.PROBING_FLOPS.name):
         when = ", ".join(map(str, trials))
         yield "trials", f"{show_count(sum(trials.values()), 'FLOP')} of trial passes, before step {when}"
-    if text := _proof(history):
+    if text := _proof(history, phases):
         yield "proof", text
     if text := _fidelity(history):
         yield "fidelity", text
 
 
-def _proof(history: History) -> str:
+def _last(history: History, which: Metric, phases: Phases[dict[str, Any]]) -> float | None:
+    """Return the last value of a metric, with a schedule the mean over the last ones of its phases; None without."""
+    return weigh_series(history.series(which.name), phases, lambda values: values[-1])
+
+
+def _proof(history: History, phases: Phases[dict[str, Any]]) -> str:
     """Describe the proof; a claim that any probe found broken is reported whenever it was."""
-    claimed, executed = history.last(metric.CLAIMED_SHARE.name), history.last(metric.EXECUTED_SHARE.name)
+    claimed, executed = (_last(history, which, phases) for which in (metric.CLAIMED_SHARE, metric.EXECUTED_SHARE))
     parts = []
     if claimed is not None and executed is not None:
         broken = max(history.series(metric.EXCESS_SHARE.name).values(), default=0.0) > 0
@@ -151,15 +158,20 @@ def _after_warmup(history: History, key: Metric) -> list[float]:
     return [value for step, value in series.items() if step not in cold] or list(series.values())
 
 
-def _speed(history: History) -> str:
+def _speed(history: History, phases: Phases[dict[str, Any]]) -> str:
     """Describe the median over the probes, which time dense and policy in turn: a single one may be disturbed."""
-    speedups, shares = (list(history.series(key.name).values()) for key in (metric.SPEEDUP, metric.REALISED_SHARE))
-    ceiling = history.last(metric.CEILING.name)
-    parts = [f"median {median(speedups):.2f}x against dense in this run"] if speedups else []
+    from sparsebp_cli.plan.selection_gain import realised_share
+
+    speedup = weigh_series(history.series(metric.SPEEDUP.name), phases, median, is_speedup=True)
+    ceilings = history.series(metric.CEILING.name)
+    ceiling = weigh_series(ceilings, phases, lambda values: values[-1], is_speedup=True)
+    share = median(shares) if (shares := list(history.series(metric.REALISED_SHARE.name).values())) else None
+    if len(phases) > 1 and speedup is not None and ceiling is not None:
+        share = realised_share(speedup, 1.0, ceiling)
+    parts = [f"median {speedup:.2f}x against dense in this run"] if speedup is not None else []
     if ceiling is not None:
         parts.append(f"ceiling {ceiling:.2f}x")
-    if shares:
-        share = median(shares)
+    if share is not None:
         parts.append(f"{show_share(share)} of the saving realised" if share > 0 else "nothing of the saving realised")
     return ", ".join(parts)
 

@@ -14,8 +14,8 @@ import typer
 
 from sparsebp_cli.cli.option import Changes, Recipes, Seeds
 from sparsebp_cli.cli.screen import print_json, print_line
-from sparsebp_cli.cli.stored_run import describe_policies
 from sparsebp_cli.errors import RunFailedError, SparseBPError, UsageError
+from sparsebp_cli.recipe.description import describe_policies
 from sparsebp_cli.run import RunFolder
 
 if TYPE_CHECKING:

@@ -365,7 +365,7 @@ class _Builder:
         diverged = len(self._diverged(group.group))
         here, there = self.counted[group.group], self.counted[self.first]
         lost = sum(not run.repeats and run.state.over for run in runs) - len(here) - diverged
-        same = all(change.key.startswith(NO_CHANGE) for change in group.changes)
+        same = all(f"{change.key}.".startswith(NO_CHANGE) for change in group.changes)
         rounding = bool(group.exact and baseline.exact and same)
         sources = find_sources(here, there)
         other_examples = have_other_examples(here, there)

@@ -120,7 +120,8 @@ def _proven_claims(run: LoadedRun) -> dict[int, float]:
         for which in (metric.BACKWARD_DENSE, metric.BACKWARD_EXECUTED, metric.CLAIMED_SHARE, metric.EXECUTED_SHARE)
     )
     saving = [step for step in done if step in dense and step in executed and step in claimed and done[step] < 1.0]
-    return {s: dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving}
+    nothing = {step: dense[step] for step in claimed if claimed[step] == 1.0 and step in dense}  # as a dense phase does
+    return nothing | {s: dense[s] - (1.0 - claimed[s]) * (dense[s] - executed[s]) / (1.0 - done[s]) for s in saving}
 
 
 def _times(runs: Iterable[LoadedRun], which: Metric) -> Quartiles | None:

@@ -31,15 +31,11 @@ def whole_quartiles(measured: Iterable[Measured]) -> Quartiles | None:
 
 
 def whole_median(measured: Iterable[Measured], *, is_speedup: bool = False) -> float | None:
-    """Return the median over all runs of one recipe; None without values. Of speed-ups, which have the cost in the
-    denominator, phases are averaged by their costs."""
+    """Return the median over all runs of one recipe; None without values. ``is_speedup`` as in
+    :func:`~sparsebp_cli.run.policy_phase.weigh`."""
     by_phase, phases = _split(measured)
     found = {number: statistics.median(values) for number, values in by_phase.items()}
-    if len(found) < 2:
-        return next(iter(found.values()), None)
-    if is_speedup:
-        return 1.0 / weigh({number: 1.0 / value for number, value in found.items()}, phases)
-    return weigh(found, phases)
+    return weigh(found, phases, is_speedup=is_speedup) if found else None
 
 
 def _split(measured: Iterable[Measured]) -> tuple[dict[int, list[float]], list[PolicyPhase[dict[str, Any]]]]:

@@ -252,6 +252,12 @@ _POLICY_RULES = (
 )
 _PHASE_RULES = (
     Rule(
+        "a schedule of phases needs {sharding:none}, got {sharding:=}",
+        why="The modules of a sharded model are of other classes, to which no policy can be attached any more.",
+        options={"phases": SEVERAL, "sharding": ("fsdp2",)},
+        blame="sharding",
+    ),
+    Rule(
         "{policy} chooses the examples of an epoch: not built in a schedule, whose phases end within one",
         policy=_EPOCHS,
         options={"phases": SEVERAL},

@@ -21,6 +21,7 @@ from sparsebp_cli.policy.scheduled_option import split_schedules
 
 GROUP = "sparsebp.policies"
 LONGEST_REASON = 300
+_OF_PHASES = {"schedule", "until", "policy"}  # keys of a recipe's phases
 PolicyLike = Policy | str | Mapping[str, object]
 
 
@@ -166,6 +167,11 @@ def _make_one(policy: PolicyLike) -> Policy:
         raise PolicyError(f"a policy must be a name, a mapping or a Policy, got {policy!r}")
     options = dict(policy)
     name = options.pop("name", None)
+    if not isinstance(name, str) and options.keys() & _OF_PHASES:
+        raise PolicyError(
+            "phases (schedule, until, policy) are for recipes: a loop of your own calls engine.detach() where a phase "
+            "ends and attaches the next policies; a Trainer has the same policies throughout"
+        )
     if not isinstance(name, str):
         raise PolicyError(f"a policy's mapping needs its name, got {dict(policy)!r}")
     return make_policy(name, **options)

@@ -67,20 +67,29 @@ def split_series(series: Mapping[int, float], phases: Phases[Entry]) -> dict[int
     return found
 
 
-def weigh(values: Mapping[int, float], phases: Phases[Entry]) -> float:
-    """Return the mean of values by number of phase, each weighted with its steps; phases without one are left out."""
+def weigh(values: Mapping[int, float], phases: Phases[Entry], *, is_speedup: bool = False) -> float:
+    """Return the mean of values by number of phase, each weighted with its steps; phases without one are left out.
+    Of speed-ups, which have the cost in the denominator, the costs are averaged."""
+    if len(values) == 1:
+        return next(iter(values.values()))
+    if is_speedup:
+        return 1.0 / weigh({number: 1.0 / value for number, value in values.items()}, phases)
     steps = {number: phases[number].num_steps for number in values}
     total = sum(steps.values())
     return sum(values[n] * steps[n] for n in values) / total if total else sum(values.values()) / len(values)
 
 
 def weigh_series(
-    series: Mapping[int, float], phases: Phases[Entry], reduce: Callable[[list[float]], float]
+    series: Mapping[int, float],
+    phases: Phases[Entry],
+    reduce: Callable[[list[float]], float],
+    *,
+    is_speedup: bool = False,
 ) -> float | None:
-    """Return one number for a metric: ``reduce`` of its values, or the mean of that over the phases, weighted with
-    their steps. None without values."""
+    """Return one number for a metric: ``reduce`` of its values, or with a schedule the mean of that over the phases.
+    None without values."""
     found = {number: reduce(values) for number, values in split_series(series, phases).items()}
-    return weigh(found, phases) if found else None
+    return weigh(found, phases, is_speedup=is_speedup) if found else None
 
 
 def describe_phases(phases: Phases[Entry], describe: Callable[[Entry], str]) -> str:

@@ -18,7 +18,7 @@ from sparsebp_cli.run.metric import STEP_SECONDS, TRAIN_TOKENS
 from sparsebp_cli.study.loader import ArmVariant, LoadedStudy
 from sparsebp_cli.study.schema import FEWEST_STEPS, BudgetSection
 from sparsebp_cli.study.store import TrialStore
-from sparsebp_cli.study.trial import StudyTrial, TrialMaker, rehearse
+from sparsebp_cli.study.trial import REHEARSED_STEPS, StudyTrial, TrialMaker, rehearse
 
 Steps = Mapping[int, int]  # position of a variant in the study to its optimizer steps; without those not known yet
 
@@ -33,11 +33,16 @@ class StepPrice:
 
 def make_rehearsals(loaded: LoadedStudy, maker: TrialMaker) -> dict[int, StudyTrial]:
     """Return the rehearsal of each variant, by its position; combinations that cost the same share one. Empty where the
-    budget needs none."""
+    budget needs none. Raise UsageError for a schedule, whose cost a rehearsal does not tell."""
     if loaded.study.budget is None or loaded.study.budget.same == "steps":
         return {}
     found = {}
     for position, variant in enumerate(loaded.variants):
+        if variant.recipe.schedule is not None and loaded.study.budget.same != "tokens":
+            raise UsageError(
+                f"arm {variant.arm}: the steps of its schedule do not cost alike, and a rehearsal of {REHEARSED_STEPS} "
+                "steps does not tell the share of each phase; use budget: {same: steps}, or tokens"
+            )
         first = loaded.firsts[variant.arm]
         (found[position],) = maker.make("rehearse", variant.arm, "", rehearse(variant.recipe, first.recipe), [0])
     return found

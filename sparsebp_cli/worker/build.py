@@ -81,7 +81,6 @@ def build_training(
     if ranks.count > 1 and freezes_parameters(engine):
         journal.write("note", level="info", text=NO_DENSE)
     prepared = accelerator.prepare_model(model, evaluation_mode=ranks.is_sharded)  # evaluation mode: no DDP wrapper
-    prepared_optimizer = accelerator.prepare_optimizer(optimizer)
     if ranks.count > 1:
         sum_gradients(prepared)
         if ranks.rank:  # weights are initialised alike on every rank; dropout must differ from here on
@@ -97,7 +96,7 @@ def build_training(
         "model": prepared,
         "engine": engine,
         "phases": sequence,
-        "optimizer": prepared_optimizer,
+        "optimizer": accelerator.prepare_optimizer(optimizer),
         "schedule": schedule,
         "order": sequence.set_columns(_build_order(recipe, policies, reference, tokenizer.pad_token_id, ranks), phase),
         "held_out": data.held_out,

@@ -14,13 +14,18 @@ from safetensors.torch import load_file
 from transformers import get_scheduler
 
 import sparsebp_cli as sbp
+from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run import History, JournalWriter, RunFolder, State
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import build_data
+from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.model import build_model, build_tokenizer
+from sparsebp_cli.worker.selection_gain import describe_gains
+from sparsebp_cli.worker.training import Training
 from tests.chaos.kill import difference, outcome
 from tests.worker.conftest import LLAMA, start, work
+from tests.worker.ranks import make_run, train_alone, train_on_two
 
 DENSE = [{"name": "dense"}]
 ROWS = [{"name": "topk", "keep": 0.25, "along": "rows"}]
@@ -179,3 +184,41 @@ def test_each_phase_has_its_own_probe_claims_and_note(tiny_recipe, prepared) -> 
     assert "phase 2 of 3 begins after step 2: topk until 0.6" in texts
     assert "phase 3 of 3 begins after step 6: random" in texts
     assert [policy["name"] for policy in history.facts["policies"]] == ["dense", "topk", "random"]
+
+
+@pytest.mark.xdist_group("two processes")
+def test_two_processes_change_policies_as_one_does(tiny_recipe, tmp_path) -> None:
+    rows = [{"name": "topk", "keep": 0.25, "along": "rows", "within": "example"}]
+    kept = [rows[0] | {"error_feedback": True}]
+    schedules = [phases(DENSE, rows), phases(kept, DENSE), phases(DENSE, DENSE)]
+    shared: dict[str, Any] = {"training": {"learning_rate": 3e-3}, "measure": {"fidelity_every": 3}}
+    alone = [make_run(tiny_recipe(schedule=schedule, **shared), tmp_path) for schedule in schedules]
+    shared["training"] |= {"per_device_train_batch_size": 2}
+    shared["target"] = {"processes": 2, "sharding": "none"}
+    together = [make_run(tiny_recipe(schedule=schedule, **shared), tmp_path) for schedule in schedules]
+    together.append(make_run(tiny_recipe(policy=DENSE, **shared), tmp_path))
+    train_alone(alone)
+    train_on_two(together)
+    for one, both in zip(alone, together, strict=False):
+        expected, found = weights(one), weights(both)
+        for name, tensor in expected.items():  # sums over the batch are added up in another order
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-4)
+    twice, dense = weights(together[2]), weights(together[3])
+    assert all(torch.equal(twice[name], dense[name]) for name in dense)
+
+
+def test_a_preview_measures_each_phase_and_the_whole(tiny_recipe, prepared) -> None:
+    run = prepared(tiny_recipe(schedule=phases(DENSE, ROWS, until=0.5), measure={"fidelity_every": None}))
+    stop = StopRequest()
+    with JournalWriter(run.path, durable=False) as journal:
+        training = Training.build(Plan.load(run.plan_file), run, journal, stop)
+        before = {name: parameter.detach().clone() for name, parameter in training.bare.named_parameters()}
+        found = describe_gains(list(training.measure_gains()))
+    assert all(torch.equal(before[name], parameter) for name, parameter in training.bare.named_parameters())
+    lines, values = found["lines"], found["values"]
+    assert lines[-1].startswith("the whole schedule executes ")
+    assert any(line.startswith("phase 2: cost: a step executes ") for line in lines)
+    alone = prepared(tiny_recipe(policy=ROWS, measure={"fidelity_every": None}))
+    with JournalWriter(alone.path, durable=False) as journal:
+        ((_, gain),) = Training.build(Plan.load(alone.plan_file), alone, journal, stop).measure_gains()
+    assert values["choice/cost_ratio"] == pytest.approx((1.0 + gain.cost_ratio) / 2, abs=0.01)
