@@ -94,6 +94,17 @@ def test_combinations_of_one_cost_share_a_rehearsal(write_study: Write) -> None:
     assert course.tuning == ()  # its steps are not known
 
 
+def test_the_cost_of_a_schedule_is_no_budget_and_its_steps_are(write_study: Write) -> None:
+    """Its share of a phase would have to be a whole number of the ten steps of a rehearsal."""
+    phases = "{schedule: [{until: 0.3, policy: dense}, {policy: {name: topk, keep: 0.25}}]}"
+    text = STUDY.replace("{policy: [{name: topk, keep: 0.25}]}", phases)
+    _, course = plan(write_study(text))
+    assert {len(trial.recipe.phases) for trial in course.tuning} == {1, 2}
+    for budget in ("same: cost, as: dense, steps: 20", "seconds: 9.0"):
+        with pytest.raises(UsageError, match="arm topk: the steps of its schedule do not cost alike"):
+            plan(write_study(text, more=f"budget: {{{budget}}}\n"))
+
+
 def test_the_best_of_an_arm_waits_for_all_its_results(write_study: Write) -> None:
     first, second, *_ = load_study(write_study()).variants
     assert choose_best([Tuned(first, 3.0), Tuned(second, None)]) == {}

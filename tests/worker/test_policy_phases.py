@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -222,3 +223,16 @@ def test_a_preview_measures_each_phase_and_the_whole(tiny_recipe, prepared) -> N
     with JournalWriter(alone.path, durable=False) as journal:
         ((_, gain),) = Training.build(Plan.load(alone.plan_file), alone, journal, stop).measure_gains()
     assert values["choice/cost_ratio"] == pytest.approx((1.0 + gain.cost_ratio) / 2, abs=0.01)
+
+
+def test_a_limit_of_work_counts_each_phase_at_its_own_cost(tiny_recipe, prepared) -> None:
+    training = {"max_steps": 20, "max_cost": 12.0}
+    measure = {"probe_every": 50, "fidelity_every": None}
+    run = finish(prepared(tiny_recipe(schedule=phases(DENSE, ROWS, until=0.5), training=training, measure=measure)))
+    history = History.load(run.path)
+    costs = history.series("choice/cost_ratio")
+    assert list(costs) == [0, 11], "measured at the start of each phase"
+    assert costs[0] == pytest.approx(1.0)
+    left = 2.0 / costs[11]
+    assert left > 2.5
+    assert len(history.series("train/loss")) == 10 + math.ceil(left)
