@@ -85,7 +85,7 @@ def test_the_controls_of_a_schedule_are_dense_and_each_phase_drawn(make_run, pha
     assert (found["dense"], found["random"]) == ("dense", "drawn")
 
 
-def test_of_a_phase_whose_policy_is_not_installed_the_control_is_missing_without_a_command(make_run, phased) -> None:
+def test_of_a_phase_whose_policy_is_not_installed_the_control_has_no_command(make_run, phased) -> None:
     gone = phased("gone", {"name": "no-such-plugin", "keep": 0.1})
     random = next(control for control in compare_runs([make_run(), gone]).controls if control.kind == "random")
     assert (random.found, random.command) == ("", "")
