@@ -16,6 +16,7 @@ from sparsebp_cli.compare import Comparison, Group, compare_runs
 from sparsebp_cli.errors import RunNotFoundError, UsageError
 from sparsebp_cli.plan.provenance import Provenance
 from sparsebp_cli.run import History, JournalWriter, RunFolder
+from sparsebp_cli.run.policy_phase import read_phases
 
 MakeRun = Callable[..., RunFolder]
 TOPK: dict[str, Any] = {"policy": [{"name": "topk", "keep": 0.1, "along": "rows"}], "exact": False}
@@ -372,7 +373,11 @@ def test_the_summary_of_a_run_and_the_comparison_show_the_same_cosine(make_run: 
     with JournalWriter(run.path) as journal:
         for step, cosine in ((12, 0.3595), (14, 0.644), (16, 0.7)):
             journal.write("metrics", step=step, values={"fidelity/cosine": cosine})
-    ((_, told),) = [row for row in summary_rows(History.load(run.path)) if row[0] == "fidelity"]
+    ((_, told),) = [
+        row
+        for row in summary_rows(History.load(run.path), read_phases(run.read_plan()["recipe"]))
+        if row[0] == "fidelity"
+    ]
     (group,) = compare_runs([run]).groups
     assert group.cost.cosine == 0.7  # of 0.3595, 0.644, 0.7, 0.9 and 0.9
     assert told == "cosine 0.7000 (medians of 5 steps)"

@@ -54,7 +54,9 @@ def test_the_figures_of_a_schedule_are_those_of_its_phases_weighted_by_their_ste
     assert found.cost.executed_flops == pytest.approx(share * DENSE)
     assert found.cost.claimed_flops == pytest.approx(share * DENSE)
     assert found.speed.ceiling == pytest.approx((FORWARD + DENSE) / (FORWARD + share * DENSE))
-    assert found.speed.step_cost.median == pytest.approx((FORWARD + share * DENSE) / (FORWARD + DENSE), rel=0.02)
+    ratio = (FORWARD + share * DENSE) / (FORWARD + DENSE)
+    update = ratio / 9  # a tenth of the step's time, beside nine tenths of forward and backward
+    assert found.speed.step_cost.median == pytest.approx((ratio + update) / (1 + update))
     assert found.policies == ("dense", "topk")
     assert found.exact is False
 
@@ -85,7 +87,7 @@ def test_the_controls_of_a_schedule_are_dense_and_each_phase_drawn(make_run, pha
     assert (found["dense"], found["random"]) == ("dense", "drawn")
 
 
-def test_of_a_phase_whose_policy_is_not_installed_the_control_has_no_command(make_run, phased) -> None:
+def test_a_phase_whose_policy_is_not_installed_has_no_random_control(make_run, phased) -> None:
     gone = phased("gone", {"name": "no-such-plugin", "keep": 0.1})
     random = next(control for control in compare_runs([make_run(), gone]).controls if control.kind == "random")
     assert (random.found, random.command) == ("", "")
