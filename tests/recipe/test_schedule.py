@@ -139,8 +139,20 @@ def test_what_is_wrong_in_a_phase_is_one_line_with_its_place(refuse: Refuse, old
             "target={processes: 2, sharding: fsdp2}",
             "target.sharding: a schedule of phases needs target.sharding: none, got fsdp2",
         ),
+        (
+            "{name: infobatch}",
+            "training.seed=0",
+            "schedule.1.policy.0.name: 'infobatch' chooses the examples of an epoch: not built in a schedule, whose "
+            "phases end within one",
+        ),
+        (
+            "{name: dropbp, keep: 0.5, sensitivity_at: 0.5}",
+            "training.seed=0",
+            "schedule.1.policy.0.name: 'dropbp' makes trial passes at a share of the whole training: not built in a "
+            "schedule, whose phase may be another part of it",
+        ),
     ],
-    ids=["frozen parameters under DDP", "a wrapped forward", "sharded weights"],
+    ids=["frozen parameters under DDP", "a wrapped forward", "sharded weights", "epochs", "trial passes"],
 )
 def test_what_cannot_change_in_the_middle_is_refused_by_name(
     refuse: Refuse, second: str, change: str, expected: str
