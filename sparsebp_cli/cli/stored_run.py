@@ -1,4 +1,4 @@
-"""Stored runs: finding them, describing them, and their jobs on their targets."""
+"""Stored runs: finding them, and their jobs on their targets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sparsebp_cli.run import RunFolder, find_run, home
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.run import RunFolder, find_run, home, list_runs
+from sparsebp_cli.run.label import Labels
 
 if TYPE_CHECKING:
     from sparsebp_cli.plan import Plan
@@ -25,13 +27,18 @@ def find_all(words: list[str]) -> list[RunFolder]:
 
 
 def _find_trials(word: str) -> list[RunFolder]:
-    """Return the runs of a study's trials that were begun; none if the word names no study."""
-    if not word.startswith("@"):
+    """Return the runs of a study's trials that were begun; none if the word names no study, or the newest runs. Raise
+    UsageError for a word that is a tag as well."""
+    name = word.removeprefix("@")
+    if not word.startswith("@") or name == "last" or name.isdecimal() or name != Path(name).name:
         return []
     from sparsebp_cli.study.store import StudyRecord
 
-    record = StudyRecord.load(word[1:]) if word[1:] == Path(word[1:]).name else None
-    runs = [RunFolder(home() / "runs" / trial.run_id) for trial in (record.trials if record else ())]
+    if (record := StudyRecord.load(name)) is None:
+        return []
+    if any(name in Labels.load(run.path).tags for run in list_runs()):
+        raise UsageError(f"{word} is a study and a tag of runs: name the runs, or remove the tag")
+    runs = (RunFolder(home() / "runs" / trial.run_id) for trial in record.trials)
     return [run for run in runs if run.plan_file.is_file()]
 
 

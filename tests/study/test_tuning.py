@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sparsebp_cli.run import list_runs
+from sparsebp_cli.run import home, list_runs
 from sparsebp_cli.run.label import Labels
 from sparsebp_cli.study.selection import TunedLine
 from sparsebp_cli.study.tuning import find_importances, make_tuning_grids, read_combination
@@ -79,6 +79,15 @@ def test_verbs_for_several_runs_take_a_study_by_its_name(cli: Cli, write_study: 
     assert cli("tag", "@tiny", "paper").returncode == 0
     assert {run.run_id for run in list_runs() if "paper" in Labels.load(run.path).tags} == runs
     assert "@tinny: there are 8 runs" in cli("rm", "@tinny", "--yes").stderr
+    newest = list_runs()[0]
+    for name in ("last", "1"):  # a study of such a name does not take the word for the newest runs
+        (home() / "studies" / f"{name}.json").write_text((home() / "studies" / "tiny.json").read_text())
+        assert cli("tag", f"@{name}", f"newest-{name}").returncode == 0
+        assert [run for run in list_runs() if f"newest-{name}" in Labels.load(run.path).tags] == [newest]
+    (home() / "studies" / "paper.json").write_text((home() / "studies" / "tiny.json").read_text())
+    done = cli("rm", "@paper", "--yes")
+    assert (done.returncode, "@paper is a study and a tag of runs" in done.stderr) == (2, True)
+    assert {run.run_id for run in list_runs()} == runs
     done = cli("rm", "@tiny", "--yes")
     assert done.returncode == 0, done.stderr
     assert not list_runs()
