@@ -49,6 +49,16 @@ def test_work_is_the_share_of_dense_that_the_last_probe_counted() -> None:
     assert "max_cost: 2 is reached, with the work of 2.667 dense steps" in resumed.exceeded
 
 
+def test_trial_passes_cost_their_share_of_a_dense_step_also_after_a_resume() -> None:
+    allowance = Allowance.of(TrainingSection(max_cost=9.0))
+    allowance.count({"flops/forward": 2.0, "flops/backward_executed": 1.0, "flops/backward_dense": 4.0})
+    allowance.spend(1.0)
+    resumed = Allowance.of(TrainingSection(max_cost=9.0))
+    resumed.load_state_dict(allowance.state_dict())
+    resumed.spend(1.0, trial_flops=15.0)
+    assert resumed.cost == pytest.approx(0.5 + 0.5 + 15.0 / 6.0)
+
+
 def test_without_a_limit_nothing_that_differs_between_runs_is_in_a_checkpoint() -> None:
     allowance = Allowance.of(TrainingSection())
     allowance.spend(9.0)
