@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from generator.markdown import code, head, table, unwrap
 from sparsebp_cli.backward.linear.function import kernel_share
+from sparsebp_cli.cli.policies import describe_policy
 from sparsebp_cli.policy import Budget, FoundPolicy, GradientSelector, InformedSelector, Policy, find_policies
 
 TEXT = """This page lists every policy that comes with SparseBP. `sparsebp policies` lists these and those of installed
@@ -21,6 +22,13 @@ The tables of claims show what each policy declares with the given options. *Exa
 one. *Unbiased*: a site's selected gradient has the dense one as its mean over random draws. *Budget*: share of the
 gradient's entries kept. *Backward*: share of a linear's dense multiplications that is left with that. The conformance
 suite compares each claim with what is executed."""
+
+CARD_TEXT = """*Work* is that of a step in the linears at which the policy decides, forward and backward, dense = 1,
+with the default options: one over it is the most that a step can gain. N, D and O are rows, inputs and outputs of a
+linear; `trained` is the share of the weights that are trained, `carried` that of rows with a backward, `computed` that
+of rows that are computed. What else a step does (attention, norms, head, optimizer, choosing) comes on top.
+`sparsebp policies --kind KIND --claim unbiased --saves memory --since 2024` searches this table, plugins included.
+"""
 
 NUMBERS = (0.25, 0.5, 1.0)  # values of a share for which claims are shown
 
@@ -56,11 +64,46 @@ def built_in() -> dict[str, FoundPolicy]:
 
 def page(root: Path) -> str:  # noqa: ARG001 - the signature of every page
     """Return the page."""
-    parts = [head("Policies", TEXT)]
+    parts = [head("Policies", TEXT), _catalogue(), CARD_TEXT]
     for name, found in built_in().items():
         assert found.policy_class is not None, found.problem
         parts += _policy(name, found, found.policy_class)
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _catalogue() -> str:
+    """Return the table of all policies, a line each."""
+    rows = []
+    for name, found in built_in().items():
+        line = describe_policy(found)
+        claims = [
+            "varies" if line[claim] is None else "yes" if line[claim] else "no" for claim in ("exact", "unbiased")
+        ]
+        card = found.policy_class.card if found.policy_class else None
+        assert card is not None, f"{name} has no card"
+        work = code(card.work) if card.work else ""
+        rows.append((f"[{name}](#{name})", found.kind, *claims, ", ".join(card.saves), work, str(card.year or "")))
+    return table(("policy", "kind", "exact", "unbiased", "can save", "work", "year"), rows)
+
+
+def _card(policy_class: type[Policy]) -> str:
+    """Return the card as a list."""
+    card = policy_class.card
+    assert card is not None
+    words = {"use": "When", "memory": "Kept for the backward", "claimed": "The publication claims"}
+    words |= {"measured": "Measured here", "code": "Official code"}
+    lines = [f"- *{word}*: {getattr(card, key)}" for key, word in words.items() if getattr(card, key)]
+    if card.work:
+        lines.insert(1, f"- *Work*: {code(card.work)} of dense{_ceiling(policy_class, card.work)}")
+    return "\n".join(lines) + "\n"
+
+
+def _ceiling(policy_class: type[Policy], work: str) -> str:
+    """Return how many times as fast its linears can be, for a quarter where a share is kept."""
+    if "keep" not in work or any(letter in work for letter in "NDO"):
+        return ""
+    options = {name: field.default for name, field in policy_class.model_fields.items()} | {"keep": 0.25}
+    return f"; at keep 0.25 at most {1 / eval(work, {'__builtins__': {}}, options):.2f} times as fast"
 
 
 def _policy(name: str, found: FoundPolicy, policy_class: type[Policy]) -> list[str]:
@@ -77,6 +120,7 @@ def _policy(name: str, found: FoundPolicy, policy_class: type[Policy]) -> list[s
         f"## {name}\n",
         f"*{found.kind}.* {unwrap(policy_class.__doc__)}\n",
         unwrap(_module(policy_class).__doc__) + "\n",
+        _card(policy_class),
         options,
         _claims(policy_class) if issubclass(policy_class, GradientSelector) else BY_KIND[found.kind],
     ]

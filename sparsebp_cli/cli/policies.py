@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import asdict
+from enum import StrEnum
 from math import inf
 from typing import Annotated, Any
 
@@ -13,7 +15,34 @@ from pydantic import ValidationError
 from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
+from sparsebp_cli.errors import UsageError, did_you_mean
 from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, TokenSelector
+
+CARD_WORDS = {
+    "use": "when",
+    "year": "published",
+    "saves": "saves",
+    "work": "work in its linears, dense = 1",
+    "memory": "kept for the backward",
+    "claimed": "the publication claims",
+    "measured": "measured here",
+    "code": "official code",
+}
+
+
+class Claim(StrEnum):
+    """What a policy can promise of its gradient."""
+
+    EXACT = "exact"
+    UNBIASED = "unbiased"
+
+
+class Gain(StrEnum):
+    """What a policy can save."""
+
+    TIME = "time"
+    MEMORY = "memory"
+    STEPS = "steps"
 
 
 def policies(
@@ -23,13 +52,30 @@ def policies(
             metavar="NAME", help="One policy: its options.", show_default=False, autocompletion=complete_policy
         ),
     ] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Only those of a kind, such as BlockDropper.", show_default=False)
+    ] = None,
+    claim: Annotated[
+        Claim | None,
+        typer.Option(help="Only those whose gradient is, or with some options can be, exact or unbiased."),
+    ] = None,
+    saves: Annotated[
+        Gain | None, typer.Option(help="Only those that can save a step's time or memory, or steps.")
+    ] = None,
+    since: Annotated[
+        int | None, typer.Option(metavar="YEAR", help="Only those published in this year or later.")
+    ] = None,
     output: Format = Output.TABLE,
 ) -> None:
-    """List the installed policies, or the options of one; a broken plugin is shown with its problem."""
+    """List the installed policies, or the card and the options of one; a broken plugin is shown with its problem."""
     from sparsebp_cli.policy.discovery import find_policies, find_policy
 
     found = [find_policy(name)] if name is not None else list(find_policies().values())
     described = [describe_policy(policy) for policy in found]
+    if name is None:
+        described = _filter(described, kind, claim, saves, since)
+    elif any(option is not None for option in (kind, claim, saves, since)):
+        raise UsageError(f"--kind, --claim, --saves and --since choose from the list: leave them or {name} out")
     if output is Output.JSON:
         print_json(described if name is None else described[0])
     elif name is None:
@@ -38,25 +84,50 @@ def policies(
         _print_one(described[0])
 
 
+def _filter(
+    described: list[dict[str, Any]], kind: str | None, claim: Claim | None, saves: Gain | None, since: int | None
+) -> list[dict[str, Any]]:
+    kinds = {line["kind"] for line in described}
+    if kind is not None and kind not in kinds:
+        raise UsageError(
+            f"--kind {kind}: no policy is of that kind; kinds: {', '.join(sorted(kinds))}{did_you_mean(kind, kinds)}"
+        )
+    return [
+        line
+        for line in described
+        if (kind is None or line["kind"] == kind)
+        and (claim is None or (not line["problem"] and line[claim.value] is not False))
+        and (saves is None or saves.value in (line["card"] or {}).get("saves", ()))
+        and (since is None or ((line["card"] or {}).get("year") or 0) >= since)
+    ]
+
+
 def _print_all(described: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
-    table = make_table("name", "kind", "options", "exact", "unbiased", "source")
-    for column in table.columns:  # no word is broken where a space could be; long options take what is left
-        column.no_wrap = column.header != "options"
+    table = make_table("name", "kind", "exact", "unbiased", "saves", "year", "source")
     for line in described:
-        own = [option["name"] for option in line["options"] if not option["common"]]
+        card = line["card"] or {}
         claims = [word.replace("by options", "varies") for word in _word_claims(line)]
         source = line["source"].split()[0]  # the version stands in `policies NAME`
-        cells = [line["name"], line["kind"], ", ".join(own) or "none", *claims, source]
+        cells = [
+            line["name"],
+            line["kind"],
+            *claims,
+            ", ".join(card.get("saves", ())),
+            str(card.get("year") or ""),
+            source,
+        ]
         if line["problem"]:
-            cells[2:5] = ["", "", ""]
+            cells[2:4] = ["", ""]
         table.add_row(*(Text(cell) for cell in cells), style="red" if line["problem"] else None)
     console().print(table)
+    if not described:
+        print_line("no installed policy fits all of these")
     for line in described:
         if line["problem"]:
             print_line(f"{line['name']} of {line['source']} is broken: {line['problem']}")
-    print_line("varies: by its options; one policy's options: sparsebp policies NAME")
+    print_line("varies: by its options; one policy's card and options: sparsebp policies NAME")
 
 
 def _print_one(line: dict[str, Any]) -> None:
@@ -65,6 +136,9 @@ def _print_one(line: dict[str, Any]) -> None:
     exact, unbiased = _word_claims(line)
     print_line(f"{line['name']} ({line['kind']}, {line['source']}): {line['summary']}")
     print_line(f"exact: {exact}; unbiased: {unbiased}")
+    for key, word in CARD_WORDS.items():
+        if value := (line["card"] or {}).get(key):
+            print_line(f"{word}: {', '.join(value) if key == 'saves' else value}")
     table = make_table("option", "allowed", "default", "meaning")
     for option in sorted(line["options"], key=lambda option: bool(option["common"])):
         default = option["default"] if isinstance(option["default"], str) else json.dumps(option["default"])
@@ -81,9 +155,10 @@ def describe_policy(found: FoundPolicy) -> dict[str, Any]:
     """Return a policy's properties for the author of a recipe, as plain values. ``exact`` and ``unbiased`` are None
     where they depend on options that have no default."""
     line: dict[str, Any] = {"name": found.name, "kind": found.kind, "source": found.source, "problem": found.problem}
-    line |= {"summary": "", "options": [], "exact": None, "unbiased": None}
+    line |= {"summary": "", "options": [], "exact": None, "unbiased": None, "card": None}
     if found.policy_class is None:
         return line
+    line["card"] = None if found.policy_class.card is None else asdict(found.policy_class.card)
     schema = found.policy_class.model_json_schema()
     required = set(schema.get("required", ()))
     kinds = [kind for kind in (GradientSelector, EdgeRouter, TokenSelector) if issubclass(found.policy_class, kind)]

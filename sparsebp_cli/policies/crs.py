@@ -18,6 +18,7 @@ from sparsebp_cli.policy import (
     Budget,
     Columns,
     InformedSelector,
+    MethodCard,
     Reading,
     Rows,
     Seen,
@@ -38,6 +39,19 @@ if TYPE_CHECKING:
 class CRS(InformedSelector):
     """Draw the rows and features of large products, and weight them so that each gradient stays unbiased. The bias gets
     the whole gradient."""
+
+    card = MethodCard(
+        use="For wide linears and many rows, where an unbiased gradient matters. Not for narrow linears: "
+        "choosing costs in proportion to N (D + O).",
+        year=2021,
+        saves=("time",),
+        work="(2 + keep) / 3",
+        memory="As dense.",
+        claimed="Up to 66 % fewer FLOPs and training up to 1.37 times as fast, with ResNets on ImageNet.",
+        measured="At 735 tokens a step the norms and the gathered rows cost what the products save: 1.02 dense steps "
+        "(log, 2026-11-23).",
+        code="acsl-technion/approx, BSD-3; draws with replacement, or each row on its own.",
+    )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         description="Share of the rows or features that is multiplied, in (0, 1]; 1.0 is dense."

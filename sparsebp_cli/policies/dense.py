@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, final
 
 from typing_extensions import override
 
-from sparsebp_cli.policy import GradientSelector, Selection, Site, Step
+from sparsebp_cli.policy import GradientSelector, MethodCard, Selection, Site, Step
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 @final
 class Dense(GradientSelector):
     """Keep everything."""
+
+    card = MethodCard(
+        use="As the baseline of everything else, also with a smaller batch at equal cost.",
+        year=1986,
+        work="1",
+        memory="Every linear's input.",
+    )
 
     @property
     def exact(self) -> bool:

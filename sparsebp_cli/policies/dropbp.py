@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Self, final
 from pydantic import Field, model_validator
 
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policy import BlockDropper, DropDraw, Observation, Observed, ResidualBlock, Stateful, Step, sampling
+from sparsebp_cli.policy import (
+    BlockDropper,
+    DropDraw,
+    MethodCard,
+    Observation,
+    Observed,
+    ResidualBlock,
+    Stateful,
+    Step,
+    sampling,
+)
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy.contract import State
@@ -30,6 +40,19 @@ UNIT = 10  # rates are tenths, at most nine of them
 @final
 class DropBP(Stateful[ResidualBlock], BlockDropper):
     """Drop residual blocks from the backward, other ones at each step."""
+
+    card = MethodCard(
+        use="Where a step must be shorter or smaller in any model with residual blocks. Compare with dense and "
+        "a smaller batch, which costs as little.",
+        year=2024,
+        saves=("time", "memory"),
+        work="(1 + 2 * keep) / 3",
+        memory="Nothing of a dropped block.",
+        claimed="44 % less training time and sequences 6.2 times as long, LLaMA-2 with QLoRA.",
+        measured="1.47 and 1.90 times as fast at keep 0.5 and 0.25 (guide, blocks); at the cost of 60 dense steps "
+        "worse than dense with a smaller batch (log, 2026-11-23).",
+        code="WooSunghyeon/dropbp, MIT; draws again in a forward that checkpointing repeats.",
+    )
 
     constants = ("sensitivity_at",)
 

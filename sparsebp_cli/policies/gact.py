@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, SavedCodes, Site, Step
+from sparsebp_cli.policy import InputSaver, MethodCard, SavedCodes, Site, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +24,19 @@ if TYPE_CHECKING:
 @final
 class GACT(InputSaver):
     """Round each group of an input's entries to a grid between its smallest and its largest one."""
+
+    card = MethodCard(
+        use="Where activations do not fit and computing layers again costs too much. Changes the gradient least "
+        "of all savers.",
+        year=2022,
+        saves=("memory",),
+        work="1",
+        memory="N D (bits / 8 + 8 / group) bytes of an input.",
+        claimed="Activations 8.1 times smaller, with convolutional, graph and transformer networks.",
+        measured="82 % of a step's saved bytes with 4 bits, since norms, attention and activation functions keep "
+        "theirs (guide, saved).",
+        code="LiuXiaoxuanPKU/GACT-ICML, no licence seen; read for no part of this.",
+    )
 
     bits: Literal[2, 4, 8, 32] = Field(4, description="Bits of an entry; 32 keeps the input as it is.")
     group: Annotated[int, Field(ge=8, multiple_of=8)] = Field(256, description="Entries that share a grid.")

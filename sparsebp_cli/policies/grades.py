@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, final
 from pydantic import Field
 
 from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policy import Observation, Observed, Parameter, ParameterSelector, Stateful, Step
+from sparsebp_cli.policy import MethodCard, Observation, Observed, Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
     from sparsebp_cli.policy.contract import State
@@ -33,6 +33,17 @@ class _Draw:
 @final
 class GradES(Stateful[Parameter], ParameterSelector):
     """Train everything at first; then freeze each weight matrix of the layers for good when its gradient is small."""
+
+    card = MethodCard(
+        use="For long trainings whose matrices settle at different times. Compare with dense for fewer steps, "
+        "which ends early as well.",
+        year=2025,
+        saves=("time", "memory"),
+        work="(2 + trained) / 3",
+        memory="No input of a frozen weight; its optimizer state is freed.",
+        claimed="1.57 to 7.22 times as fast, mostly by ending early, with small language models.",
+        code="Not found.",
+    )
 
     takes_schedules = False
 

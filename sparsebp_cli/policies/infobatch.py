@@ -26,12 +26,23 @@ from typing import Annotated, ClassVar, Literal, final
 from pydantic import Field
 from typing_extensions import override
 
-from sparsebp_cli.policy import Epoch, EpochSelector, Step, Visits, choice
+from sparsebp_cli.policy import Epoch, EpochSelector, MethodCard, Step, Visits, choice
 
 
 @final
 class InfoBatch(EpochSelector):
     """Leave out some of the examples whose last loss was below the mean, other ones in each epoch."""
+
+    card = MethodCard(
+        use="For many epochs over data with easy examples, with SGD. Within the first epoch nothing is left out.",
+        year=2024,
+        saves=("steps",),
+        work="1",
+        memory="As dense.",
+        claimed="40 % less cost without loss on CIFAR and ImageNet, 20 to 25 % in LLaMA instruction tuning.",
+        measured="No difference from dense at as many steps; saved steps cost as much as in dense (log, 2026-11-23).",
+        code="NUS-HPC-AI-Lab/InfoBatch, MIT in its setup file; its weights are biased where r n is no whole number.",
+    )
 
     constants: ClassVar[tuple[str, ...]] = ("end",)
 

@@ -20,12 +20,22 @@ from typing import Annotated, final
 from pydantic import Field
 from typing_extensions import override
 
-from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
+from sparsebp_cli.policy import BlockDropper, MethodCard, ResidualBlock, Step
 
 
 @final
 class LCSB(BlockDropper):
     """Run the backward of a window of layers, which moves on by its own size at each step, in a cycle."""
+
+    card = MethodCard(
+        use="In place of dropbp where every layer must have its turn within few steps.",
+        year=2026,
+        saves=("time", "memory"),
+        work="(1 + 2 * keep) / 3",
+        memory="Nothing of a skipped layer.",
+        claimed="Up to 1.40 times as fast at less than 2 % loss, models of 0.5 to 3 billion with LoRA (abstract).",
+        code="Not found.",
+    )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         description="Share of the layers whose residual blocks have a backward, in (0, 1]; 1.0 is dense. If it is no "

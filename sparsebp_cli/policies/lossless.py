@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import final
 
-from sparsebp_cli.policy import BatchPacker, PackedSize
+from sparsebp_cli.policy import BatchPacker, MethodCard, PackedSize
 
 # Chosen, not measured: packing copies rows, so a smaller saving is not worth it.
 MIN_SAVED = 0.02
@@ -19,6 +19,16 @@ HEAD_SHARE = 0.1  # assumed share of a step that the head takes
 @final
 class Lossless(BatchPacker):
     """Leave out padding, repeated prefixes and positions without a label; the gradient is the dense one."""
+
+    card = MethodCard(
+        use="First of all, wherever batches have padding, prompts without labels, or shared prefixes. Nothing "
+        "to gain on packed texts of which every position is trained.",
+        saves=("time", "memory"),
+        work="computed",
+        memory="The rows that are computed.",
+        measured="1.28 to 3.05 times as fast on batches with padding, prompts or shared prefixes; 1.33 against "
+        "dense's 1.55 test loss at equal cost (guide, lossless and study).",
+    )
 
     def packs(self, size: PackedSize) -> bool:
         layers = 1 - size.num_rows / size.num_positions

@@ -16,12 +16,20 @@ from typing import Literal, final
 from pydantic import Field
 
 from sparsebp_cli.policies.random_child import ChildRouter
-from sparsebp_cli.policy import Edge, Step
+from sparsebp_cli.policy import Edge, MethodCard, Step
 
 
 @final
 class MaxChild(ChildRouter):
     """Continue into the child with the largest gradient."""
+
+    card = MethodCard(
+        use="To study the path of gradients. Not to save anything: every gradient of a node is computed before "
+        "one is chosen.",
+        memory="As dense.",
+        measured="After 60 steps the child drawn at random (5.15) was better than every largest one (6.06 to 7.26); "
+        "dense 4.24, one seed (guide, max-child).",
+    )
 
     ties: Literal["first", "all", "random"] = Field(
         "first",

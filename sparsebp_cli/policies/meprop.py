@@ -18,6 +18,7 @@ from sparsebp_cli.policy import (
     Columns,
     Elements,
     InformedSelector,
+    MethodCard,
     Seen,
     Selection,
     Site,
@@ -35,6 +36,17 @@ if TYPE_CHECKING:
 class MeProp(InformedSelector):
     """Keep the largest entries of each row, or the features that are largest over the batch; the bias gets the whole
     gradient."""
+
+    card = MethodCard(
+        use="With unified: true, whose work is (1 + 2 keep) / 3; the other form is a reference for quality.",
+        year=2017,
+        saves=("time",),
+        memory="As dense.",
+        claimed="Backpropagation 5.9 times as fast on MNIST and 18.6 in parsing, on a CPU, at even accuracy.",
+        measured="Single entries are never faster than dense here, 0.45 to 0.91 times at 10 % to 0.5 % kept (log, "
+        "2026-11-21).",
+        code="lancopku/meProp, no licence; the bias gets the whole gradient, as here.",
+    )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         description="k as a share of a linear's output features, in (0, 1]; 1.0 is dense. The paper: 0.06, unified 0.1."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, SavedRepresentatives, Site, Step, choice
+from sparsebp_cli.policy import InputSaver, MethodCard, SavedRepresentatives, Site, Step, choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 @final
 class PAMM(InputSaver):
     """Let a few rows of an input stand for all, each row by its projection on the nearest one."""
+
+    card = MethodCard(
+        use="Where the rows of an input point in few directions; look at the cosine first. Biased.",
+        year=2026,
+        saves=("memory", "time"),
+        work="(2 + keep * (1 + N / O)) / 3",
+        memory="keep N D entries, and a number and a factor for each row.",
+        claimed="Inputs of attention up to 512 times smaller without loss of quality (abstract).",
+        code="Not public.",
+    )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1 / 128,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, final
 from pydantic import Field
 
 from sparsebp_cli.policies.structured import StructuredSelector
-from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Selection, Site, Step, TwoToFour
+from sparsebp_cli.policy import Blocks, Columns, Elements, MethodCard, Rows, Selection, Site, Step, TwoToFour
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,17 @@ if TYPE_CHECKING:
 @final
 class Random(StructuredSelector):
     """Keep rows, columns, blocks or elements drawn uniformly."""
+
+    card = MethodCard(
+        use="As the control of every choice at the same budget.",
+        year=2021,
+        saves=("time",),
+        work="(1 + 2 * keep) / 3",
+        memory="As dense.",
+        measured="Random rows beat those of largest norm on the Python documentation (log, 2026-11-21) and lost to "
+        "them on CMUdict (2026-11-23).",
+        code="acsl-technion/approx, BSD-3.",
+    )
 
     weighted: bool = Field(
         False, description="Multiply what is kept by 1 / its probability: a site's gradient is then unbiased."

@@ -8,7 +8,7 @@ from typing import Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import Edge, EdgeRouter, Step
+from sparsebp_cli.policy import Edge, EdgeRouter, MethodCard, Step
 
 
 class ChildRouter(EdgeRouter):
@@ -45,6 +45,11 @@ class ChildRouter(EdgeRouter):
 @final
 class RandomChild(ChildRouter):
     """Continue into one child drawn uniformly."""
+
+    card = MethodCard(
+        use="As the control of max-child.",
+        memory="As dense.",
+    )
 
     def choose(self, rivals: list[int], edges: Sequence[Edge], step: Step) -> list[int]:
         return self.draw(rivals, edges, step)

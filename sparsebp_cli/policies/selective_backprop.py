@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, final
 from pydantic import Field
 
 from sparsebp_cli.policies.sampled import SampledExamples
-from sparsebp_cli.policy import Examples, Step
+from sparsebp_cli.policy import Examples, MethodCard, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 @final
 class SelectiveBackprop(SampledExamples):
     """Backpropagate examples drawn by the rank of their loss: probability (rank / B) ** (1 / keep - 1)."""
+
+    card = MethodCard(
+        use="Where losses of examples differ widely and are reliable. Labels that are wrong have the largest "
+        "losses. Compare with uniform.",
+        year=2019,
+        saves=("time", "memory"),
+        work="keep + scale_factor / 3",
+        memory="keep of the examples.",
+        claimed="Target error up to 3.5 times as fast, convolutional networks on CIFAR-10.",
+        code="angelajiang/SelectiveBackprop, Apache-2.0.",
+    )
 
     scale_factor: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0, description="Share of the positions, from the first, that the forward for the losses reads, in (0, 1]."

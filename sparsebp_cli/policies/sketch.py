@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, SavedSketch, Site, Step, choice
+from sparsebp_cli.policy import InputSaver, MethodCard, SavedSketch, Site, Step, choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 @final
 class Sketch(InputSaver):
     """Mix all rows of an input into fewer. The mixing is drawn again in the backward and applied to the gradient."""
+
+    card = MethodCard(
+        use="Only where keep N is far below D O / (D + O): otherwise it multiplies more than it saves.",
+        year=2022,
+        saves=("memory",),
+        work="(2 + keep * (1 + N / D + N / O)) / 3",
+        memory="keep N D entries of an input.",
+        claimed="Half of the linears' memory at less than one point of accuracy, RoBERTa on GLUE.",
+        code="Not read.",
+    )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.2, description="Rows of the projection over those of the input, in (0, 1]; 1.0 is dense."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Self, final
 
 from pydantic import Field, model_validator
 
-from sparsebp_cli.policy import Score, ScoredTokenSelector, Step, Tokens
+from sparsebp_cli.policy import MethodCard, Score, ScoredTokenSelector, Step, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,19 @@ _NEEDS: dict[str, frozenset[Score]] = {
 @final
 class SelectedTokens(ScoredTokenSelector):
     """Train the marked tokens, or those of largest loss, excess loss, entropy, or random ones."""
+
+    card = MethodCard(
+        use="With mode exact wherever few positions are trained. detach and stop where a shorter step is worth "
+        "a bias. The largest losses are often noise.",
+        year=2024,
+        saves=("time", "memory"),
+        work="(1 + 2 * carried) / 3",
+        memory="The rows that carry gradient.",
+        claimed="Rho-1: mathematics pretraining with 3 % of the tokens; the publication saves no time by it.",
+        measured="mode detach 1.50, 2.56 and 3.15 times as fast at a half, a tenth and 2 of 512 rows (guide, "
+        "tokens); at equal cost worse than a loss mask with a smaller batch by 0.038 (guide, study).",
+        code="microsoft/rho, MIT, without training code.",
+    )
 
     score: Literal["mask", "random", "loss", "excess", "entropy"] = Field(
         description="mask: all tokens that the data marks; loss, entropy: the model's own at this step; excess: its "

@@ -14,7 +14,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from sparsebp_cli.policies.structured import StructuredSelector
-from sparsebp_cli.policy import Selection, Site, Step, choice
+from sparsebp_cli.policy import MethodCard, Selection, Site, Step, choice
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 @final
 class TopK(StructuredSelector):
     """Keep the rows, columns, blocks or elements of largest norm."""
+
+    card = MethodCard(
+        use="To try a choice quickly, always beside random with the same share. The head must stay dense.",
+        year=2017,
+        saves=("time",),
+        work="(1 + 2 * keep) / 3",
+        memory="As dense.",
+        claimed="See meprop, whose rule is along: elements, within: row.",
+        measured="Rows at a quarter: 2.0 times as fast a backward (log, 2026-11-21); no loss shown better than "
+        "dense's at equal cost (log, 2026-11-22 and 2026-11-23).",
+        code="lancopku/meProp, no licence.",
+    )
 
     by: Literal["l1", "l2"] = Field("l2", description="Norm of a row, feature or block; an entry's is its magnitude.")
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, final
 from typing_extensions import override
 
 from sparsebp_cli.policies.sampled import SampledExamples
-from sparsebp_cli.policy import Examples, Step
+from sparsebp_cli.policy import Examples, MethodCard, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 @final
 class Uniform(SampledExamples):
     """Backpropagate random examples; nothing is computed to select them."""
+
+    card = MethodCard(
+        use="As the control of every choice of examples; it is a smaller batch.",
+        year=2019,
+        saves=("time", "memory"),
+        work="keep",
+        memory="keep of the examples.",
+    )
 
     @property
     def unbiased(self) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, final
 
 from pydantic import Field
 
-from sparsebp_cli.policy import InputSaver, SavedRows, Site, Step, choice, sampling
+from sparsebp_cli.policy import InputSaver, MethodCard, SavedRows, Site, Step, choice, sampling
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 @final
 class WTACRS(InputSaver):
     """Keep the rows of large norm for certain and others by chance, weighted so that the gradient stays unbiased."""
+
+    card = MethodCard(
+        use="Where activations do not fit, with many rows. Its gradient is that of a smaller batch: compare with one.",
+        year=2023,
+        saves=("memory", "time"),
+        work="(2 + keep) / 3",
+        memory="keep N rows of an input, with a number and a weight each.",
+        claimed="2.7 times less peak memory at half a percent of accuracy, T5 on GLUE at keep 0.3.",
+        measured="86 % of a step's saved bytes at keep 0.3, since norms, attention and activation functions keep "
+        "theirs (guide, saved).",
+        code="zirui-ray-liu/WTACRS, no licence; biased in its first epoch.",
+    )
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.3, description="Share of the rows of each input that stay, in (0, 1]; 1.0 is dense."

@@ -2,6 +2,7 @@
 
 from sparsebp_cli.policy import choice, sampling
 from sparsebp_cli.policy.block import BlockDropper, DropDraw, ResidualBlock
+from sparsebp_cli.policy.card import MethodCard
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
@@ -44,6 +45,7 @@ __all__ = [
     "GradientSelector",
     "InformedSelector",
     "InputSaver",
+    "MethodCard",
     "Observation",
     "Observed",
     "PackedSize",

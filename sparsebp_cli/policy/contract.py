@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy.card import MethodCard
 from sparsebp_cli.policy.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -160,11 +161,13 @@ class Policy(BaseModel, ABC):
     Args:
         takes_schedules: Whether options may follow a schedule; no for kinds that decide alike at every step.
         constants: Names of options that may not, such as one that says itself when something happens.
+        card: What to know before trying it, for the catalogue; None without one.
     """
 
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
     takes_schedules: ClassVar[bool] = True
     constants: ClassVar[tuple[str, ...]] = ()
+    card: ClassVar[MethodCard | None] = None
     _schedules: tuple[tuple[str, Schedule], ...] = PrivateAttr(())
 
     @property

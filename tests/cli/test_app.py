@@ -14,6 +14,7 @@ import typer
 
 from sparsebp_cli.cli.app import VERBS as PANELS
 from sparsebp_cli.errors import SparseBPError
+from sparsebp_cli.policy import find_policies
 from sparsebp_cli.run import State, list_runs
 
 from .conftest import Cli, Write, write_run
@@ -92,7 +93,24 @@ def test_no_line_of_a_listing_is_too_long(call: Cli, two_runs: None, words: list
 
 
 def test_no_word_in_the_table_of_policies_is_broken(call: Cli) -> None:
-    assert {"keep_warmup_steps,", "selective-backprop", "ParameterSelector"} <= set(call("policies").stdout.split())
+    assert {"memory,", "selective-backprop", "ParameterSelector"} <= set(call("policies").stdout.split())
+
+
+def test_the_list_is_searched_by_kind_claim_saving_and_year(call: Cli) -> None:
+    def names(*options: str) -> set[str]:
+        return {line["name"] for line in json.loads(call("policies", *options, "-o", "json").stdout)}
+
+    everything = names()
+    assert names("--kind", "InputSaver") == {n for n in everything if find_policies()[n].kind == "InputSaver"}
+    assert "lossless" in names("--claim", "exact")
+    assert "gact" not in names("--claim", "exact")
+    assert "gact" in names("--claim", "unbiased", "--saves", "memory", "--since", "2022")
+    assert "gact" not in names("--since", "2023")
+    assert "infobatch" in names("--saves", "steps")
+    wrong = call("policies", "--kind", "InputSavr")
+    assert wrong.returncode == 2
+    assert "did you mean InputSaver?" in wrong.stderr
+    assert call("policies", "gact", "--since", "2020").returncode == 2
 
 
 def test_the_installed_command_is_this_one() -> None:
