@@ -63,6 +63,12 @@ KINDS: dict[str, Kind] = {
         "gradients of parameters whose learning rate is zero",
         "call requires_grad_(False) on them for as long as their learning rate is zero",
     ),
+    "idle-state": Kind(
+        "optimizer state of parameters that were not trained at the last step",
+        "free it when a parameter's turn ends, del optimizer.state[parameter], if memory is the point of turns; the "
+        "parameter's next turn then starts anew",
+        exact=False,
+    ),
     "zero-gradient": Kind(
         "gradients that were all zero in every step",
         "find out why nothing reaches them (a dead unit, a mask, a detached branch); freeze them if that is meant",

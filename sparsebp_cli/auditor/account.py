@@ -19,6 +19,7 @@ from sparsebp_cli.errors import UnsupportedError
 
 FEWEST_VISITS = 4  # parameters per call: a hook that reads fewer is not scanning
 MANY_IGNORED = 0.05  # share of ignored labels, and of rows needed in spite of it, above which a note explains
+MANY_ENDED = 0.05  # share of rows whose gradient a Function ends, above which a note says so
 MOST_NAMES = 3  # in a sentence
 
 
@@ -113,8 +114,12 @@ def _finding(
     flops = {name: value / counts[0] for name, value in waste.flops[kind].items() if value}
     saved = {name: value / counts[1] for name, value in waste.saved[kind].items() if value}
     names = verdict.names.get(kind, [])
-    more = session.parameters.state_bytes(set(names)) if names else 0
-    more += sum(session.parameters.by_name[name].grad_bytes for name in names)
+    held = [session.parameters.by_name[name] for name in names]
+    if kind == "idle-state":
+        more = sum(history.idle_bytes for history in held)
+    else:
+        more = session.parameters.state_bytes(set(names)) if names else 0
+        more += sum(history.grad_bytes for history in held)
     num_bytes = sum(saved.values()) + more
     order = sorted({*flops, *saved}, key=lambda name: (-flops.get(name, 0.0), -saved.get(name, 0.0)))
     known = KINDS[kind]
@@ -213,6 +218,19 @@ def _notes(session: Session, verdict: Verdict, waste: Waste) -> Iterable[str]:
         yield "nothing of the passes was seen: they ran in another thread than the one that was watched"
     if not session.saved.has_seen:
         yield "saved tensors were not watched: somebody else's hooks were in their place all the time"
+    if verdict.withheld:
+        by = {ledger.withholding.get(session.parameters.by_name[name].bit, "") for name in verdict.withheld}
+        functions = ", ".join(sorted(by - {""}))
+        yield (
+            f"never trained, although the loss depends on them and an optimizer holds them: {_list(verdict.withheld)}"
+            + (f"; {functions} returned no gradient for them" if functions else "")
+        )
+    for name, rows in ledger.ended.items():
+        if rows.ended > MANY_ENDED * rows.all:
+            yield (
+                f"{name} ends {rows.ended / rows.all:.1%} of the rows of its gradient: what it returns for its input "
+                "is zero there, and the layers below learn nothing from these rows"
+            )
     if verdict.without_gradient:
         names = verdict.without_gradient
         yield f"no gradient ever reached {len(names)} parameters that an optimizer holds: {_list(names)}"

@@ -14,6 +14,7 @@ from sparsebp_cli.auditor.session import Session
 from sparsebp_cli.auditor.storage import has_died
 
 FEWEST_STEPS = 2  # the first step may have a learning rate of zero, as in schedules with warm-up
+WITHHELD = "withheld"  # no finding: nothing is wasted, but a parameter that should be trained is not
 EXACT = ("unheld", "zero-rate", "unread-leaf")
 
 
@@ -23,7 +24,8 @@ class Verdict:
 
     bits: dict[str, int] = field(default_factory=dict)  # sets of leaves by kind of finding
     names: dict[str, list[str]] = field(default_factory=dict)  # of the parameters among them
-    without_gradient: list[str] = field(default_factory=list)  # parameters of an optimizer that never got a gradient
+    without_gradient: list[str] = field(default_factory=list)  # parameters of an optimizer that are in no loss
+    withheld: list[str] = field(default_factory=list)  # such that are in the loss, and never got a gradient either
     is_judged: bool = True  # whether enough steps were seen
 
     @property
@@ -51,8 +53,12 @@ def judge_leaves(session: Session) -> Verdict:
     if verdict.is_judged:
         for history in parameters.histories.values():
             kind = _kind_of(history, collected & ~parameters.captured, session.watch.gradient_reads.read_elsewhere)
+            if history.idle_bytes:
+                verdict.names.setdefault("idle-state", []).append(history.name)
             if kind == "":
                 verdict.without_gradient.append(history.name)
+            elif kind == WITHHELD:
+                verdict.withheld.append(history.name)
             elif kind is not None:
                 verdict.bits[kind] = verdict.bits.get(kind, 0) | history.bit
                 verdict.names.setdefault(kind, []).append(history.name)
@@ -65,7 +71,11 @@ def judge_leaves(session: Session) -> Verdict:
 def _kind_of(history: ParameterHistory, collected: int, read_elsewhere: int) -> str | None:
     """Return the finding of a parameter: None if its gradient is needed, empty if it never got one."""
     if history.steps and not history.steps_with_gradient:
-        return "" if history.tensor.requires_grad and not history.bit & collected else None
+        if not history.tensor.requires_grad:
+            return None
+        if not history.bit & collected:
+            return ""
+        return None if history.has_moved or history.grad_bytes else WITHHELD
     if not history.bit & collected or history.has_moved:
         return None
     if not history.steps:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,6 +35,19 @@ class AccountFlops:
         self.padding += other.padding
         self.zero += other.zero
         self.whole += other.whole
+
+
+@dataclass
+class RowCount:
+    """Rows of the gradients that came into a Function."""
+
+    ended: int = 0  # rows that were not zero when they came in, and are in what it returned
+    all: int = 0  # rows that were not zero when they came in
+
+    def add(self, ended: int, among: int) -> None:
+        """Count the rows of one call."""
+        self.ended += ended
+        self.all += among
 
 
 @dataclass
@@ -82,6 +95,10 @@ class AuditLedger:
     real: int = 0  # positions without padding, of batches whose labels or token ids are known
     unread: int = 0  # of them, after the last label of their example
     shared: int = 0  # of the others, in a prefix that another example of the batch begins with as well
+    withholding: dict[int, str] = field(
+        default_factory=dict
+    )  # Functions that returned no gradient, by the bit of the leaf
+    ended: dict[str, RowCount] = field(default_factory=lambda: defaultdict(RowCount))  # by name of the Function
     passes: list[PassRecord] = field(default_factory=list)  # outermost backward passes
     visited: set[int] = field(default_factory=set)  # numbers of nodes that a backward ran
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,7 @@ class ParameterHistory:
     steps_with_gradient: int = 0
     steps_with_rate: int = 0  # of those, with a learning rate other than zero
     steps_with_nonzero: int = 0  # of those, with a gradient that was not all zero
+    idle_bytes: int = 0  # of optimizer state at the latest step, if the parameter was frozen then
     grad_bytes: int = 0  # largest size of its gradient after a backward or at the start of a step
 
     @property
@@ -95,6 +96,7 @@ class Parameters:
                     self.add(f"parameter {len(self.histories)}", parameter)
                 history = self.histories[parameter]
                 history.steps += not is_again
+                history.idle_bytes = 0 if parameter.requires_grad else _state_bytes(optimizer.state.get(parameter))
                 if parameter.grad is None:
                     lost |= history.bit
                     continue
@@ -151,9 +153,14 @@ class Parameters:
             for parameter, state in optimizer.state.items():
                 history = self.histories.get(parameter) if isinstance(parameter, Tensor) else None
                 if of is None or (history is not None and history.name in of):
-                    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-                    count += sum(_local(value).numel() * value.element_size() for value in tensors)
+                    count += _state_bytes(state)
         return count
+
+
+def _state_bytes(state: Mapping[str, object] | None) -> int:
+    """Return the bytes of an optimizer's state of one parameter."""
+    tensors = [value for value in (state or {}).values() if isinstance(value, Tensor)]
+    return sum(_local(value).numel() * value.element_size() for value in tensors)
 
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:

@@ -14,9 +14,17 @@ from sparsebp_cli.auditor.ledger import PassRecord
 from sparsebp_cli.auditor.operation import OperatorTape
 from sparsebp_cli.auditor.parameter import Parameters
 from sparsebp_cli.auditor.reach import UNKNOWN, LeafReachability, walk
-from sparsebp_cli.auditor.storage import has_storage, key_of, refer
+from sparsebp_cli.auditor.storage import has_storage, is_plain, key_of, refer
 from sparsebp_cli.auditor.watch import OperatorWatch
-from sparsebp_cli.backward.observe.internals import fsdp_state, has_fsdp_state, running_node, sequence_number_of
+from sparsebp_cli.backward.observe.graph import LEAF
+from sparsebp_cli.backward.observe.internals import (
+    fsdp_state,
+    has_fsdp_state,
+    is_in_transform,
+    leaf_of,
+    running_node,
+    sequence_number_of,
+)
 
 T = TypeVar("T")
 
@@ -50,7 +58,9 @@ class PassRunner:
         if self._tapes:
             self._tapes[-1].hide(_current_number())
         self._tapes.append(tape)
-        handles = [node.register_hook(_Dropped(node, tape.dropped)) for node in reach.functions]
+        handles = [
+            node.register_hook(_Returned(node, tape.dropped, self._watch, self._parameters)) for node in reach.functions
+        ]
         reach.functions.clear()
         reach.variables.clear()
         try:
@@ -108,17 +118,43 @@ class PassRunner:
             self._watch.gradient_reads.unread.add(key_of(grad))
 
 
-class _Dropped:
-    """Hook that records results of a Function for inputs that need no gradient, which autograd drops."""
+class _Returned:
+    """Hook that records what a Function returns for inputs that need no gradient, which autograd drops; for which
+    parameters it returns none; and which rows end in it."""
 
-    def __init__(self, node: Node, dropped: dict[int, StorageWeakRef]) -> None:
+    def __init__(
+        self, node: Node, dropped: dict[int, StorageWeakRef], watch: OperatorWatch, parameters: Parameters
+    ) -> None:
         self._wanted = [child is not None for child, _ in node.next_functions]
-        self._dropped = dropped
+        self._leaves = [
+            leaf_of(child) if child is not None and child.name() == LEAF else None for child, _ in node.next_functions
+        ]
+        self._name = node.name().removesuffix("Backward")
+        self._dropped, self._watch, self._parameters = dropped, watch, parameters
 
-    def __call__(self, returned: Sequence[Tensor | None], _incoming: object) -> None:
-        for is_wanted, grad in zip(self._wanted, returned, strict=False):
+    def __call__(self, returned: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
+        ledger = self._watch.ledger
+        for is_wanted, leaf, grad in zip(self._wanted, self._leaves, returned, strict=False):
             if not is_wanted and isinstance(grad, Tensor) and has_storage(grad):
                 self._dropped[key_of(grad)] = refer(grad)
+            if leaf is not None and grad is None and any(given is not None for given in incoming):
+                ledger.withholding[self._parameters.bits_of([leaf])] = self._name
+        if len(incoming) == 1 and incoming[0] is not None and not is_in_transform():
+            was_active, self._watch.is_active = self._watch.is_active, False  # these operators are not the training's
+            for is_wanted, leaf, grad in zip(self._wanted, self._leaves, returned, strict=False):
+                if is_wanted and leaf is None and grad is not None:
+                    ledger.ended[self._name].add(*_count_ended(incoming[0], grad))
+            self._watch.is_active = was_active
+
+
+def _count_ended(incoming: Tensor, returned: Tensor) -> tuple[int, int]:
+    """Return in how many rows a gradient that came in is gone, and how many rows had one; none if rows do not match."""
+    if not (is_plain(incoming) and is_plain(returned)):
+        return 0, 0
+    if incoming.ndim < 2 or incoming.shape[:-1] != returned.shape[:-1]:
+        return 0, 0
+    had, has = incoming.ne(0).any(dim=-1), returned.ne(0).any(dim=-1)
+    return int((had & ~has).sum()), int(had.sum())
 
 
 def _current_number() -> int:
