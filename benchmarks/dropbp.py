@@ -36,8 +36,10 @@ from sparsebp_cli.asset.checkpointing import checkpoint_activations  # noqa: E40
 from sparsebp_cli.backward import count_flops, saved_bytes  # noqa: E402
 from sparsebp_cli.worker.bench.row import quartiles  # noqa: E402
 
-Ways = dict[str, dict[str, Any]]  # a policy's name and options; empty: none
+# A policy's name and options, and under "attach" further arguments of attach; empty: no policy.
+Ways = dict[str, dict[str, Any]]
 WAYS: Ways = {"dense": {}, **{f"keep: {keep}": {"name": "dropbp", "keep": keep} for keep in (0.5, 0.25)}}
+LEAST_SAVING = 0.02  # of the FLOPs, below which no share of it is told
 CHECKPOINTING = "checkpointing"  # the way in which every layer is computed again
 FULL = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1365, "num_hidden_layers": 6}
 FULL |= {"num_attention_heads": 8}
@@ -52,7 +54,9 @@ class Way:
         if checkpointed:
             checkpoint_activations(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        self.engine = sbp.attach(self.model, policy, optimizer=self.optimizer) if policy else None
+        options = {"num_steps": 1000, **policy.get("attach", {})}
+        chosen = {key: value for key, value in policy.items() if key != "attach"}
+        self.engine = sbp.attach(self.model, chosen, optimizer=self.optimizer, **options) if policy else None
         self._backward: Callable[[Tensor], None] = (
             torch.Tensor.backward if self.engine is None else self.engine.backward
         )
@@ -100,10 +104,20 @@ def measure(ways: dict[str, Way], batches: Callable[[], Tensor], rounds: int) ->
             "step_seconds": quartiles([step for step, _ in spent]),
             "step_speedup": quartiles([dense[0] / ours[0] for dense, ours in pairs]),
             "backward_speedup": quartiles([dense[1] / ours[1] for dense, ours in pairs]),
-            "flops_share": means[name][0] / means["dense"][0],
+            "flops_share": (share := means[name][0] / means["dense"][0]),
+            "ceiling": 1 / share,
+            "realised": realised_share(pairs, share),
             "saved_share": means[name][1] / means["dense"][1],
         }
     return result
+
+
+def realised_share(pairs: list[tuple[tuple[float, float], tuple[float, float]]], flops_share: float) -> float | None:
+    """Return the share of forward's and backward's possible saving that whole steps have, by the median; None if next
+    to nothing can be saved."""
+    if flops_share > 1 - LEAST_SAVING:
+        return None
+    return (1 - quartiles([ours[0] / dense[0] for dense, ours in pairs]).median) / (1 - flops_share)
 
 
 def main(what: str, chosen: Ways, description: str | None) -> None:
@@ -141,11 +155,15 @@ def main(what: str, chosen: Ways, description: str | None) -> None:
         "versions": {name: version(name) for name in ("sparsebp", "torch", "transformers")},
         "ways": rows,
     }
-    print(f"{'way':<20} {'step':>20} {'backward':>20} {'FLOPs':>7} {'kept bytes':>10}")
+    print(f"{'way':<22} {'step':>20} {'backward':>20} {'FLOPs':>7} {'ceiling':>8} {'realised':>9} {'kept bytes':>10}")
     for name, row in rows.items():
         times = (row[key] for key in ("step_speedup", "backward_speedup"))
         step, backward = (f"{speed.median:.2f}x ({speed.low:.2f}-{speed.high:.2f})" for speed in times)
-        print(f"{name:<20} {step:>20} {backward:>20} {row['flops_share']:7.1%} {row['saved_share']:10.1%}")
+        realised = "" if row["realised"] is None else f"{row['realised']:.0%}"
+        print(
+            f"{name:<22} {step:>20} {backward:>20} {row['flops_share']:7.1%} {row['ceiling']:7.2f}x {realised:>9} "
+            f"{row['saved_share']:10.1%}"
+        )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1, default=dict) + "\n")
 

@@ -1,0 +1,59 @@
+"""Times whole training steps of every policy beside dense ones: time, ceiling, realised share of it, bytes kept.
+
+    python benchmarks/policies.py          # about twenty minutes; writes benchmarks/results/policies-cpu.json
+    python benchmarks/policies.py --tiny   # the same code in seconds; it measures nothing
+
+The steps, their order and the ratios are those of `benchmarks/dropbp.py`. *ceiling* is one over the share of the FLOPs
+of forward and backward that is left; *realised* is what whole steps save over what these FLOPs would save. A policy
+that spares the optimizer parameters can realise more. The batch has two texts of full length, and every token of them
+is trained, so `lossless` has next to nothing to leave out: its row is what attaching costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dropbp import CHECKPOINTING, Ways, main
+
+BEGIN: dict[str, Any] = {"start": 0.0, "end": 1.0, "interrupt": 0}
+NODES: dict[str, Any] = {"attach": {"sites": "nodes"}}
+HEAD: dict[str, Any] = {"attach": {"exclude": ["lm_head"]}}
+
+WAYS: Ways = {
+    "dense": {},
+    CHECKPOINTING: {},
+    "dense, engine": {"name": "dense"},
+    "crs 0.25": {"name": "crs", "keep": 0.25, **HEAD},
+    "crs 0.25 uniform": {"name": "crs", "keep": 0.25, "by": "uniform", **HEAD},
+    "dropbp 0.5": {"name": "dropbp", "keep": 0.5},
+    "dropit 0.2": {"name": "dropit", "keep": 0.2},
+    "frozen, BAdam": {
+        "name": "frozen",
+        "turn": "layers",
+        "freeze": ["*embed_tokens*", "*lm_head*", "model.norm*"],
+        "optimizer_state": "drop",
+        "every": 5,
+    },
+    "frozen, LISA": {"name": "frozen", "turn": "layers", "order": "independent", "at_once": 2, "every": 5},
+    "gact 4 bits": {"name": "gact", "bits": 4},
+    "grades": {"name": "grades", "threshold": 0.0},
+    "lcsb 0.5": {"name": "lcsb", "keep": 0.5},
+    "lossless": {"name": "lossless"},
+    "max-child": {"name": "max-child", **NODES},
+    "meprop 0.1 unified": {"name": "meprop", "keep": 0.1, "unified": True, **HEAD},
+    "pamm 1/128": {"name": "pamm", "where": ["*q_proj", "*k_proj", "*v_proj"]},
+    "random 0.25": {"name": "random", "keep": 0.25, **HEAD},
+    "random-child": {"name": "random-child", **NODES},
+    "selective-backprop": {"name": "selective-backprop", "keep": 0.5, **BEGIN},
+    "sketch 0.2": {"name": "sketch", "keep": 0.2},
+    "tokens 0.25 detach": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "detach"},
+    "tokens 0.25 stop": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "stop"},
+    "topk 0.25": {"name": "topk", "keep": 0.25, **HEAD},
+    "topk 0.25 branches": {"name": "topk", "keep": 0.25, "within": "example", "attach": {"sites": "branches"}},
+    "uniform 0.5": {"name": "uniform", "keep": 0.5, **BEGIN},
+    "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
+}
+LEFT_OUT = {"infobatch": "it chooses the examples of an epoch; its steps are dense ones"}
+
+if __name__ == "__main__":
+    main("policies", WAYS, __doc__)

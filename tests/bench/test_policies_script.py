@@ -1,0 +1,44 @@
+"""The benchmark of every policy: none is forgotten, each runs, and what is counted is what the policy leaves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsebp_cli.policy import find_policies
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "policies.py"
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("bench") / "policies.json"
+    command = [sys.executable, str(SCRIPT), "--tiny", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=SCRIPT.parent)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+def test_every_policy_of_the_package_is_timed_or_left_out_for_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import policies
+
+    timed = {way["name"] for way in policies.WAYS.values() if way}
+    known = {name for name, found in find_policies().items() if found.source.split()[0] == "sparsebp"}
+    assert timed | policies.LEFT_OUT.keys() == known
+    assert not timed & policies.LEFT_OUT.keys()
+
+
+@pytest.mark.parametrize(
+    ("way", "share"), [("dense, engine", 1.0), ("gact 4 bits", 1.0), ("uniform 0.5", 0.5), ("dropbp 0.5", None)]
+)
+def test_counted_work_is_what_the_policy_leaves(recorded, way, share) -> None:
+    row = recorded["ways"][way]
+    assert row["flops_share"] == pytest.approx(share, abs=1e-9) if share else 0.5 < row["flops_share"] < 0.75
+    assert row["ceiling"] == pytest.approx(1 / row["flops_share"])
+    assert (row["realised"] is None) == (row["flops_share"] > 0.98)
