@@ -41,6 +41,7 @@ WAYS: Ways = {
     "lossless": {"name": "lossless"},
     "max-child": {"name": "max-child", **NODES},
     "meprop 0.1 unified": {"name": "meprop", "keep": 0.1, "unified": True, **HEAD},
+    "mvue 2:4": {"name": "mvue", **HEAD},
     "pamm 1/128": {"name": "pamm", "where": ["*q_proj", "*k_proj", "*v_proj"]},
     "random 0.25": {"name": "random", "keep": 0.25, **HEAD},
     "random-child": {"name": "random-child", **NODES},

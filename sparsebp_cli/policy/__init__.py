@@ -23,7 +23,7 @@ from sparsebp_cli.policy.saved import (
 from sparsebp_cli.policy.saver import InputSaver
 from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
-from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, Split, TwoToFour
+from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour
 from sparsebp_cli.policy.state import Observation, Observed, Stateful
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
@@ -43,6 +43,7 @@ __all__ = [
     "Examples",
     "FoundPolicy",
     "GradientSelector",
+    "Groups",
     "InformedSelector",
     "InputSaver",
     "MethodCard",

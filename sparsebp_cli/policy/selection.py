@@ -200,6 +200,32 @@ class TwoToFour(Selection):
 
 @final
 @dataclass(frozen=True)
+class Groups(Selection):
+    """A few of every group of neighbouring entries, each with a weight of its own. They are multiplied densely: no
+    kernel of this package is faster for them.
+
+    Args:
+        weight_NO: Factor of each entry, 0 for those that are cut, finite, on the gradient's device. A last group of
+            fewer entries keeps as many, or all that it has.
+        num_of: How many entries of each group are kept, and how many a group has.
+        along_rows: Whether the neighbours are one below the other, as in a sum over rows; else side by side.
+    """
+
+    weight_NO: Tensor
+    num_of: tuple[int, int]
+    along_rows: bool = False
+
+    def apply(self, grad_NO: Tensor) -> Tensor:
+        return grad_NO.masked_fill(self.weight_NO == 0, 0.0) * self.weight_NO.to(grad_NO.dtype)
+
+    def num_kept(self, grad_NO: Tensor) -> int:
+        length, others = grad_NO.shape if self.along_rows else grad_NO.shape[::-1]
+        kept, group = self.num_of
+        return others * (length // group * kept + min(kept, length % group))
+
+
+@final
+@dataclass(frozen=True)
 class Split:
     """One selection for the gradient of the input, another for those of weight and bias.
 

@@ -18,6 +18,7 @@ from sparsebp_cli.policy import (
     Columns,
     Elements,
     GradientSelector,
+    Groups,
     InformedSelector,
     Policy,
     Reading,
@@ -94,6 +95,8 @@ def _check_part(name: str, selection: Selection | None, declared: type[Selection
     require(kind in (None, declared), f"{name}: selects by {type(selection).__name__}, but says {says}")
     if isinstance(selection, TwoToFour):
         _check_two_to_four(name, selection, grad_NO)
+    elif isinstance(selection, Groups):
+        _check_groups(name, selection, grad_NO)
     elif isinstance(selection, Elements):
         _check_index(name, selection.index_K, grad_NO.numel())
         require(math.isfinite(selection.weight), f"{name}: weight must be finite, got {selection.weight}")
@@ -117,6 +120,18 @@ def _check_two_to_four(name: str, selection: TwoToFour, grad_NO: Tensor) -> None
     groups = mask[:, :whole].reshape(-1, 4).sum(1)
     pattern = bool((groups == 2).all()) and bool(mask[:, whole:].all())
     require(pattern, f"{name}: mask_NO must keep two of every four features, and a shorter rest whole")
+
+
+def _check_groups(name: str, selection: Groups, grad_NO: Tensor) -> None:
+    weight_NO, (kept, group) = selection.weight_NO, selection.num_of
+    good = weight_NO.shape == grad_NO.shape and bool(weight_NO.isfinite().all()) and 0 < kept <= group
+    require(good, f"{name}: weight_NO must be finite and {tuple(grad_NO.shape)}, num_of a part of a group")
+    weight = weight_NO.t() if selection.along_rows else weight_NO
+    whole = weight.shape[1] // group * group
+    counts = weight[:, :whole].reshape(-1, group).count_nonzero(1)
+    rest = weight[:, whole:]
+    pattern = bool((counts == kept).all()) and bool((rest.count_nonzero(1) == min(kept, rest.shape[1])).all())
+    require(pattern, f"{name}: weight_NO must keep {kept} of every {group} neighbours, or all where there are fewer")
 
 
 def _check_examples(name: str, rows: Rows, grad_NO: Tensor) -> None:
@@ -180,6 +195,9 @@ def _budget_unit(selection: Selection | None, grad_NO: Tensor) -> tuple[int, int
         return math.prod(selection.block_shape), math.prod(selection.grid(grad_NO))
     if isinstance(selection, TwoToFour):
         return num_rows * 4, -(-num_columns // 4)
+    if isinstance(selection, Groups):
+        length, others = grad_NO.shape if selection.along_rows else grad_NO.shape[::-1]
+        return others * selection.num_of[1], -(-length // selection.num_of[1])
     if isinstance(selection, Elements | Columns):
         return num_rows, num_columns  # a policy may round the number of entries up in each row
     return 1, grad_NO.numel()

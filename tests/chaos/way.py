@@ -42,6 +42,7 @@ WAYS: dict[str, Sections] = {
     "crs": _policy("crs", keep=0.5, products="both"),
     "meprop": _policy("meprop", keep=0.5),
     "meprop unified": _policy("meprop", keep=0.5, unified=True),
+    "mvue": _policy("mvue", products="both"),
     "dropbp": _policy("dropbp", keep=0.5),
     "dropbp by sensitivity": _policy("dropbp", keep=0.5, sensitivity_at=0.3),
     "lcsb": _policy("lcsb", keep=0.5),

@@ -64,6 +64,7 @@ ENTRIES = (
     *_structured("random", weighted=True),
     Entry("meprop", (("keep", 0.3), ("unified", False))),
     Entry("meprop", (("keep", 0.3), ("unified", True))),
+    Entry("mvue", (("products", "both"),)),
     Entry("crs", (("keep", 0.3), ("products", "wgrad"))),
     Entry("crs", (("keep", 0.3), ("products", "both"), ("draw", "bernoulli"))),
     Entry("max-child", kind="EdgeRouter"),
@@ -85,7 +86,7 @@ class Refusal:
 
 
 CLASSES = {"max-child": "MaxChild", "random-child": "RandomChild"}
-INFORMED = {"crs": "CRS", "meprop": "MeProp"}
+INFORMED = {"crs": "CRS", "meprop": "MeProp", "mvue": "MVUE"}
 
 
 def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:

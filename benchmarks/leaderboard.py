@@ -1,0 +1,254 @@
+"""Writes the leaderboard: which method trains a better model than the best dense one at the same cost, task by task.
+
+    python benchmarks/leaderboard.py          # from the archives in docs/results/leaderboard; trains nothing
+    python benchmarks/leaderboard.py --run    # runs what is missing of every study there first, then archives it
+
+A task is a study, `docs/results/leaderboard/TASK.yaml`. Runs are kept in $SPARSEBP_HOME, by default in
+build/results/leaderboard, and a study that was interrupted goes on where it stood, here or wherever these runs are.
+From the archives come `docs/results/leaderboard.csv`, one row a run, and `docs/results/leaderboard.html`. Every number
+and every statement on the page is `sparsebp compare`'s.
+
+The baseline of a task is the best of its dense arms, all of which have the same cost and a learning rate of their own;
+it is chosen by the validation metric, and compared on the test split.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from checkout import ROOT, use_checkout
+
+use_checkout()
+
+import jinja2  # noqa: E402
+import yaml  # noqa: E402
+
+FOLDER = ROOT / "docs" / "results" / "leaderboard"
+PAGE = ROOT / "docs" / "results" / "leaderboard.html"
+DATA = ROOT / "docs" / "results" / "leaderboard.csv"
+SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
+VALIDATION = "eval/loss"
+COLUMNS = (
+    "task",
+    "method",
+    "arm",
+    "seed",
+    "quality",
+    "metric",
+    "steps",
+    "batch",
+    "learning_rate",
+    "cost",
+    "run",
+)
+STATEMENTS = ("better", "worse", "no difference shown")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One study, and its report."""
+
+    name: str
+    study: dict[str, Any]
+    title: str
+    comparison: dict[str, Any]
+
+    @property
+    def baseline(self) -> dict[str, Any]:
+        """The best dense group."""
+        group: dict[str, Any] = self.comparison["groups"][0]
+        return group
+
+
+def main() -> None:
+    """Run what is asked for, then write page and data."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true", help="train what is missing, and archive it")
+    parser.add_argument("--only", nargs="*", default=None, metavar="TASK", help="of --run: these tasks alone")
+    arguments = parser.parse_args()
+    os.environ.setdefault("SPARSEBP_HOME", str(ROOT / "build" / "results" / "leaderboard"))
+    if arguments.run:
+        for file in find_studies():
+            if arguments.only is None or file.stem in arguments.only:
+                run_study(file)
+    tasks = [read_task(file) for file in find_studies() if archive_of(file).exists()]
+    DATA.write_text(write_data(tasks), encoding="utf-8")
+    PAGE.write_text(render(tasks), encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)}, {DATA.relative_to(ROOT)}: {', '.join(task.name for task in tasks) or 'no task'}")
+
+
+def find_studies() -> list[Path]:
+    """Return the files of all tasks."""
+    return [file for file in sorted(FOLDER.glob("*.yaml")) if not file.stem.endswith("-base")]
+
+
+def archive_of(file: Path) -> Path:
+    """Return the archive of a study's report."""
+    return file.with_suffix(".tar.gz")
+
+
+def run_study(file: Path) -> None:
+    """Train what a study misses, and archive the runs that its report counts."""
+    subprocess.run([*SPARSEBP, "study", str(file)], check=True)
+    archive_study(file)
+
+
+def archive_study(file: Path) -> None:
+    """Write the runs of a study's report into its archive."""
+    name = yaml.safe_load(file.read_text(encoding="utf-8"))["study"]
+    found = json.loads(call("compare", "--study", name, "--baseline", "dense", "-o", "json"))
+    runs = [run["run_id"] for run in found["runs"] if run["counts"]]
+    call("archive", *runs, "-o", str(archive_of(file)))
+
+
+def read_task(file: Path) -> Task:
+    """Return a task with the comparison of its archive."""
+    text = file.read_text(encoding="utf-8")
+    study = yaml.safe_load(text)
+    plain = compare(file, "dense", "--metric", VALIDATION)
+    dense = [group for group in plain["groups"] if group["policies"] == ["dense"] and "lora" not in group["label"]]
+    best = min(dense, key=lambda group: group["quality"]["final"]["mean"])["label"]
+    title = text.split("\n", 1)[0].removeprefix("# ")
+    return Task(file.stem, study, title, compare(file, best))
+
+
+def compare(file: Path, baseline: str, *more: str) -> Any:
+    """Return the comparison of an archive's runs."""
+    there = {line.split("/")[1] for line in _members(archive_of(file)) if line.startswith("runs/")}
+    source = ("--from", str(archive_of(file)), "--baseline", baseline)
+    return json.loads(call("compare", *sorted(there), *source, *more, "-o", "json"))
+
+
+def _members(archive: Path) -> list[str]:
+    import tarfile
+
+    with tarfile.open(archive) as file:
+        return file.getnames()
+
+
+def call(*words: str) -> str:
+    """Call sparsebp, and return what it prints; any failure ends the script."""
+    return subprocess.run([*SPARSEBP, *words], check=True, text=True, stdout=subprocess.PIPE).stdout
+
+
+def write_data(tasks: list[Task]) -> str:
+    """Return the data as CSV, one row a run."""
+    import io
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for task in tasks:
+        groups = {group["group"]: group for group in task.comparison["groups"]}
+        for run in sorted(task.comparison["runs"], key=lambda run: (run["label"], run["seed"], run["run_id"])):
+            if run["counts"]:
+                training = groups[run["group"]]["recipe"]["training"]
+                writer.writerow(
+                    [
+                        task.name,
+                        "+".join(groups[run["group"]]["policies"]),
+                        run["label"],
+                        run["seed"],
+                        run["quality"],
+                        task.comparison["metric"],
+                        run["steps"],
+                        training["per_device_train_batch_size"],
+                        training["learning_rate"],
+                        round(cost_of(task, groups[run["group"]]), 2),
+                        run["run_id"],
+                    ]
+                )
+    return out.getvalue()
+
+
+def cost_of(task: Task, group: dict[str, Any]) -> float:
+    """Return what a run of a group costs, in dense steps of the task's own batch."""
+    training = group["recipe"]["training"]
+    batch = next(g for g in task.comparison["groups"] if g["label"] == "dense")["recipe"]["training"]
+    share = training["per_device_train_batch_size"] / batch["per_device_train_batch_size"]
+    cost = (group["speed"]["step_cost"] or {"median": 1.0})["median"]
+    return float(training["max_steps"] * cost * share)
+
+
+def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of one group."""
+    quality, final = group["quality"], group["quality"]["final"]
+    difference = quality["difference"]
+    sign = -1 if task.comparison["better"] == "higher" else 1
+    statement = ""
+    if difference is not None and difference["family_low"] is not None:
+        low, high = sorted((sign * difference["family_low"], sign * difference["family_high"]))
+        statement = STATEMENTS[0] if high < 0 else STATEMENTS[1] if low > 0 else STATEMENTS[2]
+    counts, dense = group["cost"], task.baseline["cost"]
+    training, base = group["recipe"]["training"], task.baseline["recipe"]["training"]
+    batches = training["per_device_train_batch_size"] / base["per_device_train_batch_size"]
+    return {
+        "arm": group["label"],
+        "is_baseline": group["baseline"],
+        "options": json.dumps(task.study["arms"].get(group["label"], {})),
+        "quality": final,
+        "difference": difference,
+        "statement": "best dense" if group["baseline"] else statement,
+        "steps": training["max_steps"],
+        "batch": training["per_device_train_batch_size"],
+        "rate": training["learning_rate"],
+        "step_cost": (group["speed"]["step_cost"] or {}).get("median"),
+        "cost": cost_of(task, group),
+        "saved": _ratio(counts["saved_bytes"], (dense["saved_bytes"] or 0.0) * batches),
+        "cosine": counts["cosine"],
+        "noise": counts["noise_ratio"],
+        "verdict": group["verdict"],
+        "command": make_command(task, group),
+        "runs": [run["run_id"] for run in task.comparison["runs"] if run["group"] == group["group"] and run["counts"]],
+    }
+
+
+def make_command(task: Task, group: dict[str, Any]) -> str:
+    """Return the command that trains a group again, with its steps and learning rate."""
+    training = group["recipe"]["training"]
+    own = dict(task.study["arms"].get(group["label"]) or {})
+    own |= {f"training.{key}": training[key] for key in ("max_steps", "warmup_steps", "learning_rate")}
+    changes = [word for key, value in own.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    base = (FOLDER / task.study["base"]).relative_to(ROOT)
+    seeds = ",".join(map(str, group["seeds"]))
+    return shlex.join(["sparsebp", "run", str(base), "--name", group["label"], *changes, "--seeds", seeds])
+
+
+def _ratio(value: float | None, base: float | None) -> float | None:
+    return None if not value or not base else value / base
+
+
+def render(tasks: list[Task]) -> str:
+    """Return the page."""
+    from markupsafe import Markup
+
+    loader = jinja2.ChoiceLoader(
+        [jinja2.FileSystemLoader(Path(__file__).parent / "page"), jinja2.PackageLoader("sparsebp_cli.page", "")]
+    )
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals["embed"] = lambda name: Markup(loader.get_source(environment, name)[0])
+    shown = []
+    for task in tasks:
+        rows = [make_row(task, group) for group in task.comparison["groups"]]
+        rows.sort(key=lambda row: (row["difference"] or {"mean": 0.0})["mean"])
+        counts = {word: [row["arm"] for row in rows if row["statement"] == word] for word in STATEMENTS}
+        known = {row["arm"] for row in rows}
+        missing = [arm for arm in task.study["arms"] if arm not in known]
+        shown.append({"task": task, "rows": rows, "counts": counts, "missing": missing})
+    waiting = [file.stem for file in find_studies() if not archive_of(file).exists()]
+    return environment.get_template("page.html").render(shown=shown, waiting=waiting) + "\n"
+
+
+if __name__ == "__main__":
+    main()

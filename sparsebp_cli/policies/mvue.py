@@ -1,0 +1,131 @@
+"""Keep N of every M neighbouring entries of a linear's gradient, so drawn that the products stay unbiased with least
+variance.
+
+Brian Chmiel, Itay Hubara, Ron Banner and Daniel Soudry, "Minimum Variance Unbiased N:M Sparsity for the Neural
+Gradients" (ICLR 2023), https://arxiv.org/abs/2203.10991. In each group the probabilities are in proportion to the
+magnitudes, those that would exceed 1 cut there and the others raised, and a kept entry is divided by its probability.
+As theirs, groups lie along the sum of the product: of rows for the gradient of the weight, of features for that of the
+input. We differ: they give closed forms for 1:2 and 2:4, ours draws systematically, with the same
+probability of each entry, and so the same variance of it, for any N:M; and the bias gets the whole gradient.
+
+The form that is published with Yuezhou Hu and others, "S-STE" (NeurIPS 2024), https://arxiv.org/abs/2409.09099, as a
+torch function is biased where one entry outweighs the other three: (0.1, 0.2, 0.3, 4) has the mean
+(0.38, 0.77, 1.15, 2.30). This one keeps the 4 for certain.
+
+Cost: products are multiplied densely, and choosing costs a sort of every group. Sparse tensor cores would multiply 2:4
+at up to twice the rate; no such kernel is built, so this is a reference for what the noise does to a training.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self, final
+
+from pydantic import Field, PositiveInt, model_validator
+
+from sparsebp_cli.policy import (
+    Budget,
+    Groups,
+    InformedSelector,
+    MethodCard,
+    Seen,
+    Selection,
+    Site,
+    Split,
+    SplitTypes,
+    Step,
+    sampling,
+)
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+
+@final
+class MVUE(InformedSelector):
+    """Draw N of every M neighbours of a gradient by their size, unbiased and with the least variance."""
+
+    card = MethodCard(
+        use="To learn what N:M noise of the gradient does to a training, before a GPU with sparse tensor cores is "
+        "bought for it. It is slower than dense here.",
+        year=2023,
+        work="1",
+        memory="As dense.",
+        claimed="1:2 and 2:4 gradients train as accurately as dense ones, with ResNets, BERT and a translation model.",
+        code="A README alone; a later torch form, in S-STE's repository, BSD-3, is biased where one entry dominates.",
+    )
+
+    kept: PositiveInt = Field(2, description="N: how many of each group are kept.")
+    group: PositiveInt = Field(4, description="M: how many neighbours are a group.")
+    products: Literal["wgrad", "dgrad", "both"] = Field(
+        "wgrad",
+        description="Which product is approximated: the gradient of the weight, in groups of rows, of the input, in "
+        "groups of features, or both. Errors of dgrad pass on to the layers below.",
+    )
+    by: Literal["magnitude", "random"] = Field(
+        "magnitude", description="Probabilities by the magnitudes, or all alike, the control."
+    )
+
+    @model_validator(mode="after")
+    def _is_a_part(self) -> Self:
+        if self.kept > self.group:
+            raise ValueError(f"kept must be at most group, got {self.kept} of {self.group}")
+        return self
+
+    @property
+    def exact(self) -> bool:
+        return self.kept == self.group
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    @property
+    def budget(self) -> Budget:
+        share = self.kept / self.group
+        return Budget(*(share if self.products in (product, "both") else 1.0 for product in ("dgrad", "wgrad")))
+
+    @property
+    def selection(self) -> type[Selection] | None:
+        return None if self.exact else Groups
+
+    @property
+    def split(self) -> SplitTypes | None:
+        if self.exact:
+            return None
+        return SplitTypes(*(Groups if self.products in (product, "both") else None for product in ("dgrad", "wgrad")))
+
+    @property
+    def control(self) -> dict[str, object] | None:
+        if self.exact or self.by == "random":
+            return None
+        return {"name": "mvue", **self.model_dump(mode="json"), "by": "random"}
+
+    def choose(self, seen: Seen, site: Site, step: Step) -> Split | None:
+        if self.exact:
+            return None
+        generator = step.generator(site, seen.grad_NO.device)
+        dgrad = wgrad = None
+        if seen.needs_wgrad and self.products != "dgrad":
+            wgrad = self._draw(seen.grad_NO.t(), generator)
+            wgrad = Groups(wgrad.weight_NO.t(), wgrad.num_of, along_rows=True)
+        if seen.needs_dgrad and self.products != "wgrad":
+            dgrad = self._draw(seen.grad_NO, generator)
+        return Split(dgrad, wgrad, full_bias=True)
+
+    def _draw(self, grad: Tensor, generator: Generator) -> Groups:
+        """Draw in groups of neighbours in a row."""
+        import torch
+
+        weight = torch.ones(grad.shape, device=grad.device)
+        whole = grad.shape[1] // self.group * self.group
+        for start, end, size in ((0, whole, self.group), (whole, grad.shape[1], grad.shape[1] - whole)):
+            if end == start or size <= self.kept:
+                continue  # a last group of few entries is kept whole
+            score_GM = grad[:, start:end].reshape(-1, size).abs()
+            if self.by == "random":
+                score_GM = torch.ones_like(score_GM)
+            probability_GM = sampling.fill_groups(score_GM, self.kept)
+            drawn_GM = sampling.draw_groups(probability_GM, self.kept, generator)
+            weight_GM = torch.where(drawn_GM, probability_GM.reciprocal(), 0.0).float()
+            weight[:, start:end] = weight_GM.view(len(grad), end - start)
+        return Groups(weight, (self.kept, self.group))
