@@ -52,6 +52,7 @@ WAYS: Ways = {
     "topk 0.25": {"name": "topk", "keep": 0.25, **HEAD},
     "topk 0.25 branches": {"name": "topk", "keep": 0.25, "within": "example", "attach": {"sites": "branches"}},
     "uniform 0.5": {"name": "uniform", "keep": 0.5, **BEGIN},
+    "vcas, before control": {"name": "vcas", **HEAD},
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
 LEFT_OUT = {"infobatch": "it chooses the examples of an epoch; its steps are dense ones"}

@@ -30,6 +30,7 @@ from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.block.extension import BlockExtension
 from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.backward.selection.example import ExampleExtension
+from sparsebp_cli.backward.selection.layer import LayerExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
@@ -41,6 +42,7 @@ from sparsebp_cli.policy import (
     ExampleSelector,
     GradientSelector,
     InputSaver,
+    LayerSampler,
     ParameterSelector,
     Policy,
     PolicyLike,
@@ -196,6 +198,7 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     BlockDropper: lambda policy, model, given: BlockExtension(policy, model, given.states),
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
     ExampleSelector: lambda policy, model, _: ExampleExtension(policy, model),
+    LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
 }
 
 

@@ -17,6 +17,7 @@ from sparsebp_cli.policy import (
     GradientSelector,
     InformedSelector,
     InputSaver,
+    LayerSampler,
     ParameterSelector,
     Policy,
     Stateful,
@@ -57,6 +58,7 @@ class PolicyFacts:
         facts["observes"] = isinstance(policy, Stateful) and not policy.is_identical
         facts["stateful"] = isinstance(policy, Stateful)
         facts["has_trials"] = isinstance(policy, Stateful) and policy.has_trials
+        facts["samples_layers"] = isinstance(policy, LayerSampler)
         facts["reads_gradients"] = _reads_gradients(policy)
         if isinstance(policy, GradientSelector):
             facts["placed"] = policy.where is not None or policy.layers is not None

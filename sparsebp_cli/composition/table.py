@@ -115,8 +115,23 @@ _POLICY_RULES = (
         options={"processes": SEVERAL},
     ),
     Rule(
-        "{policy} asks for trial passes, which are built for block droppers alone",
-        policy={"has_trials": (True,), "kind": tuple(kind for kind in KINDS if kind != "BlockDropper")},
+        "{policy} asks for trial passes, which are built for block droppers and layer samplers alone",
+        policy={
+            "has_trials": (True,),
+            "samples_layers": (False,),
+            "kind": tuple(kind for kind in KINDS if kind != "BlockDropper"),
+        },
+    ),
+    Rule(
+        "{policy} chooses examples at the output of each layer, which is not built with {other}",
+        why="Each row of a gradient must belong to a known example, and each linear's input be there.",
+        policy={"samples_layers": (True,)},
+        other={"kind": tuple(kind for kind in KINDS if kind not in {"GradientSelector", "ParameterSelector"})},
+    ),
+    Rule(
+        "{policy} chooses examples at the output of each layer, which is not built with {segments}",
+        policy={"samples_layers": (True,)},
+        options={"segments": GIVEN},
     ),
     Rule(
         "{policy} observes gradients of parameters, which {update} frees during the backward; use {update:deferred}",

@@ -8,6 +8,7 @@ from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
 from sparsebp_cli.policy.example import Examples, ExampleSelector
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
+from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.router import Edge, EdgeRouter
@@ -24,7 +25,7 @@ from sparsebp_cli.policy.saver import InputSaver
 from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour
-from sparsebp_cli.policy.state import Observation, Observed, Stateful
+from sparsebp_cli.policy.state import Observation, Observed, Stateful, TrialPass
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "Groups",
     "InformedSelector",
     "InputSaver",
+    "LayerOutput",
+    "LayerSampler",
     "MethodCard",
     "Observation",
     "Observed",
@@ -77,6 +80,7 @@ __all__ = [
     "TokenChoice",
     "TokenSelector",
     "Tokens",
+    "TrialPass",
     "TwoToFour",
     "Visits",
     "choice",

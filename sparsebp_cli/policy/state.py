@@ -18,7 +18,9 @@ from sparsebp_cli.policy.contract import State, Step
 if TYPE_CHECKING:
     from torch import Tensor
 
-Observed = Literal["grad_norm", "column_norm", "parameter_norm", "parameter_l1"]
+Observed = Literal[
+    "grad_norm", "column_norm", "parameter_norm", "parameter_l1", "gradient_sample", "row_product", "example_norm"
+]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
 
 
@@ -35,12 +37,36 @@ class Observation:
         parameter_norm: By parameter, the 2-norm of the gradient that the optimizer gets, after clipping, 0-d.
         parameter_l1: By parameter, the sum of the magnitudes of that gradient, 0-d. A shared parameter has one
             entry, by its first name.
+        gradient_sample: By parameter, one in a hundred entries of its gradient, the same in all trial passes before a
+            step, scaled so that the sum of their squares estimates that of all, (K,). In trial passes alone.
+        row_product: By site, the product of the norms of each row of input and gradient, (N,); needs ``input_norm``
+            among the policy's ``reads``. In trial passes alone.
+        example_norm: By number of a layer, the norm of each example's gradient at its output, (B,), of a
+            :class:`~sparsebp_cli.policy.LayerSampler`. In trial passes alone.
     """
 
     grad_norm: Mapping[str, Tensor] = field(default_factory=dict)
     column_norm: Mapping[str, Tensor] = field(default_factory=dict)
     parameter_norm: Mapping[str, Tensor] = field(default_factory=dict)
     parameter_l1: Mapping[str, Tensor] = field(default_factory=dict)
+    gradient_sample: Mapping[str, Tensor] = field(default_factory=dict)
+    row_product: Mapping[str, Tensor] = field(default_factory=dict)
+    example_norm: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrialPass:
+    """A trial pass as a policy wants it.
+
+    Args:
+        batch: 0 for the step's first micro-batch, 1 for another one, and so on.
+        draw: Of random decisions, at least 1; other numbers give independent draws.
+        state: The state that the policy's decisions read in it; None: the state before the step.
+    """
+
+    batch: int = 0
+    draw: int = 1
+    state: State | None = None
 
 
 class Stateful(ABC, Generic[Place]):
@@ -92,17 +118,18 @@ class Stateful(ABC, Generic[Place]):
         """Whether ``wants_trials`` asks for any, at whatever step."""
         return False
 
-    def wants_trials(self, step: Step) -> Sequence[Collection[str]]:  # noqa: ARG002 - for overrides
-        """Return decisions that are to be tried before a step, for a policy whose decision is a set of names.
+    def wants_trials(self, step: Step) -> Sequence[Collection[str] | TrialPass]:  # noqa: ARG002 - for overrides
+        """Return what is to be tried before a step: decisions, of a block dropper, or passes with a state of their own,
+        of a layer sampler.
 
-        Each is one forward and backward over the step's first micro-batch, with the same random numbers; they cost what
-        they cost, and change nothing but the state. Built for block droppers.
+        Each is one forward and backward over one micro-batch, with the same random numbers of dropout; they cost what
+        they cost, and change nothing but the state. Built for block droppers and layer samplers.
 
         Args:
             step: The coming one, with the state.
 
         Returns:
-            The decisions; empty, as without an override: none.
+            One entry a pass; empty, as without an override: none.
         """
         return ()
 

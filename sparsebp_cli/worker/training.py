@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self
 
 import torch
@@ -257,8 +258,17 @@ class Training:
         if not self.engine.trials_are_due():
             return None
         with count_flops() as flops:
-            self.engine.run_trials(lambda: self._forward(number, batch, targets)[0], self.accelerator.backward)
+            others = [
+                partial(self._trial_loss, number + more, targets)
+                for more in range(1, self.engine.count_trial_batches())
+            ]
+            first = partial(self._forward, number, batch, targets)
+            self.engine.run_trials(lambda: first()[0], self.accelerator.backward, others=others)
         return float(flops.total)
+
+    def _trial_loss(self, number: int, targets: int) -> Tensor:
+        """Return the loss of a later micro-batch, by the number of targets of the coming step."""
+        return self._forward(number, self.order.rank_part(number)[0], targets)[0]
 
     def _accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Reduce gradients over the ranks only in the last micro-batch of a step."""

@@ -43,6 +43,7 @@ WAYS: dict[str, Sections] = {
     "meprop": _policy("meprop", keep=0.5),
     "meprop unified": _policy("meprop", keep=0.5, unified=True),
     "mvue": _policy("mvue", products="both"),
+    "vcas": _policy("vcas", every=3, tolerance=0.5, row_tolerance=0.5),
     "dropbp": _policy("dropbp", keep=0.5),
     "dropbp by sensitivity": _policy("dropbp", keep=0.5, sensitivity_at=0.3),
     "lcsb": _policy("lcsb", keep=0.5),

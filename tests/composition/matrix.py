@@ -65,6 +65,7 @@ ENTRIES = (
     Entry("meprop", (("keep", 0.3), ("unified", False))),
     Entry("meprop", (("keep", 0.3), ("unified", True))),
     Entry("mvue", (("products", "both"),)),
+    Entry("vcas", (("every", 100),)),
     Entry("crs", (("keep", 0.3), ("products", "wgrad"))),
     Entry("crs", (("keep", 0.3), ("products", "both"), ("draw", "bernoulli"))),
     Entry("max-child", kind="EdgeRouter"),
@@ -86,7 +87,7 @@ class Refusal:
 
 
 CLASSES = {"max-child": "MaxChild", "random-child": "RandomChild"}
-INFORMED = {"crs": "CRS", "meprop": "MeProp", "mvue": "MVUE"}
+INFORMED = {"crs": "CRS", "meprop": "MeProp", "mvue": "MVUE", "vcas": "VCAS"}
 
 
 def find_refusal(entry: Entry, site: str, composition: str) -> Refusal | None:

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "meprop": ("meprop", {"keep": 0.25}, {}),
     "meprop unified": ("meprop", {"keep": 0.25, "unified": True}, {}),
     "mvue": ("mvue", {"products": "both"}, {}),
+    "vcas": ("vcas", {}, {}),
     "dropbp": ("dropbp", {"keep": 0.5}, {}),
     "dropbp by sensitivity": ("dropbp", {"keep": 0.5, "sensitivity_at": 0.5}, {"num_steps": 10}),
     "grades": ("grades", {"threshold": 1.0, "grace": 0.0}, {"num_steps": 10}),

@@ -251,7 +251,7 @@ class SiteDecisions:
             budget = rule.budget or Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:
                 if rule.has_state:
-                    self.states.see(rule.selector, site, grad_NO)
+                    self.states.see(rule.selector, site, seen)
                 grad_NO, selection = self._select(rule.policy, seen, site, step)
         claim = allowed = _claim(work, rule, budget)
         if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device

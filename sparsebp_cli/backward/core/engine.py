@@ -29,7 +29,7 @@ from sparsebp_cli.backward.core.trial import Trials
 from sparsebp_cli.backward.observe.example_rows import BatchNote
 from sparsebp_cli.backward.observe.loss_graph import has_site
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import GradientSelector, Site, Step
+from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
 
 _UNSEEN = (
     "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
@@ -150,22 +150,43 @@ class Engine:
         """Return whether a policy wants trial passes before the coming step; see :meth:`run_trials`."""
         return self.enabled and self._trials.are_due(self._clock.now())
 
-    def run_trials(self, forward: Callable[[], Tensor], backward: Callable[..., object] | None = None) -> None:
+    def run_trials(
+        self,
+        forward: Callable[[], Tensor],
+        backward: Callable[..., object] | None = None,
+        *,
+        others: Sequence[Callable[[], Tensor]] = (),
+    ) -> None:
         """Make the trial passes that policies want before the coming step; none may be due. Afterwards the model is as
         before: its gradients, buffers and random generators.
 
         Args:
             forward: Runs the model on the step's first micro-batch and returns the loss.
             backward: As for :meth:`backward`.
+            others: Do the same on other micro-batches, for policies that measure how batches differ.
+
+        Raises:
+            UsageError: A policy wants more micro-batches than there are.
         """
+        if not self.trials_are_due():
+            return
+        batches, wanted = [forward, *others], self._trials.count_batches(self._clock.now())
+        if wanted > len(batches):
+            raise UsageError(
+                f"a policy measures over {wanted} micro-batches: engine.run_trials(forward, others=[...]) with "
+                f"{wanted - 1} more"
+            )
 
-        def run_pass() -> None:
-            with self.probing(1):
-                self.backward(forward(), backward)
+        def run_pass(trial: TrialPass) -> None:
+            with self.probing(trial.draw):
+                self.backward(batches[trial.batch](), backward)
 
-        if self.trials_are_due():
-            self._trials.run(self._clock.now(), run_pass)
-            self._start_step(self.now())  # with the new states
+        self._trials.run(self._clock.now(), run_pass)
+        self._start_step(self.now())  # with the new states
+
+    def count_trial_batches(self) -> int:
+        """Return over how many micro-batches the trial passes before the coming step run; 0 if none are due."""
+        return self._trials.count_batches(self._clock.now()) if self.trials_are_due() else 0
 
     def _differentiate(self, loss: Tensor, backward: Callable[..., object] | None, **options: object) -> None:
         with self._adapter.backward_context(loss) as instead:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, Step, choice
+from sparsebp_cli.policy import Observation, Observed, Policy, Seen, Site, Stateful, Step, TrialPass, choice
 
 Values = Mapping[str, Tensor | float]
 _OBSERVED = "observed"
@@ -20,6 +20,8 @@ _OF_PARAMETERS: dict[Observed, Callable[[Tensor], Tensor]] = {
     "parameter_l1": choice.l1_norm,
 }
 _AT_SITES: frozenset[Observed] = frozenset({"grad_norm", "column_norm"})
+_IN_TRIALS: frozenset[Observed] = frozenset({"gradient_sample", "row_product", "example_norm"})
+SAMPLED = 100  # one in so many entries of a gradient is sampled
 
 
 @final
@@ -40,6 +42,8 @@ class PolicyStates:
         self._states = {n: _check(policy, policy.init(policies[int(n)][1])) for n, policy in self._policies.items()}
         self._observed: dict[str, Tensor] = {}  # norms of the step under way, by part and site
         self._gradients = gradients
+        self._trial_step: Step | None = None  # during a trial pass
+        self._tried: dict[str, Tensor] = {}  # what the trial pass under way saw
         self._device: torch.device | None = None
 
     def of(self, policy: Policy) -> Values:
@@ -58,9 +62,14 @@ class PolicyStates:
             self._observed = {name: norm.to(device) for name, norm in self._observed.items()}
             self._device = device
 
-    def see(self, policy: Policy, site: Site, grad_NO: Tensor) -> None:
+    def see(self, policy: Policy, site: Site, seen: Seen) -> None:
         """Add a gradient to the norms of its site, as far as the site's policy observes them."""
-        if not isinstance(policy, Stateful) or not policy.observes & _AT_SITES:
+        if not isinstance(policy, Stateful):
+            return
+        grad_NO = seen.grad_NO
+        if self._trial_step is not None and "row_product" in policy.observes:
+            self._tried[f"row_product/{site.name}"] = choice.norm(grad_NO, 1) * seen.input_norm
+        if policy.has_trials or not policy.observes & _AT_SITES:
             return
         norm_O = choice.norm(grad_NO, 0)
         parts: dict[Observed, Tensor] = {"column_norm": norm_O}
@@ -69,6 +78,23 @@ class PolicyStates:
         for part in policy.observes & _AT_SITES:
             name, before = f"{part}/{site.name}", self._observed.get(f"{part}/{site.name}")
             self._observed[name] = parts[part] if before is None else torch.hypot(before, parts[part])
+
+    def see_layer(self, policy: Policy, layer: int, norm_B: Tensor) -> None:
+        """Note the norms of the examples' gradients at a layer's output, in a trial pass."""
+        if self._trial_step is not None and isinstance(policy, Stateful) and "example_norm" in policy.observes:
+            self._tried[f"example_norm/{layer}"] = norm_B
+
+    @contextmanager
+    def trying(self, policy: Policy, step: Step, state: Values | None) -> Iterator[None]:
+        """Give a policy another state for a trial pass, and observe what it sees in it."""
+        number = self._numbers[id(policy)]
+        before = self._states[number]
+        self._trial_step, self._tried = step, {}
+        self._states[number] = before if state is None else _check(policy, state)
+        try:
+            yield
+        finally:
+            self._states[number], self._trial_step = before, None
 
     def end_step(self, step: Step) -> None:
         """Fold what the step saw into the states."""
@@ -86,14 +112,24 @@ class PolicyStates:
             for number, policy in self._policies.items():
                 self._replace(number, policy.at(step).observe(self._states[number], observation, step))
 
-    def wanted(self, policy: Policy, step: Step) -> Sequence[Collection[str]]:
-        """Return the decisions that a policy wants to try before a step."""
+    def wanted(self, policy: Policy, step: Step) -> Sequence[Collection[str] | TrialPass]:
+        """Return the trial passes that a policy wants before a step."""
         return policy.wants_trials(self.show(policy, step)) if isinstance(policy, Stateful) else ()
 
     @torch.no_grad()
     def measure(self, policy: Policy) -> Observation:
-        """Return what a policy observes of the parameters, as of now."""
-        return Observation(**self._measure_parameters(set(policy.observes if isinstance(policy, Stateful) else ())))
+        """Return what a policy observes of the parameters, as of now, and what it has seen in the trial pass."""
+        observes = policy.observes if isinstance(policy, Stateful) else frozenset()
+        parts = {part: dict[str, Tensor]() for part in observes & _IN_TRIALS}
+        for key, value in self._tried.items():
+            part, _, name = key.partition("/")
+            parts[part][name] = value  # type: ignore[index]  # keys are of see and see_layer
+        if "gradient_sample" in observes:
+            assert self._trial_step is not None
+            parts["gradient_sample"] = {
+                name: _sample(gradient, name, self._trial_step) for name, gradient in self._gradients().items()
+            }
+        return Observation(**self._measure_parameters(set(observes)), **parts)
 
     def fold_trials(self, policy: Policy, observations: Sequence[Observation], step: Step) -> None:
         """Fold what trial passes saw into the state of the policy that wanted them."""
@@ -155,6 +191,20 @@ class PolicyStates:
         self._states = {number: dict(sorted(values.items())) for number, values in states.items()}
         self._observed = {key.removeprefix(f"{_OBSERVED}/"): norm for key, norm in observed.items()}
         self._device = None  # wherever the state was saved
+
+
+def _sample(gradient: Tensor, name: str, step: Step) -> Tensor:
+    """Return some entries of a gradient, the same at every call with one step."""
+    number = gradient.numel()
+    num_drawn = -(-number // SAMPLED)
+    generator = step.generator(_Drawn(f"sample of {name}"))
+    index_K = torch.randint(number, (num_drawn,), generator=generator).to(gradient.device)
+    return gradient.reshape(-1)[index_K].float() * (number / num_drawn) ** 0.5
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    name: str
 
 
 def _check(policy: Stateful[Any], values: Values) -> Values:

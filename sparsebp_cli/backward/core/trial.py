@@ -11,7 +11,7 @@ from torch import nn
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.rewind import Rewind
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Policy, Step
+from sparsebp_cli.policy import Policy, Step, TrialPass
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineExtension
@@ -25,8 +25,8 @@ class TriesDecisions(Protocol):
     def policy(self) -> Policy:
         """The policy."""
 
-    def trying(self, decision: Collection[str]) -> AbstractContextManager[None]:
-        """Return a context in which this is the policy's decision."""
+    def trying(self, decision: Collection[str] | TrialPass) -> AbstractContextManager[None]:
+        """Return a context in which this is the policy's decision, or the state that it reads."""
 
 
 class Trials:
@@ -55,7 +55,12 @@ class Trials:
                 "step's first forward"
             )
 
-    def run(self, step: Step, run_pass: Callable[[], object]) -> None:
+    def count_batches(self, step: Step) -> int:
+        """Return over how many micro-batches the passes before a step run."""
+        wanted = [trial for part in self._trying for trial in self._states.wanted(part.policy, step)]
+        return max((_as_pass(trial).batch + 1 for trial in wanted), default=0)
+
+    def run(self, step: Step, run_pass: Callable[[TrialPass], object]) -> None:
         """Make the passes of all policies, and fold what they show into the states."""
         rewind = Rewind(self._model)
         try:
@@ -63,11 +68,17 @@ class Trials:
                 found = []
                 for decision in self._states.wanted(part.policy, step):
                     rewind.start()
-                    with part.trying(decision):
-                        run_pass()
-                    found.append(self._states.measure(part.policy))
+                    trial = _as_pass(decision)
+                    with self._states.trying(part.policy, step, trial.state):
+                        with part.trying(decision):
+                            run_pass(trial)
+                        found.append(self._states.measure(part.policy))
                 if found:
                     self._states.fold_trials(part.policy, found, step)
         finally:
             rewind.finish()
         self._done = step.index
+
+
+def _as_pass(wanted: Collection[str] | TrialPass) -> TrialPass:
+    return wanted if isinstance(wanted, TrialPass) else TrialPass()
