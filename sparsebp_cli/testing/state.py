@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Observation, Observed, Parameter, Policy, Site, Stateful, Step
+from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, Step
 from sparsebp_cli.policy.contract import Named
 from sparsebp_cli.testing.promise import name_of, random_states, require
 
 Values = Mapping[str, Tensor | float]
 NUM_STEPS = 3
+LONGEST = 1000  # steps within which trial passes are looked for
+NUM_ROWS = 6
 
 
 def check_state(policy: Policy, places: Sequence[Named]) -> None:
@@ -32,17 +34,39 @@ def check_state(policy: Policy, places: Sequence[Named]) -> None:
         require(_same(after, again), f"{name}: observe returns another state when called again")
         require(_layout(after) == _layout(first), f"{name}: observe returns other entries than init")
         state = after
+    _check_trials(policy, places, first)
 
 
-def _observe(policy: Stateful[Any], places: Sequence[Named]) -> Observation:
-    generator = torch.Generator().manual_seed(0)
+def _check_trials(policy: Stateful[Any], places: Sequence[Named], first: Values) -> None:
+    """Check the same of ``observe_trials``, at the first step that wants trial passes."""
+    name, steps = name_of(policy), (Step(index, num_steps=LONGEST, state=first) for index in range(LONGEST))
+    step = next((step for step in steps if policy.wants_trials(step)), None)
+    if step is None:
+        return
+    observations = [_observe(policy, places, seed) for seed, _ in enumerate(policy.wants_trials(step))]
+    before, states = _copy(first), random_states()
+    after = policy.observe_trials(first, observations, step)
+    require(states == random_states(), f"{name}: observe_trials uses a global random generator")
+    require(_same(first, before), f"{name}: observe_trials changes the state that it receives")
+    again = policy.observe_trials(first, observations, step)
+    require(_same(after, again), f"{name}: observe_trials returns another state when called again")
+    require(_layout(after) == _layout(first), f"{name}: observe_trials returns other entries than init")
+
+
+def _observe(policy: Stateful[Any], places: Sequence[Named], seed: int = 0) -> Observation:
+    generator = torch.Generator().manual_seed(seed)
     columns = {p.name: torch.rand(p.num_features, generator=generator) for p in places if isinstance(p, Site)}
-    sizes = {p.name: torch.rand((), generator=generator) for p in places if isinstance(p, Parameter)}
+    sizes = {p.name: torch.rand((), generator=generator) for p in places if not isinstance(p, Site)}
+    rows = {name: torch.rand(NUM_ROWS, generator=generator) for name in columns}
+    layers = {str(p.layer): torch.rand(NUM_ROWS, generator=generator) for p in places if isinstance(p, Site)}
     parts: dict[Observed, dict[str, Tensor]] = {
         "column_norm": columns,
         "grad_norm": {name: norm_O.norm() for name, norm_O in columns.items()},
         "parameter_l1": sizes,
         "parameter_norm": sizes,
+        "gradient_sample": {f"{name}.weight": row_N for name, row_N in rows.items()},
+        "row_product": rows,
+        "example_norm": layers,
     }
     return Observation(**{part: parts[part] for part in policy.observes})
 

@@ -125,7 +125,7 @@ def _see(seed: int) -> tuple[Seen, Tensor, Tensor]:
     return Seen(grad, readings={"input_norm": choice.norm(x, 1)}), x, grad
 
 
-def test_the_mean_over_all_draws_of_six_rows_is_the_weights_gradient_and_its_variance_the_formula() -> None:
+def test_over_all_draws_of_six_rows_mean_and_variance_are_right() -> None:
     seen, x, grad = _see(0)
     policy, site = VCAS(), Site("layer", 5, (1, 6), 0)
     step = Step(0, state=state_of(1.0, 0.5))

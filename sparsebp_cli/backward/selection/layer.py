@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from sparsebp_cli.policy import Step
 
 
+EXAMPLES_BY_ROWS = 3  # dimensions, with that of the features
+
+
 @final
 class LayerExtension:
     """A layer sampler in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
@@ -74,10 +77,10 @@ class LayerExtension:
     def check_shape(self, hidden: Tensor) -> None:
         """Refuse an output whose first dimension is not that of the examples."""
         sizes = self.engine.batch_sizes
-        if hidden.dim() != 3 or (sizes and len(hidden) not in sizes):
+        if sizes and len(hidden) not in sizes:
             raise UnsupportedError(
-                f"{type(self.policy).__name__} chooses among examples, and a layer's output has the shape "
-                f"{tuple(hidden.shape)}: examples by positions by features are needed"
+                f"{type(self.policy).__name__} chooses among examples, and the first dimension of a layer's output, "
+                f"{tuple(hidden.shape)}, is not that of the batch"
             )
 
 
@@ -93,6 +96,8 @@ class _LayerOverride(ForwardOverride):
         extension = self._extension
         if self.is_removed or not extension.engine.enabled or not hidden.requires_grad:
             return result
+        if hidden.dim() < EXAMPLES_BY_ROWS:
+            return result  # rows of no known example: linears count them as one
         extension.check_shape(hidden)
         sampled = _Sampled.apply(hidden, extension, self._output)  # type: ignore[no-untyped-call]
         return (sampled, *result[1:]) if isinstance(result, tuple) else sampled
@@ -115,5 +120,5 @@ class _Sampled(Function):
         if factor_B is None:
             return grad, None, None
         # Not a product alone: zero times an infinite gradient is no zero.
-        factor = factor_B.to(grad.dtype)[:, None, None]
+        factor = factor_B.to(grad.dtype).view(-1, *[1] * (grad.dim() - 1))
         return torch.where(factor == 0, 0.0, grad * factor), None, None
