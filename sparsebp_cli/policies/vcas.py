@@ -17,6 +17,7 @@ its own share. Each round of control costs ``batches`` dense passes and ``batche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal, final
 
@@ -144,10 +145,10 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
         added = sum(_distance(one, dense, site) for one, dense in drawn for site in sites) / len(drawn)
         strength = adjust_strength(numbers[STRENGTH], added, sum(between.values()), self.tolerance)
         layers = sorted(int(key.removeprefix(EXAMPLES)) for key in numbers if key.startswith(EXAMPLES))
-        enough = [
-            sum(find_top_share(passes[0].example_norm[str(layer)], strength) for passes in rounds) / len(rounds)
-            for layer in layers
-        ]
+        norms = [[passes[0].example_norm[str(layer)] for passes in rounds] for layer in layers]
+        if self.by == "uniform":
+            norms = [[(norm_B > 0).to(norm_B.dtype) for norm_B in batches] for batches in norms]
+        enough = [sum(find_top_share(norm_B, strength) for norm_B in batches) / len(batches) for batches in norms]
         found = {STRENGTH: strength, **{key: value for key, value in numbers.items() if key.startswith(ROWS)}}
         before = [numbers[f"{EXAMPLES}{layer}"] for layer in layers]
         for layer, share in zip(layers, adjust_shares(before, enough), strict=True):
@@ -173,8 +174,9 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
         return weight_K.new_zeros(number).index_copy_(0, index_K, weight_K)
 
     def budget_at(self, site: Site, step: Step) -> Budget:
-        examples = self._share(site, step)
-        return Budget(examples, examples * float(step.state.get(f"{ROWS}{site.name}", 1.0)))
+        examples, num_rows = self._share(site, step), math.prod(site.batch_shape)
+        kept = _count(float(step.state.get(f"{ROWS}{site.name}", 1.0)), round(examples * num_rows))
+        return Budget(examples, min(examples, kept / max(1, num_rows)))
 
     def choose(self, seen: Seen, site: Site, step: Step) -> Split | None:
         if self.exact:
@@ -196,14 +198,14 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
         score_K = (norm_N * seen.input_norm)[index_N]
         if self.by == "uniform":
             score_K = torch.ones_like(score_K)
-        number = choice.count_kept(share, len(index_N))
+        number = _count(share, len(index_N))
         probability_K = sampling.water_fill(score_K, number)
         place = sampling.draw(probability_K, number, step.generator(site, grad_NO.device))
         return Split(dgrad, Rows(index_N[place], sampling.weigh(probability_K, place)), full_bias=True)
 
     def _count(self, layer: int | None, number: int, step: Step) -> int:
         """Return how many of a batch's examples have a gradient in a layer."""
-        return choice.count_kept(float(step.state.get(f"{EXAMPLES}{layer}", 1.0)), number)
+        return _count(float(step.state.get(f"{EXAMPLES}{layer}", 1.0)), number)
 
     def _share(self, site: Site, step: Step) -> float:
         if site.layer is None or not step.state or float(step.state.get(f"{EXAMPLES}{site.layer}", 1.0)) == 1.0:
@@ -211,11 +213,18 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
         return self._count(site.layer, site.num_examples, step) / site.num_examples
 
     def _row_variance(self, product_N: Tensor, share: float) -> float:
+        import torch
+
         alive_N = product_N[product_N > 0]
         if share == 1.0 or not len(alive_N):
             return 0.0
-        probability = sampling.water_fill(alive_N, choice.count_kept(share, len(alive_N)))
-        return float(sampling.variance(alive_N, probability))
+        score_N = alive_N if self.by == "norm" else torch.ones_like(alive_N)
+        return float(sampling.variance(alive_N, sampling.water_fill(score_N, _count(share, len(alive_N)))))
+
+
+def _count(share: float, number: int) -> int:
+    """Return how many a share keeps, rounded down as published, at least 1."""
+    return max(1, int(share * number + 1e-9))
 
 
 def _sample_of(observation: Observation, site: str) -> Tensor | None:
