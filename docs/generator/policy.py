@@ -43,6 +43,9 @@ BY_KIND = {
     "trained on. Exact if every epoch visits every example once with the weight 1; unbiased if the weight of each "
     "example, 0 if it is left out, is 1 in the mean over draws. "
     "[Choose the examples of an epoch](../guide/scoring.md#choose-the-examples-of-an-epoch)\n",
+    "GradientEstimator": "Estimates the gradient of a step from losses at shifted weights: there is no backward. Never "
+    "exact; unbiased if the mean over draws is the gradient of every quadratic loss. "
+    "[Estimate gradients without a backward](../guide/library.md#estimate-gradients-without-a-backward)\n",
     "ExampleSelector": "Decides before each forward of training, by the losses that it needs, whose cost is counted. "
     "Exact if all examples are chosen, else biased, because the loss is a mean over the targets of examples of unequal "
     "length. [Choose tokens and examples](../guide/scoring.md)\n",

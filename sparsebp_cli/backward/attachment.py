@@ -29,6 +29,7 @@ from sparsebp_cli.backward.packing.extension import PackingExtension
 from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.block.extension import BlockExtension
 from sparsebp_cli.backward.selection.block.layout import find_blocks
+from sparsebp_cli.backward.selection.estimate import EstimatorExtension
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
@@ -39,6 +40,7 @@ from sparsebp_cli.policy import (
     BlockDropper,
     EdgeRouter,
     ExampleSelector,
+    GradientEstimator,
     GradientSelector,
     InputSaver,
     ParameterSelector,
@@ -107,7 +109,7 @@ def attach(
     if router is not None:
         adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
     else:
-        acts_before = bool(policies) and all(isinstance(policy, BatchPacker | BlockDropper) for policy in policies)
+        acts_before = bool(policies) and all(isinstance(policy, _ACT_BEFORE) for policy in policies)
         if not selectors and options.sites == "linears":  # a model without a linear, such as a convolutional one
             saving = next(iter(savers), None)
             may_be_empty = saving is None
@@ -173,6 +175,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
+_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator)  # nothing is decided or counted at linears
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
     "linears": LinearAdapter,
     "branches": BranchAdapter,
@@ -196,6 +199,7 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     BlockDropper: lambda policy, model, given: BlockExtension(policy, model, given.states),
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
     ExampleSelector: lambda policy, model, _: ExampleExtension(policy, model),
+    GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
 }
 
 

@@ -14,6 +14,7 @@ from sparsebp_cli.policy import (
     EdgeRouter,
     EpochSelector,
     ExampleSelector,
+    GradientEstimator,
     GradientSelector,
     InformedSelector,
     InputSaver,
@@ -35,6 +36,7 @@ _CONTRACT: dict[str, type[Policy]] = {
         BatchPacker,
         BlockDropper,
         InputSaver,
+        GradientEstimator,
     )
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies

@@ -50,6 +50,7 @@ KINDS = (
     "BatchPacker",
     "BlockDropper",
     "InputSaver",
+    "GradientEstimator",
 )
 _INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
@@ -59,6 +60,7 @@ _EPOCHS: Conditions = {"kind": ("EpochSelector",)}
 _PACKER: Conditions = {"kind": ("BatchPacker",)}
 _DROPPER: Conditions = {"kind": ("BlockDropper",)}
 _SAVER: Conditions = {"kind": ("InputSaver",)}
+_ESTIMATOR: Conditions = {"kind": ("GradientEstimator",)}
 _SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 _TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
 _TURNING = "{policy} with another set of parameters each step"
@@ -239,6 +241,48 @@ _POLICY_RULES = (
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
+        "{other} and {policy} in one training is not built: give one of them",
+        why="Without a backward there are no gradients at sites and nodes, nothing is saved for them, and the losses "
+        "are those of the model in evaluation mode.",
+        policy=_ESTIMATOR,
+        other={"kind": tuple(kind for kind in KINDS if kind != "GradientEstimator")},
+    ),
+    Rule(
+        "{policy} has no backward, and so no sites: needs {sites:linears}, got {sites:=}",
+        policy=_ESTIMATOR,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} has no backward: needs {update:deferred}, got {update:=}",
+        policy=_ESTIMATOR,
+        options={"update": ("eager",)},
+    ),
+    Rule(
+        "{policy} has no backward, for which {segments} computes layers again: leave it out",
+        policy=_ESTIMATOR,
+        options={"segments": GIVEN},
+    ),
+    Rule(
+        "{policy} has no backward, for which {checkpointing} computes layers again: needs {checkpointing:none}",
+        policy=_ESTIMATOR,
+        options={"checkpointing": ("full", "sparse")},
+    ),
+    Rule(
+        "{policy} with {float8} is not built: weights are shifted by less than float8 rounds",
+        policy=_ESTIMATOR,
+        options={"float8": GIVEN},
+    ),
+    Rule(
+        "{policy} works in one process, got {processes}",
+        why="DDP and FSDP sum gradients inside of the backward.",
+        policy=_ESTIMATOR,
+        options={"processes": SEVERAL},
+    ),
+    Rule(
+        "{policy} keeps a state, which is not built for a policy that estimates gradients",
+        policy={**_ESTIMATOR, "stateful": (True,)},
+    ),
+    Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
         policy=_SHORTENS,
         options={"sharding": ("fsdp2",)},
@@ -406,6 +450,12 @@ _LOOP_RULES = (
         "{policy} makes trial passes before a step, which a Trainer cannot; run a recipe, or your own loop with "
         "engine.run_trials",
         policy={"has_trials": (True,)},
+        options={"loop": ("trainer",)},
+    ),
+    Rule(
+        "{policy} estimates gradients without a backward, which a Trainer cannot; run a recipe, or your own loop with "
+        "engine.estimate",
+        policy=_ESTIMATOR,
         options={"loop": ("trainer",)},
     ),
     Rule(

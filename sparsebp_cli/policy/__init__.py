@@ -5,6 +5,7 @@ from sparsebp_cli.policy.block import BlockDropper, DropDraw, ResidualBlock
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
+from sparsebp_cli.policy.estimator import DirectionDraw, GradientEstimator
 from sparsebp_cli.policy.example import Examples, ExampleSelector
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
@@ -32,6 +33,7 @@ __all__ = [
     "Blocks",
     "Budget",
     "Columns",
+    "DirectionDraw",
     "DropDraw",
     "Edge",
     "EdgeRouter",
@@ -41,6 +43,7 @@ __all__ = [
     "ExampleSelector",
     "Examples",
     "FoundPolicy",
+    "GradientEstimator",
     "GradientSelector",
     "InformedSelector",
     "InputSaver",

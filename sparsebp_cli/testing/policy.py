@@ -16,6 +16,7 @@ from sparsebp_cli.policy import (
     EdgeRouter,
     EpochSelector,
     ExampleSelector,
+    GradientEstimator,
     GradientSelector,
     InputSaver,
     ParameterSelector,
@@ -27,6 +28,7 @@ from sparsebp_cli.policy import (
 from sparsebp_cli.policy.hidden_state import find_hidden_state
 from sparsebp_cli.testing.block import check_block_dropper
 from sparsebp_cli.testing.epoch import check_epoch_selector
+from sparsebp_cli.testing.estimator import check_gradient_estimator
 from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
@@ -66,6 +68,8 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
             check_token_selector(made)
         case EpochSelector():
             check_epoch_selector(made)
+        case GradientEstimator():
+            check_gradient_estimator(made)
         case ExampleSelector():
             check_example_selector(made)
         case GradientSelector():
