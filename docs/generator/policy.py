@@ -30,7 +30,8 @@ BY_KIND = {
     "EdgeRouter": "Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
     "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
     "BlockDropper": "Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
-    "for what is missing. Parameters of a dropped block have no gradient at that step. "
+    "for what is missing in the gradient, even where the mean of each output is the dense one. Parameters of a "
+    "dropped block have no gradient at that step. "
     "[Drop residual blocks](../guide/blocks.md)\n",
     "InputSaver": "Decides in the forward, once for all linears that read one input. The gradients of inputs and "
     "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "

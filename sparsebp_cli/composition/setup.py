@@ -65,6 +65,8 @@ class PolicyFacts:
             facts["informed"] = isinstance(policy, InformedSelector)
         if isinstance(policy, ParameterSelector):
             facts["changes"] = policy.changes
+        if isinstance(policy, BlockDropper):
+            facts["skips"] = policy.skips_forward
         if isinstance(policy, TokenSelector):
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}

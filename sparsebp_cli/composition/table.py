@@ -59,6 +59,7 @@ _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
 _EPOCHS: Conditions = {"kind": ("EpochSelector",)}
 _PACKER: Conditions = {"kind": ("BatchPacker",)}
 _DROPPER: Conditions = {"kind": ("BlockDropper",)}
+_SKIPPER: Conditions = {**_DROPPER, "skips": (True,)}  # leaves blocks out of the forward, too
 _SAVER: Conditions = {"kind": ("InputSaver",)}
 _ESTIMATOR: Conditions = {"kind": ("GradientEstimator",)}
 _SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
@@ -212,6 +213,18 @@ _POLICY_RULES = (
         "{policy} needs {sharding:none}: it is not built for sharded weights",
         policy=_DROPPER,
         options={"sharding": ("fsdp2",)},
+    ),
+    Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="Positions are selected and packed through the attention of every layer, which may be left out.",
+        policy=_SKIPPER,
+        other={"kind": ("TokenSelector", "BatchPacker")},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: segments run the layers without gradients first, where no block is "
+        "left out",
+        policy=_SKIPPER,
+        options={"segments": GIVEN},
     ),
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",

@@ -45,6 +45,8 @@ WAYS: dict[str, Sections] = {
     "dropbp": _policy("dropbp", keep=0.5),
     "dropbp by sensitivity": _policy("dropbp", keep=0.5, sensitivity_at=0.3),
     "lcsb": _policy("lcsb", keep=0.5),
+    "layerdrop": _policy("layerdrop", keep=0.6),
+    "pld": _policy("pld", theta=0.3, gamma=0.1),
     "wta-crs": _policy("wta-crs", keep=0.5),
     "gact": _policy("gact", bits=4),
     "dropit": _policy("dropit", keep=0.3),

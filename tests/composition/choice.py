@@ -58,6 +58,7 @@ CHOICES = (
     _policy("tokens (detach)", "TokenSelector", name="tokens", score="random", keep=0.5, mode="detach"),
     _policy("lossless", "BatchPacker", name="lossless"),
     _policy("dropbp", "BlockDropper", name="dropbp", keep=0.5),
+    _policy("layerdrop", "BlockDropper", name="layerdrop", keep=0.5),
     _policy("wta-crs", "InputSaver", name="wta-crs", keep=0.5),
     _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("infobatch", "EpochSelector", name="infobatch"),
