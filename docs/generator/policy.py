@@ -37,6 +37,9 @@ BY_KIND = {
     "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
     "[Save less of inputs](../guide/saved.md)\n",
     "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
+    "TokenRouter": "Decides in the forward of training, layer by layer, for the examples of the micro-batch. Exact if "
+    "all positions go through every layer, else biased: what is trained is another model than the one that is "
+    "evaluated. [Send some positions through each layer](../guide/tokens.md#send-some-positions-through-each-layer)\n",
     "TokenSelector": "Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
     "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",

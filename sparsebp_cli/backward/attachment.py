@@ -33,6 +33,7 @@ from sparsebp_cli.backward.selection.estimate import EstimatorExtension
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
+from sparsebp_cli.backward.selection.token.routing import RoutingExtension
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
@@ -49,6 +50,7 @@ from sparsebp_cli.policy import (
     Site,
     Stateful,
     Step,
+    TokenRouter,
     TokenSelector,
     make_policies,
 )
@@ -175,7 +177,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
-_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator)  # nothing is decided or counted at linears
+_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, TokenRouter)  # nothing is decided or counted at linears
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
     "linears": LinearAdapter,
     "branches": BranchAdapter,
@@ -200,6 +202,7 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
     ExampleSelector: lambda policy, model, _: ExampleExtension(policy, model),
     GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
+    TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),
 }
 
 
@@ -251,6 +254,9 @@ def check_scoring(policies: Sequence[Policy], num_steps: int | None, reference: 
         if isinstance(policy, ExampleSelector) and policy.needs_num_steps and num_steps is None:
             name = type(policy).__name__
             raise UsageError(f"{name}: start and end are shares of the training: give attach(num_steps=...)")
+        if isinstance(policy, TokenRouter) and policy.needs_num_steps and num_steps is None:
+            name = type(policy).__name__
+            raise UsageError(f"{name}: its number of positions grows over the training: give attach(num_steps=...)")
     readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
     if readers and reference is None:
         raise UsageError(

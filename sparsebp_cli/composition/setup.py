@@ -21,6 +21,7 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     Policy,
     Stateful,
+    TokenRouter,
     TokenSelector,
 )
 
@@ -37,6 +38,7 @@ _CONTRACT: dict[str, type[Policy]] = {
         BlockDropper,
         InputSaver,
         GradientEstimator,
+        TokenRouter,
     )
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies

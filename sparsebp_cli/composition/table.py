@@ -51,6 +51,7 @@ KINDS = (
     "BlockDropper",
     "InputSaver",
     "GradientEstimator",
+    "TokenRouter",
 )
 _INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
@@ -62,6 +63,7 @@ _DROPPER: Conditions = {"kind": ("BlockDropper",)}
 _SKIPPER: Conditions = {**_DROPPER, "skips": (True,)}  # leaves blocks out of the forward, too
 _SAVER: Conditions = {"kind": ("InputSaver",)}
 _ESTIMATOR: Conditions = {"kind": ("GradientEstimator",)}
+_LAYERS: Conditions = {"kind": ("TokenRouter",)}
 _SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 _TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
 _TURNING = "{policy} with another set of parameters each step"
@@ -259,6 +261,40 @@ _POLICY_RULES = (
         "are those of the model in evaluation mode.",
         policy=_ESTIMATOR,
         other={"kind": tuple(kind for kind in KINDS if kind != "GradientEstimator")},
+    ),
+    Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="Sites, blocks and saved inputs are known by the rows of the whole batch, of which a layer gets some only.",
+        policy=_LAYERS,
+        other={
+            "kind": ("GradientSelector", "EdgeRouter", "TokenSelector", "BatchPacker", "BlockDropper", "InputSaver"),
+        },
+    ),
+    Rule(
+        "{policy} needs {sites:linears}, got {sites:=}",
+        why="Branches and nodes store tensors by their index among all positions.",
+        policy=_LAYERS,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: segments run the layers without gradients first, where every position "
+        "goes through",
+        policy=_LAYERS,
+        options={"segments": GIVEN},
+    ),
+    Rule(
+        "{policy} routes tokens of a language model: needs {format:text} or completion, got {format:=}",
+        policy=_LAYERS,
+        options={"format": ("classification",)},
+    ),
+    Rule(
+        "{policy} needs {sharding:none}: it is not built for sharded weights",
+        policy=_LAYERS,
+        options={"sharding": ("fsdp2",)},
+    ),
+    Rule(
+        "{policy} keeps a state, which is not built for a policy that routes tokens",
+        policy={**_LAYERS, "stateful": (True,)},
     ),
     Rule(
         "{policy} has no backward, and so no sites: needs {sites:linears}, got {sites:=}",
@@ -488,6 +524,11 @@ _LOOP_RULES = (
         options={"wrapped": ("compiled",)},
     ),
     Rule(
+        "{policy} is not built with torch.compile: other positions go through a layer at each step",
+        policy=_LAYERS,
+        options={"wrapped": ("compiled",)},
+    ),
+    Rule(
         "{update} needs optimizer=: the one that updates the model's parameters",
         options={"update": ("eager",), "optimizer": ABSENT, "loop": ("own",)},
         blame="update",
@@ -535,6 +576,11 @@ _TRAINER_RULES = (
         f"{_TRAINER_CHOOSER}torch_compile: other blocks are dropped at each step, and each choice would be compiled "
         "again",
         policy=_DROPPER,
+        options={"torch_compile": (True,)},
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}torch_compile: other positions go through a layer at each step",
+        policy=_LAYERS,
         options={"torch_compile": (True,)},
     ),
     Rule(

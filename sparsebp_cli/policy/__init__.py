@@ -26,6 +26,7 @@ from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, Selection, Split, TwoToFour
 from sparsebp_cli.policy.state import Observation, Observed, Stateful
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy.token_router import RoutedLayer, TokenRouter
 
 __all__ = [
     "BatchPacker",
@@ -56,6 +57,7 @@ __all__ = [
     "PolicyLike",
     "Reading",
     "ResidualBlock",
+    "RoutedLayer",
     "Rows",
     "Saved",
     "SavedCodes",
@@ -75,6 +77,7 @@ __all__ = [
     "Stateful",
     "Step",
     "TokenChoice",
+    "TokenRouter",
     "TokenSelector",
     "Tokens",
     "TwoToFour",

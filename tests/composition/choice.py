@@ -62,6 +62,7 @@ CHOICES = (
     _policy("wta-crs", "InputSaver", name="wta-crs", keep=0.5),
     _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("infobatch", "EpochSelector", name="infobatch"),
+    _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
     _policy("mezo", "GradientEstimator", name="mezo"),
     _policy("frozen (freeze)", "ParameterSelector", name="frozen", freeze=["*.layers.0.*"]),
     _policy("frozen (turn)", "ParameterSelector", name="frozen", turn="layers"),
