@@ -42,7 +42,7 @@ def _policy(label: str, kind: str, sites: str = "", **options: Any) -> Choice:
     return Choice(label, kind, _backward(sites=sites) if sites else {}, options)
 
 
-_SMALL = {"apollo": {"rank": 2}, "galore": {"rank": 2}}
+_SMALL = {"apollo": {"rank": 2}, "fira": {"rank": 2}, "galore": {"rank": 2}}
 _LIGHT = ("galore",)
 _SPARSE = {"sites": "branches", "checkpointing": "sparse"}
 _EXACT = {"update": "eager", "eager_clip": "exact"}
