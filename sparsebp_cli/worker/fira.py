@@ -44,5 +44,5 @@ class Fira(SavedProjections, pytorch_optimizer.Fira):  # type: ignore[misc]
     ) -> None:
         # One tensor at a time: with several, the package computes the same in another form.
         projection = {"rank": rank, "scale": scale, "update_proj_gap": update_proj_gap, "projection_type": "std"}
-        super().__init__(params, lr, betas, weight_decay, eps, foreach=False, **projection)
+        pytorch_optimizer.Fira.__init__(self, params, lr, betas, weight_decay, eps, foreach=False, **projection)
         self.save_projections()

@@ -7,7 +7,7 @@ counted, saved and loaded like the moments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_optimizer.optimizer.utils.galore import GaLoreProjector
@@ -15,22 +15,21 @@ from torch import Tensor
 
 from sparsebp_cli.worker.separate import evaluate
 
-if TYPE_CHECKING:
-    _Base = torch.optim.Optimizer
-else:
-    _Base = object
 
-
-class SavedProjections(_Base):
+class SavedProjections:
     """Comes before an optimizer of the package among the bases of a class; its ``__init__`` calls
     :meth:`save_projections` at the end."""
 
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, dict[str, Any]]
+
     def save_projections(self) -> None:
         """Leave the package's objects out of what is saved."""
-        self.register_state_dict_post_hook(_leave_out_objects)
+        optimizer: Any = self
+        optimizer.register_state_dict_post_hook(_leave_out_objects)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient, and return the closure's result."""
         loss = evaluate(closure)
         for state, group in self._matrices():
@@ -39,8 +38,8 @@ class SavedProjections(_Base):
                 state["projector"] = projector = GaLoreProjector(**options)
                 projector.ortho_matrix, projector.last_svd_step = state["projection"], state["projection_step"]
         # The hooks around this class's step have run: not those of the class below once more.
-        below: Any = super().step
-        below.__wrapped__(self)
+        below: Any = super()
+        below.step.__wrapped__(self)
         for state, _ in self._matrices():
             projector = state["projector"]
             state["projection"], state["projection_step"] = projector.ortho_matrix, projector.last_svd_step
