@@ -37,13 +37,16 @@ WAYS: Ways = {
     "frozen, LISA": {"name": "frozen", "turn": "layers", "order": "independent", "at_once": 2, "every": 5},
     "gact 4 bits": {"name": "gact", "bits": 4},
     "grades": {"name": "grades", "threshold": 0.0},
+    "layerdrop 0.8": {"name": "layerdrop"},
     "lcsb 0.5": {"name": "lcsb", "keep": 0.5},
     "lossless": {"name": "lossless"},
     "max-child": {"name": "max-child", **NODES},
     "meprop 0.1 unified": {"name": "meprop", "keep": 0.1, "unified": True, **HEAD},
     "mvue 2:4": {"name": "mvue", **HEAD},
+    "pld": {"name": "pld"},
     "pamm 1/128": {"name": "pamm", "where": ["*q_proj", "*k_proj", "*v_proj"]},
     "random 0.25": {"name": "random", "keep": 0.25, **HEAD},
+    "random-ltd": {"name": "random-ltd", "min_tokens": 8, "increase_step": 4},
     "random-child": {"name": "random-child", **NODES},
     "selective-backprop": {"name": "selective-backprop", "keep": 0.5, **BEGIN},
     "sketch 0.2": {"name": "sketch", "keep": 0.2},
@@ -55,7 +58,7 @@ WAYS: Ways = {
     "vcas, before control": {"name": "vcas", **HEAD},
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
-LEFT_OUT = {"infobatch": "it chooses the examples of an epoch; its steps are dense ones"}
+LEFT_OUT = {"infobatch": "it chooses the examples of an epoch; its steps are dense ones", "mezo": "it has no backward"}
 
 if __name__ == "__main__":
     main("policies", WAYS, __doc__)

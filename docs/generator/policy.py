@@ -38,12 +38,16 @@ BY_KIND = {
     "EdgeRouter": "Decides at `sites: nodes`. Never exact unless every edge is followed, and never unbiased: the edges "
     "that are followed cannot be weighted for the others. Claims no FLOPs beforehand; the run counts them.\n",
     "BlockDropper": "Decides at the start of each step. Exact if nothing is dropped, else biased: no weight makes up "
-    "for what is missing. Parameters of a dropped block have no gradient at that step. "
+    "for what is missing in the gradient, even where the mean of each output is the dense one. Parameters of a "
+    "dropped block have no gradient at that step. "
     "[Drop residual blocks](../guide/blocks.md)\n",
     "InputSaver": "Decides in the forward, once for all linears that read one input. The gradients of inputs and "
     "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
     "[Save less of inputs](../guide/saved.md)\n",
     "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
+    "TokenRouter": "Decides in the forward of training, layer by layer, for the examples of the micro-batch. Exact if "
+    "all positions go through every layer, else biased: what is trained is another model than the one that is "
+    "evaluated. [Send some positions through each layer](../guide/tokens.md#send-some-positions-through-each-layer)\n",
     "TokenSelector": "Decides before each forward of training, by the scores that it needs, whose cost is counted. "
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
     "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
@@ -51,6 +55,9 @@ BY_KIND = {
     "trained on. Exact if every epoch visits every example once with the weight 1; unbiased if the weight of each "
     "example, 0 if it is left out, is 1 in the mean over draws. "
     "[Choose the examples of an epoch](../guide/scoring.md#choose-the-examples-of-an-epoch)\n",
+    "GradientEstimator": "Estimates the gradient of a step from losses at shifted weights: there is no backward. Never "
+    "exact; unbiased if the mean over draws is the gradient of every quadratic loss. "
+    "[Estimate gradients without a backward](../guide/library.md#estimate-gradients-without-a-backward)\n",
     "ExampleSelector": "Decides before each forward of training, by the losses that it needs, whose cost is counted. "
     "Exact if all examples are chosen, else biased, because the loss is a mean over the targets of examples of unequal "
     "length. [Choose tokens and examples](../guide/scoring.md)\n",

@@ -29,10 +29,12 @@ from sparsebp_cli.backward.packing.extension import PackingExtension
 from sparsebp_cli.backward.patch.forward import ForwardOverride
 from sparsebp_cli.backward.selection.block.extension import BlockExtension
 from sparsebp_cli.backward.selection.block.layout import find_blocks
+from sparsebp_cli.backward.selection.estimate import EstimatorExtension
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.layer import LayerExtension
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
+from sparsebp_cli.backward.selection.token.routing import RoutingExtension
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import (
@@ -40,6 +42,7 @@ from sparsebp_cli.policy import (
     BlockDropper,
     EdgeRouter,
     ExampleSelector,
+    GradientEstimator,
     GradientSelector,
     InputSaver,
     LayerSampler,
@@ -49,6 +52,7 @@ from sparsebp_cli.policy import (
     Site,
     Stateful,
     Step,
+    TokenRouter,
     TokenSelector,
     make_policies,
 )
@@ -109,7 +113,7 @@ def attach(
     if router is not None:
         adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
     else:
-        acts_before = bool(policies) and all(isinstance(policy, BatchPacker | BlockDropper) for policy in policies)
+        acts_before = bool(policies) and all(isinstance(policy, _ACT_BEFORE) for policy in policies)
         if not selectors and options.sites == "linears":  # a model without a linear, such as a convolutional one
             saving = next(iter(savers), None)
             may_be_empty = saving is None
@@ -175,6 +179,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
+_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, TokenRouter)  # nothing is decided or counted at linears
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
     "linears": LinearAdapter,
     "branches": BranchAdapter,
@@ -199,6 +204,8 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
     ExampleSelector: lambda policy, model, _: ExampleExtension(policy, model),
     LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
+    GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
+    TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),
 }
 
 
@@ -250,6 +257,9 @@ def check_scoring(policies: Sequence[Policy], num_steps: int | None, reference: 
         if isinstance(policy, ExampleSelector) and policy.needs_num_steps and num_steps is None:
             name = type(policy).__name__
             raise UsageError(f"{name}: start and end are shares of the training: give attach(num_steps=...)")
+        if isinstance(policy, TokenRouter) and policy.needs_num_steps and num_steps is None:
+            name = type(policy).__name__
+            raise UsageError(f"{name}: its number of positions grows over the training: give attach(num_steps=...)")
     readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
     if readers and reference is None:
         raise UsageError(

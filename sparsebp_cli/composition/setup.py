@@ -14,6 +14,7 @@ from sparsebp_cli.policy import (
     EdgeRouter,
     EpochSelector,
     ExampleSelector,
+    GradientEstimator,
     GradientSelector,
     InformedSelector,
     InputSaver,
@@ -21,6 +22,7 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     Policy,
     Stateful,
+    TokenRouter,
     TokenSelector,
 )
 
@@ -36,6 +38,8 @@ _CONTRACT: dict[str, type[Policy]] = {
         BatchPacker,
         BlockDropper,
         InputSaver,
+        GradientEstimator,
+        TokenRouter,
     )
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies
@@ -65,6 +69,8 @@ class PolicyFacts:
             facts["informed"] = isinstance(policy, InformedSelector)
         if isinstance(policy, ParameterSelector):
             facts["changes"] = policy.changes
+        if isinstance(policy, BlockDropper):
+            facts["skips"] = policy.skips_forward
         if isinstance(policy, TokenSelector):
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}

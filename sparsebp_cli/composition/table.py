@@ -50,6 +50,8 @@ KINDS = (
     "BatchPacker",
     "BlockDropper",
     "InputSaver",
+    "GradientEstimator",
+    "TokenRouter",
 )
 _INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 _ROUTER: Conditions = {"kind": ("EdgeRouter",)}
@@ -58,7 +60,10 @@ _CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
 _EPOCHS: Conditions = {"kind": ("EpochSelector",)}
 _PACKER: Conditions = {"kind": ("BatchPacker",)}
 _DROPPER: Conditions = {"kind": ("BlockDropper",)}
+_SKIPPER: Conditions = {**_DROPPER, "skips": (True,)}  # leaves blocks out of the forward, too
 _SAVER: Conditions = {"kind": ("InputSaver",)}
+_ESTIMATOR: Conditions = {"kind": ("GradientEstimator",)}
+_LAYERS: Conditions = {"kind": ("TokenRouter",)}
 _SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 _TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
 _TURNING = "{policy} with another set of parameters each step"
@@ -227,6 +232,18 @@ _POLICY_RULES = (
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="Positions are selected and packed through the attention of every layer, which may be left out.",
+        policy=_SKIPPER,
+        other={"kind": ("TokenSelector", "BatchPacker")},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: segments run the layers without gradients first, where no block is "
+        "left out",
+        policy=_SKIPPER,
+        options={"segments": GIVEN},
+    ),
+    Rule(
         "{other} and {policy} in one backward is not built: give one of them",
         why="Both decide what the gradient of a weight is computed from.",
         policy=_SAVER,
@@ -252,6 +269,82 @@ _POLICY_RULES = (
         "{policy} needs {sharding:none}: it is not built for sharded weights",
         policy=_SAVER,
         options={"sharding": ("fsdp2",)},
+    ),
+    Rule(
+        "{other} and {policy} in one training is not built: give one of them",
+        why="Without a backward there are no gradients at sites and nodes, nothing is saved for them, and the losses "
+        "are those of the model in evaluation mode.",
+        policy=_ESTIMATOR,
+        other={"kind": tuple(kind for kind in KINDS if kind != "GradientEstimator")},
+    ),
+    Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="Sites, blocks and saved inputs are known by the rows of the whole batch, of which a layer gets some only.",
+        policy=_LAYERS,
+        other={
+            "kind": ("GradientSelector", "EdgeRouter", "TokenSelector", "BatchPacker", "BlockDropper", "InputSaver"),
+        },
+    ),
+    Rule(
+        "{policy} needs {sites:linears}, got {sites:=}",
+        why="Branches and nodes store tensors by their index among all positions.",
+        policy=_LAYERS,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: segments run the layers without gradients first, where every position "
+        "goes through",
+        policy=_LAYERS,
+        options={"segments": GIVEN},
+    ),
+    Rule(
+        "{policy} routes tokens of a language model: needs {format:text} or completion, got {format:=}",
+        policy=_LAYERS,
+        options={"format": ("classification",)},
+    ),
+    Rule(
+        "{policy} needs {sharding:none}: it is not built for sharded weights",
+        policy=_LAYERS,
+        options={"sharding": ("fsdp2",)},
+    ),
+    Rule(
+        "{policy} keeps a state, which is not built for a policy that routes tokens",
+        policy={**_LAYERS, "stateful": (True,)},
+    ),
+    Rule(
+        "{policy} has no backward, and so no sites: needs {sites:linears}, got {sites:=}",
+        policy=_ESTIMATOR,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} has no backward: needs {update:deferred}, got {update:=}",
+        policy=_ESTIMATOR,
+        options={"update": ("eager",)},
+    ),
+    Rule(
+        "{policy} has no backward, for which {segments} computes layers again: leave it out",
+        policy=_ESTIMATOR,
+        options={"segments": GIVEN},
+    ),
+    Rule(
+        "{policy} has no backward, for which {checkpointing} computes layers again: needs {checkpointing:none}",
+        policy=_ESTIMATOR,
+        options={"checkpointing": ("full", "sparse")},
+    ),
+    Rule(
+        "{policy} with {float8} is not built: weights are shifted by less than float8 rounds",
+        policy=_ESTIMATOR,
+        options={"float8": GIVEN},
+    ),
+    Rule(
+        "{policy} works in one process, got {processes}",
+        why="DDP and FSDP sum gradients inside of the backward.",
+        policy=_ESTIMATOR,
+        options={"processes": SEVERAL},
+    ),
+    Rule(
+        "{policy} keeps a state, which is not built for a policy that estimates gradients",
+        policy={**_ESTIMATOR, "stateful": (True,)},
     ),
     Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
@@ -424,6 +517,12 @@ _LOOP_RULES = (
         options={"loop": ("trainer",)},
     ),
     Rule(
+        "{policy} estimates gradients without a backward, which a Trainer cannot; run a recipe, or your own loop with "
+        "engine.estimate",
+        policy=_ESTIMATOR,
+        options={"loop": ("trainer",)},
+    ),
+    Rule(
         f"{_TURNING} is not built with torch.compile: each set would be compiled again",
         policy=_TURNS,
         options={"wrapped": ("compiled",)},
@@ -437,6 +536,11 @@ _LOOP_RULES = (
         "{policy} is not built with torch.compile: other blocks are dropped at each step, and each choice would be "
         "compiled again",
         policy=_DROPPER,
+        options={"wrapped": ("compiled",)},
+    ),
+    Rule(
+        "{policy} is not built with torch.compile: other positions go through a layer at each step",
+        policy=_LAYERS,
         options={"wrapped": ("compiled",)},
     ),
     Rule(
@@ -487,6 +591,11 @@ _TRAINER_RULES = (
         f"{_TRAINER_CHOOSER}torch_compile: other blocks are dropped at each step, and each choice would be compiled "
         "again",
         policy=_DROPPER,
+        options={"torch_compile": (True,)},
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}torch_compile: other positions go through a layer at each step",
+        policy=_LAYERS,
         options={"torch_compile": (True,)},
     ),
     Rule(

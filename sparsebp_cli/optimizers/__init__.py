@@ -20,11 +20,9 @@ ADAM, ADAMAX, ADAMW, NADAM, RADAM, RMSPROP, SGD = (
 )
 APOLLO = _apollo(scale_type="channel")
 APOLLO_MINI = _apollo(scale_type="tensor", rank=1, scale=128.0)  # the paper's: rank 1, a factor of the root of 128
-GALORE = OptimizerEntry(
-    "sparsebp_cli.worker.galore:GaLore",
-    ("betas", "eps", "weight_decay", "rank", "scale", "update_proj_gap"),
-    extra=_PACKAGE,
-)
+_PROJECTED = ("betas", "eps", "weight_decay", "rank", "scale", "update_proj_gap")
+GALORE = OptimizerEntry("sparsebp_cli.worker.galore:GaLore", _PROJECTED, extra=_PACKAGE)
+FIRA = OptimizerEntry("sparsebp_cli.worker.fira:Fira", _PROJECTED, extra=_PACKAGE)
 ADALOMO = OptimizerEntry(
     "sparsebp_cli.worker.adalomo:AdaLomo",
     ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2"),

@@ -6,6 +6,7 @@ from sparsebp_cli.policy.card import MethodCard
 from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site, Step
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
+from sparsebp_cli.policy.estimator import DirectionDraw, GradientEstimator
 from sparsebp_cli.policy.example import Examples, ExampleSelector
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
@@ -27,6 +28,7 @@ from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour
 from sparsebp_cli.policy.state import Observation, Observed, Stateful, TrialPass
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy.token_router import RoutedLayer, TokenRouter
 
 __all__ = [
     "BatchPacker",
@@ -34,6 +36,7 @@ __all__ = [
     "Blocks",
     "Budget",
     "Columns",
+    "DirectionDraw",
     "DropDraw",
     "Edge",
     "EdgeRouter",
@@ -43,6 +46,7 @@ __all__ = [
     "ExampleSelector",
     "Examples",
     "FoundPolicy",
+    "GradientEstimator",
     "GradientSelector",
     "Groups",
     "InformedSelector",
@@ -59,6 +63,7 @@ __all__ = [
     "PolicyLike",
     "Reading",
     "ResidualBlock",
+    "RoutedLayer",
     "Rows",
     "Saved",
     "SavedCodes",
@@ -78,6 +83,7 @@ __all__ = [
     "Stateful",
     "Step",
     "TokenChoice",
+    "TokenRouter",
     "TokenSelector",
     "Tokens",
     "TrialPass",

@@ -1,11 +1,11 @@
-"""The kind of policy that drops residual blocks from the backward."""
+"""The kind of policy that drops residual blocks from the backward, or from forward and backward."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 from sparsebp_cli.policy.contract import Policy, Step
 
@@ -42,12 +42,48 @@ class BlockDropper(Policy):
     that step, so PyTorch's optimizers leave them alone, weight decay and state included. The gradient of the residual
     stream passes unchanged. What the other blocks receive is therefore another gradient than the dense one, and no
     weight makes up for it: a policy that drops anything is neither exact nor unbiased.
+
+    With ``skips_forward`` a dropped block is not computed at all in training: the layer adds nothing to the residual
+    stream there. The outputs of the others may be multiplied by :meth:`factors`. What is trained is then another model
+    than the one that is evaluated, which has all blocks and no factors. A factor of 1 over the share of steps at which
+    a block is computed makes the mean of its *output* the dense one; the gradient stays biased all the same, because
+    everything after the block is not linear in it.
+
+    Args:
+        skips_forward: Whether dropped blocks are left out of the forward as well.
     """
+
+    skips_forward: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def budget(self) -> float:
-        """Mean share of the blocks whose backward runs, in (0, 1]; 1.0 drops nothing."""
+        """Mean share of the blocks whose backward runs, in (0, 1]; 1.0 drops nothing. Where it depends on the step or
+        on the number of blocks, the least; see :meth:`budget_at`."""
+
+    def budget_at(self, blocks: Sequence[ResidualBlock], step: Step) -> float:  # noqa: ARG002 - for overrides
+        """Return the mean share of the blocks whose backward runs, over draws.
+
+        Args:
+            blocks: All of the model, in its order, at least one.
+            step: When.
+
+        Returns:
+            At least ``budget``, which it is unless a policy defines otherwise.
+        """
+        return self.budget
+
+    def factors(self, blocks: Sequence[ResidualBlock], step: Step) -> Mapping[str, float]:  # noqa: ARG002 - for overrides
+        """Return what the outputs of blocks are multiplied by in training, where they are computed.
+
+        Args:
+            blocks: All of the model, in its order.
+            step: When.
+
+        Returns:
+            Finite numbers by the block's name, 1 for those that are missing. Only with ``skips_forward``.
+        """
+        return {}
 
     @property
     @final

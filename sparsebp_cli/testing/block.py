@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from math import sqrt
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,14 +106,20 @@ def _check_budget(policy: BlockDropper) -> None:
         sizes = {block.name: block.num_weights if is_work else 1 for block in blocks}
         dropped = [sum(sizes[name] for name in _drop(policy, blocks, index, state)) for index in range(NUM_STEPS)]
         shares = [1.0 - size / sum(sizes.values()) for size in dropped]
+        wanted = policy.budget
+        if not is_work:
+            at = [policy.budget_at(blocks, _at(index, state)) for index in range(NUM_STEPS)]
+            text = f"{name_of(policy)}: budget_at must be in (0, 1] and at least its budget {policy.budget:g}"
+            require(all(policy.budget <= share <= 1.0 for share in at), text)
+            wanted = sum(at) / len(at)
         mean = sum(shares) / len(shares)
         variance = sum((share - mean) ** 2 for share in shares) / (len(shares) - 1)
         allowed = _NUM_SIGMAS * sqrt(variance / len(shares)) + 1e-9
         text = (
             f"{name_of(policy)}: of {len(blocks)} blocks, {mean:.3f} have a backward on average, its budget is "
-            f"{policy.budget:g}"
+            f"{wanted:g}"
         )
-        require(mean - policy.budget <= allowed and (is_work or policy.budget - mean <= allowed), text)
+        require(mean - wanted <= allowed and (is_work or wanted - mean <= allowed), text)
 
 
 def _check_exact(policy: BlockDropper) -> None:
@@ -121,4 +127,23 @@ def _check_exact(policy: BlockDropper) -> None:
     require(policy.exact != dropped, f"{name_of(policy)}: says it is {'' if policy.exact else 'not '}exact")
 
 
-_CHECKS: tuple[Callable[[BlockDropper], None], ...] = (_check_choice, _check_repeatable, _check_budget, _check_exact)
+def _check_factors(policy: BlockDropper) -> None:
+    for blocks, state in _cases(policy):
+        names = {block.name for block in blocks}
+        for index in (0, 1, NUM_STEPS - 1):
+            found = policy.factors(blocks, _at(index, state))
+            good = found.keys() <= names and all(isfinite(factor) for factor in found.values())
+            require(good, f"{name_of(policy)}: factors must be finite numbers by names that it received, got {found!r}")
+            text = f"{name_of(policy)}: factors are applied only where dropped blocks are left out of the forward"
+            require(policy.skips_forward or not found, text)
+            text = f"{name_of(policy)}: says it is exact, but changes outputs"
+            require(not policy.exact or all(factor == 1.0 for factor in found.values()), text)
+
+
+_CHECKS: tuple[Callable[[BlockDropper], None], ...] = (
+    _check_choice,
+    _check_repeatable,
+    _check_budget,
+    _check_exact,
+    _check_factors,
+)

@@ -6,6 +6,8 @@ Everything runs on the CPU with fixed seeds, in about a second.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -16,10 +18,12 @@ from sparsebp_cli.policy import (
     EdgeRouter,
     EpochSelector,
     ExampleSelector,
+    GradientEstimator,
     GradientSelector,
     InputSaver,
     ParameterSelector,
     Policy,
+    TokenRouter,
     TokenSelector,
     find_policies,
     make_policy,
@@ -27,6 +31,7 @@ from sparsebp_cli.policy import (
 from sparsebp_cli.policy.hidden_state import find_hidden_state
 from sparsebp_cli.testing.block import check_block_dropper
 from sparsebp_cli.testing.epoch import check_epoch_selector
+from sparsebp_cli.testing.estimator import check_gradient_estimator
 from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
@@ -35,6 +40,7 @@ from sparsebp_cli.testing.router import check_router
 from sparsebp_cli.testing.saver import check_input_saver
 from sparsebp_cli.testing.selector import check_keep_all, check_selector
 from sparsebp_cli.testing.token import check_token_selector
+from sparsebp_cli.testing.token_router import check_token_router
 
 
 def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None:
@@ -51,29 +57,27 @@ def check_policy(policy: str | type[Policy] | Policy, **options: object) -> None
     options = {name: value for name, value in options.items() if name != "where"}  # of sites that the suite has not
     made = _check_options(policy_class, options)
     _check_control(made)
-    match made:
-        case EdgeRouter():
-            check_router(made)
-        case ParameterSelector():
-            check_parameter_selector(made)
-        case BatchPacker():
-            check_batch_packer(made)
-        case BlockDropper():
-            check_block_dropper(made)
-        case InputSaver():
-            check_input_saver(made)
-        case TokenSelector():
-            check_token_selector(made)
-        case EpochSelector():
-            check_epoch_selector(made)
-        case ExampleSelector():
-            check_example_selector(made)
-        case GradientSelector():
-            check_selector(made)
-            if "keep" in policy_class.model_fields:
-                check_keep_all(_make(policy_class, options | {"keep": 1.0}))
-        case _:
-            raise AssertionError(f"{policy_class.__name__} is of no kind that has a suite")
+    check = next((check for kind, check in _SUITES if isinstance(made, kind)), None)
+    if check is None:
+        raise AssertionError(f"{policy_class.__name__} is of no kind that has a suite")
+    check(made)
+    if isinstance(made, GradientSelector) and "keep" in policy_class.model_fields:
+        check_keep_all(_make(policy_class, options | {"keep": 1.0}))
+
+
+_SUITES: tuple[tuple[type[Policy], Callable[[Any], None]], ...] = (
+    (EdgeRouter, check_router),
+    (ParameterSelector, check_parameter_selector),
+    (BatchPacker, check_batch_packer),
+    (BlockDropper, check_block_dropper),
+    (InputSaver, check_input_saver),
+    (TokenSelector, check_token_selector),
+    (TokenRouter, check_token_router),
+    (EpochSelector, check_epoch_selector),
+    (ExampleSelector, check_example_selector),
+    (GradientEstimator, check_gradient_estimator),
+    (GradientSelector, check_selector),
+)
 
 
 def _find_class(policy: object, options: dict[str, object]) -> tuple[type[Policy], dict[str, object]]:

@@ -216,12 +216,16 @@ class Training:
             is_last = number == first + accumulation - 1
             with self._accumulating(is_last=is_last):
                 with watch("forward"):
-                    loss, loss_B = self._forward(number, batch, targets)
+                    if self.engine.estimator is not None:
+                        loss, loss_B = self.engine.estimate(partial(self._plain_loss, batch, targets)), None
+                    else:
+                        loss, loss_B = self._forward(number, batch, targets)
                 loss_sum += check_loss(self.ranks.all_sum([float(loss.detach())])[0], self.step + 1)
                 if loss_B is not None:
                     self.order.see(number, loss_B)
                 with watch("backward"):
-                    self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
+                    if self.engine.estimator is None:
+                        self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
         with watch("optimizer"):
             norm = self._clip(training.max_grad_norm)
             self.optimizer.step()

@@ -35,16 +35,16 @@ class PassResult:
 class TrialStep:
     """A context manager, entered between two training steps, in which passes run. The model is in training mode and
     without gradients; ``forward`` returns the loss of a micro-batch, and ``backward`` differentiates it without the
-    engine."""
+    engine. Where a policy estimates gradients, its estimate is part of the forward, and its backward does nothing."""
 
     model: nn.Module
     engine: Engine
-    forward: Callable[[], Tensor]
 
     def __init__(
         self, model: nn.Module, engine: Engine, forward: Callable[[], Tensor], backward: Callable[[Tensor], None]
     ) -> None:
-        self.model, self.engine, self.forward, self._backward = model, engine, forward, backward
+        self.model, self.engine, self._forward, self._backward = model, engine, forward, backward
+        self._estimates = False  # whether the pass under way is one of a policy that estimates gradients
 
     def __enter__(self) -> Self:
         """Record the state to be restored."""
@@ -70,8 +70,20 @@ class TrialStep:
                 yield self._backward
         else:
             with self.engine.probing(draw, feedback=feedback):
-                yield lambda loss: self.engine.backward(loss, self._backward)
+                self._estimates = self.engine.estimator is not None
+                try:
+                    yield self._differentiate
+                finally:
+                    self._estimates = False
         self._rewind.start()
+
+    def forward(self) -> Tensor:
+        """Return the loss of the micro-batch in the current pass."""
+        return self.engine.estimate(self._forward) if self._estimates else self._forward()
+
+    def _differentiate(self, loss: Tensor) -> None:
+        if not self._estimates:
+            self.engine.backward(loss, self._backward)
 
     def run(self, mode: Mode, draw: int = 1) -> PassResult:
         """Run one pass and return its gradients and report."""

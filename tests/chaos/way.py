@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.worker.conftest import LLAMA
+
 Sections = dict[str, Any]
 
 
@@ -47,6 +49,8 @@ WAYS: dict[str, Sections] = {
     "dropbp": _policy("dropbp", keep=0.5),
     "dropbp by sensitivity": _policy("dropbp", keep=0.5, sensitivity_at=0.3),
     "lcsb": _policy("lcsb", keep=0.5),
+    "layerdrop": _policy("layerdrop", keep=0.6),
+    "pld": _policy("pld", theta=0.3, gamma=0.1),
     "wta-crs": _policy("wta-crs", keep=0.5),
     "gact": _policy("gact", bits=4),
     "dropit": _policy("dropit", keep=0.3),
@@ -59,6 +63,10 @@ WAYS: dict[str, Sections] = {
         "frozen", order="independent", optimizer_state="drop", **_TURNS
     ),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
+    "mezo": _policy("mezo", scale=1e-2)
+    | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},
+    "random-ltd": _policy("random-ltd", min_tokens=4, increase_step=1)
+    | {"model": {"config": LLAMA | {"num_hidden_layers": 4, "attention_dropout": 0.1}}},
     "max-child": _policy("max-child", leaves="always", ties="random") | _NODES,
     "random-child": _policy("random-child", leaves="always") | _NODES,
     "stride": _policy("stride", every=3),

@@ -42,7 +42,7 @@ def _policy(label: str, kind: str, sites: str = "", **options: Any) -> Choice:
     return Choice(label, kind, _backward(sites=sites) if sites else {}, options)
 
 
-_SMALL = {"apollo": {"rank": 2}, "galore": {"rank": 2}}
+_SMALL = {"apollo": {"rank": 2}, "fira": {"rank": 2}, "galore": {"rank": 2}}
 _LIGHT = ("galore",)
 _SPARSE = {"sites": "branches", "checkpointing": "sparse"}
 _EXACT = {"update": "eager", "eager_clip": "exact"}
@@ -58,9 +58,12 @@ CHOICES = (
     _policy("tokens (detach)", "TokenSelector", name="tokens", score="random", keep=0.5, mode="detach"),
     _policy("lossless", "BatchPacker", name="lossless"),
     _policy("dropbp", "BlockDropper", name="dropbp", keep=0.5),
+    _policy("layerdrop", "BlockDropper", name="layerdrop", keep=0.5),
     _policy("wta-crs", "InputSaver", name="wta-crs", keep=0.5),
     _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("infobatch", "EpochSelector", name="infobatch"),
+    _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
+    _policy("mezo", "GradientEstimator", name="mezo"),
     _policy("frozen (freeze)", "ParameterSelector", name="frozen", freeze=["*.layers.0.*"]),
     _policy("frozen (turn)", "ParameterSelector", name="frozen", turn="layers"),
     _policy("max-child at nodes", "EdgeRouter", "nodes", name="max-child"),

@@ -23,16 +23,20 @@ PAIRS = [pair for pair in itertools.combinations(WAYS, 2) if pair[0].question !=
 EXACT, ROUNDED, COARSE = 1e-12, 1e-6, 0.05
 # What the worker carries out and `attach` refuses: the table of choices in a recipe has these instead.
 OF_RECIPES = ("EpochSelector",)
+# The first has no plain backward to compare with, the second leaves a model of two layers as it is:
+# tests/policies/test_mezo.py and tests/backward/token/test_routing.py have their references.
+ELSEWHERE = ("GradientEstimator", "TokenRouter")
 LEAVES_ROWS_OUT = ("TokenSelector", "BatchPacker")
 
 
 def test_the_table_has_every_policy_that_is_not_asked_at_sites() -> None:
     own = [found for found in find_policies().values() if found.source.split()[0] == "sparsebp"]
-    elsewhere = ("GradientSelector", "EdgeRouter", *OF_RECIPES)
+    elsewhere = ("GradientSelector", "EdgeRouter", *OF_RECIPES, *ELSEWHERE)
     beside = {found.name: found.kind for found in own if found.kind not in elsewhere}
     assert {way.policy["name"]: way.question for way in WAYS if way.policy} == beside
     of_recipes = {found.name for found in own if found.kind in OF_RECIPES}
-    assert of_recipes <= {choice.policy.get("name") for choice in CHOICES}
+    chosen = {choice.policy.get("name") for choice in CHOICES}
+    assert of_recipes | {found.name for found in own if found.kind in ELSEWHERE} <= chosen
     for name in of_recipes:
         with pytest.raises(UnsupportedError, match="built for the worker of a recipe"):
             train("nothing", (Way(name, "", {"name": name}),))

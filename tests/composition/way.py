@@ -45,6 +45,8 @@ WAYS = (
     Way("lossless", "BatchPacker", {"name": "lossless"}),
     Way("dropbp", "BlockDropper", {"name": "dropbp", "keep": 0.5}),
     Way("lcsb", "BlockDropper", {"name": "lcsb", "keep": 0.5}),
+    Way("layerdrop", "BlockDropper", {"name": "layerdrop", "keep": 0.8}),
+    Way("pld", "BlockDropper", {"name": "pld", "theta": 0.1, "gamma": 5.0}),
     Way("wta-crs", "InputSaver", {"name": "wta-crs", "keep": 0.3}),
     Way("gact", "InputSaver", {"name": "gact", "bits": 4}),
     Way("dropit", "InputSaver", {"name": "dropit", "keep": 0.3}),
@@ -100,6 +102,15 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
     }.get((way.question, composition), "")
 
 
+def _find_skipping_refusal(first: Way, second: Way) -> str:
+    if second.question == "segments":
+        return (
+            f"{_class_of(first)} with segments=2 is not built: segments run the layers without gradients first, where "
+            "no block is left out"
+        )
+    return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
+
+
 def find_pair_refusal(first: Way, second: Way) -> str:
     """Return the one line that is raised; empty where the two go together.
 
@@ -108,10 +119,14 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         second: Another.
     """
     questions = {first.question, second.question}
-    if questions == {"TokenSelector", "segments"}:
-        return "SelectedTokens with segments=2 is not built: it runs layers for some positions only"
-    if questions == {"BatchPacker", "segments"}:
-        return "Lossless with segments=2 is not built: it changes the batch inside of the forward"
+    skips = {"layerdrop", "pld"} & {way.policy.get("name") for way in (first, second)}
+    if skips and questions & {"TokenSelector", "BatchPacker", "segments"}:
+        return _find_skipping_refusal(first, second)
+    if "segments" in questions and questions & {"TokenSelector", "BatchPacker"}:
+        return {
+            "TokenSelector": "SelectedTokens with segments=2 is not built: it runs layers for some positions only",
+            "BatchPacker": "Lossless with segments=2 is not built: it changes the batch inside of the forward",
+        }[first.question]
     if "grades" in {way.policy.get("name") for way in (first, second)} and "update" in questions:
         return (
             "GradES observes gradients of parameters, which update='eager' frees during the backward; "

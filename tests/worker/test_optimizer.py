@@ -26,6 +26,7 @@ DENSE = [name for name in list_optimizers() if name not in ("sparseadam", "muon"
 SMALL: dict[str, dict[str, Any]] = {
     "apollo": {"rank": 4, "update_proj_gap": 3},
     "apollo-mini": {"update_proj_gap": 3},
+    "fira": {"rank": 4, "update_proj_gap": 3},
     "galore": {"rank": 4, "update_proj_gap": 3},
 }
 
@@ -138,7 +139,40 @@ def test_apollo_draws_projections_anew_after_the_gap_and_for_each_parameter() ->
     assert float(drawn[0].var()) == pytest.approx(1 / 32, rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["apollo", "apollo-mini", "galore", "adalomo"])
+def plain_fira(rank: int, *, shape: tuple[int, int]) -> tuple[nn.Parameter, torch.optim.Optimizer, float]:
+    """Return a matrix, a Fira in which psi(R) is R, and how far it goes along an update."""
+    beta = 1.0 - 1e-12  # with no second moment to speak of and eps 1, Adam's step is the gradient itself
+    weight = nn.Parameter(torch.zeros(shape))
+    options = {"betas": [0.0, beta], "eps": 1.0, "rank": rank, "scale": 1.0, "update_proj_gap": 100}
+    return weight, make("fira", [weight], **options), 1e-2 * math.sqrt(1.0 - beta)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12), (8, 8)])
+def test_fira_moves_by_the_gradient_itself_where_adam_does(rank: int, shape: tuple[int, int]) -> None:
+    """scale P R + s (G - scale P R) with s = 1 and scale = 1 is G, whatever the subspace."""
+    weight, optimizer, length = plain_fira(rank, shape=shape)
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    weight.grad = gradient.clone()
+    optimizer.step()
+    torch.testing.assert_close(-weight.detach() / length, gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_the_part_outside_of_firas_subspace_grows_by_a_hundredth_a_step_at_most() -> None:
+    weight, optimizer, length = plain_fira(2, shape=(12, 8))
+    gradient = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    right = torch.linalg.svd(gradient, full_matrices=False).Vh[:2]
+    inside = gradient @ right.T @ right
+    outside, before = gradient - inside, torch.zeros(12, 8)
+    for number, growth in enumerate((1.0, 10.0, 10.0)):
+        weight.grad = growth * gradient
+        optimizer.step()
+        update = (before - weight.detach()) / (length * math.sqrt(number + 1.0))
+        torch.testing.assert_close(update, growth * inside + 1.01**number * outside, rtol=1e-2, atol=1e-2)
+        before = weight.detach().clone()
+
+
+@pytest.mark.parametrize("name", ["apollo", "apollo-mini", "fira", "galore", "adalomo"])
 def test_state_of_low_rank_optimizers_is_smaller_than_the_weights(name: str) -> None:
     weight = nn.Parameter(torch.randn(256, 128))
     optimizer = make(name, [weight], **({} if name in ("apollo-mini", "adalomo") else {"rank": 4}))
@@ -148,6 +182,7 @@ def test_state_of_low_rank_optimizers_is_smaller_than_the_weights(name: str) -> 
     expected = {
         "apollo": 4 * (2 * 4 * 256 + 1),
         "apollo-mini": 4 * (2 * 256 + 1),
+        "fira": 4 * (2 * 4 * 256 + 4 * 128 + 1),
         "galore": 4 * (2 * 4 * 256 + 4 * 128),
         "adalomo": 4 * (256 + 128),
     }
@@ -171,7 +206,7 @@ def test_arguments_that_an_optimizer_refuses_are_told_by_name(name: str, options
         make(name, [nn.Parameter(torch.zeros(2, 2))], **options)
 
 
-@pytest.mark.parametrize("name", ["galore", "adalomo"])
+@pytest.mark.parametrize("name", ["fira", "galore", "adalomo"])
 def test_a_missing_extra_is_one_line_with_the_command_that_brings_it(name: str, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     monkeypatch.delitem(sys.modules, find_optimizer(name).place.partition(":")[0], raising=False)
@@ -179,7 +214,7 @@ def test_a_missing_extra_is_one_line_with_the_command_that_brings_it(name: str, 
         load_class(name)
 
 
-OURS = ("apollo", "apollo-mini", "galore", "adalomo")
+OURS = ("apollo", "apollo-mini", "fira", "galore", "adalomo")
 
 
 def _fit(optimizer: torch.optim.Optimizer, model: nn.Module, steps: int = 3, *, by_closure: bool = False) -> None:

@@ -16,25 +16,23 @@ from sparsebp_cli.backward.core.decision import SiteCounters, SiteDecisions
 from sparsebp_cli.backward.core.extension import (
     AcceptsColumns,
     EngineExtension,
+    EstimatesGradients,
     FreezesParameters,
     KeepsState,
     RequiresForward,
     RunsPass,
     ShortForward,
     SiteAdapter,
+    name_parameters,
+    trains_at_sites,
 )
 from sparsebp_cli.backward.core.policy_state import PolicyStates
 from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Route
 from sparsebp_cli.backward.core.trial import Trials
 from sparsebp_cli.backward.observe.example_rows import BatchNote
-from sparsebp_cli.backward.observe.loss_graph import has_site
+from sparsebp_cli.backward.observe.loss_graph import UNSEEN, has_site
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
-
-_UNSEEN = (
-    "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
-    "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
-)
 
 
 class Engine:
@@ -65,6 +63,7 @@ class Engine:
     notes: dict[str, str]
     leaves_out: bool
     eager: RunsPass | None
+    estimator: EstimatesGradients | None  # if a policy estimates gradients without a backward
 
     def __init__(  # noqa: PLR0913 - what attach puts together
         self,
@@ -91,6 +90,7 @@ class Engine:
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)
+        self.estimator = next((part for part in self.extensions if isinstance(part, EstimatesGradients)), None)
         self._freezes = any(isinstance(extension, FreezesParameters) for extension in self.extensions)
         self._trials = Trials(model, self.states, self.extensions)
         self._count(Counter(SiteCounters.of(adapter.names)))
@@ -128,7 +128,7 @@ class Engine:
         self.states.move(loss.device)
         reads = self._reads_graph()
         if reads:
-            self._counter.products.add(loss, self._name_parameters())
+            self._counter.products.add(loss, name_parameters(self._model, self._adapter))
         self.decisions.step = self.now()
         try:
             if self.eager is None:
@@ -145,6 +145,25 @@ class Engine:
         if self.enabled:
             self._counter.num_backwards += 1
             self._clock.count_backward()
+
+    def estimate(self, forward: Callable[[], Tensor]) -> Tensor:
+        """Add an estimate of a micro-batch's gradients to ``.grad``, in place of its forward and :meth:`backward`.
+
+        Args:
+            forward: Runs the model on the micro-batch and returns the loss; called several times, without autograd.
+
+        Returns:
+            The mean of the losses, without a graph.
+
+        Raises:
+            UsageError: The engine is detached or disabled, or none of its policies estimates gradients.
+        """
+        if self.estimator is None or not self._attached or not self.enabled:
+            raise UsageError("engine.estimate needs an attached and enabled policy that estimates gradients")
+        loss = self.estimator.estimate(forward, self.now())
+        self._counter.num_backwards += 1
+        self._clock.count_backward()
+        return loss
 
     def trials_are_due(self) -> bool:
         """Return whether a policy wants trial passes before the coming step; see :meth:`run_trials`."""
@@ -199,15 +218,8 @@ class Engine:
         waits = any(isinstance(extension, RequiresForward) for extension in self.extensions)
         asks = self.decisions.has_selectors or waits
         # Frozen parameters may cut every site off from the loss.
-        if asks and not self._freezes and self._trains_at_sites() and not has_site(loss, self):
-            raise UsageError(_UNSEEN)
-
-    def _trains_at_sites(self) -> bool:
-        """Whether a site has trained weights, so that a loss of this model must depend on it: not if only adapters are
-        trained and they are excluded."""
-        modules = dict(self._model.named_modules())
-        sites = (modules[name] for name in self._adapter.names if name in modules)
-        return any(p.requires_grad for module in sites for p in module.parameters())
+        if asks and not self._freezes and trains_at_sites(self._model, self._adapter) and not has_site(loss, self):
+            raise UsageError(UNSEEN)
 
     def _reads_graph(self) -> bool:
         """Whether to read the graph of the next pass for the report.
@@ -224,15 +236,6 @@ class Engine:
         if self._freezes:
             unknown.add("a policy chooses which parameters are trained")
         return bool(self._adapter.names) and not unknown
-
-    def _name_parameters(self) -> dict[int, str]:
-        """Return the names of parameters by ``id``; for a shared one, prefer a name that the report does not list
-        elsewhere.
-        """
-        listed = {*self._adapter.not_covered, *self._adapter.excluded}
-        names = [(name, p) for name, p in self._model.named_parameters(remove_duplicate=False)]
-        names.sort(key=lambda pair: pair[0].rpartition(".")[0] in listed)
-        return {id(p): name for name, p in names}
 
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""
@@ -414,8 +417,7 @@ class Engine:
             extension.start_step(step)
 
     def _keepers(self) -> Iterator[KeepsState]:
-        yield self.states
-        yield from (extension for extension in self.extensions if isinstance(extension, KeepsState))
+        yield from (part for part in (self.states, *self.extensions) if isinstance(part, KeepsState))
 
     def _note_batch(self, sizes: frozenset[int]) -> None:
         self.batch_sizes = sizes

@@ -170,6 +170,16 @@ class EstimatesFlops(Protocol):
 
 
 @runtime_checkable
+class EstimatesGradients(Protocol):
+    """An extension that computes gradients without a backward."""
+
+    def estimate(self, forward: Callable[[], Tensor], step: Step) -> Tensor:
+        """Add an estimate of the gradient of the loss that ``forward`` returns to ``.grad`` of the trained parameters,
+        and return a loss to report, without a graph. Weights and buffers are afterwards those of before.
+        """
+
+
+@runtime_checkable
 class FreezesParameters(Protocol):
     """An extension that excludes parameters from training, so a backward may end before it reaches a site."""
 
@@ -212,6 +222,25 @@ class KeepsState(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore its own entries from the engine's state."""
+
+
+def name_parameters(model: nn.Module, adapter: SiteAdapter) -> dict[int, str]:
+    """Return the names of parameters by ``id``; for a shared one, prefer a name that the report does not list
+    elsewhere.
+    """
+    listed = {*adapter.not_covered, *adapter.excluded}
+    names = list(model.named_parameters(remove_duplicate=False))
+    names.sort(key=lambda pair: pair[0].rpartition(".")[0] in listed)
+    return {id(p): name for name, p in names}
+
+
+def trains_at_sites(model: nn.Module, adapter: SiteAdapter) -> bool:
+    """Whether a site has trained weights, so that a loss of this model must depend on it: not if only adapters are
+    trained and they are excluded.
+    """
+    modules = dict(model.named_modules())
+    sites = (modules[name] for name in adapter.names if name in modules)
+    return any(p.requires_grad for module in sites for p in module.parameters())
 
 
 def refuse_uncalled(policy: Policy, model: nn.Module) -> NoReturn:

@@ -24,6 +24,11 @@ Shape = tuple[int, ...]
 _HIDING = ("checkpoint", "compiledfunction", "segmentfunction")
 _LEAF = "torch::autograd::AccumulateGrad"
 
+UNSEEN = (
+    "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
+    "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
+)
+
 
 def has_site(loss: Tensor, engine: object) -> bool:
     """Return whether the graph of a loss contains a site of an engine, or a node that may hide one."""

@@ -1,8 +1,11 @@
-"""Block dropping in one model: a dropped block runs without autograd, so nothing of it is kept.
+"""Block dropping in one model: a dropped block runs without autograd, so nothing of it is kept, or not at all.
 
 Each module of a block runs under ``no_grad`` where all blocks that it computes are dropped. Its output needs no
 gradient, so what follows it up to the addition to the residual stream, such as dropout, records nothing either, and
 the addition passes the stream's gradient on as it is. Random numbers are drawn as in the plain forward.
+
+With ``skips_forward`` the modules of a dropped block do not run. They return zeros, so the layer adds nothing to the
+stream, and the output of a kept block is multiplied by its factor. Evaluation runs every block as it is.
 
 The choice is a function of the step alone, so every micro-batch and every process has the same one, and a layer that
 activation checkpointing computes again has the one of its first forward.
@@ -10,9 +13,10 @@ activation checkpointing computes again has the one of its first forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -24,7 +28,8 @@ from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import misses_gradients
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, uncompiled
-from sparsebp_cli.backward.selection.block.layout import BlockPart, find_blocks
+from sparsebp_cli.backward.selection.block.layout import BlockPart, find_blocks, refuse_norms_of_the_stream
+from sparsebp_cli.backward.selection.block.skip import scale, skip
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
@@ -56,10 +61,13 @@ class BlockExtension:
             )
         self.policy, self._model, self._states, self._patches = policy, model, states, ForwardPatches()
         self.blocks, self.parts = find_blocks(model, self._name)
+        if policy.skips_forward:
+            refuse_norms_of_the_stream(model, self._name)
         inside = {module for part in self.parts for module in part.module.modules()}
         self._outside = [module for module in model.modules() if module not in inside]
         self._step: Step | None = None  # that the choice below is for
         self._dropped: frozenset[str] = frozenset()
+        self._factors: Mapping[str, float] = {}  # of kept blocks' outputs, by name; 1 where missing
         self._forward_step: Step | None = None  # of the last forward
         self._tried: frozenset[str] | None = None  # the decision of a trial pass
         self._num_kept: dict[int, int] = {}  # blocks with a backward, by step of the training
@@ -121,6 +129,10 @@ class BlockExtension:
             return True
         return False
 
+    def factor(self, part: BlockPart) -> float:
+        """Return what the output of a module that runs now is multiplied by, after :meth:`is_dropped`."""
+        return self._factors.get(next(iter(part.blocks)), 1.0) if part.is_last else 1.0
+
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass, by the choice of the last forward; see
         :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
@@ -130,17 +142,24 @@ class BlockExtension:
             for part in self._dropped_parts(self._dropped)
             for name, _ in part.module.named_modules()
         }
-        return claim_needed(self._model, dense, (), cut)
+        needed = claim_needed(self._model, dense, (), cut)
+        if not self.policy.skips_forward:
+            return needed
+        nothing = dict.fromkeys(cut, 0.0)
+        return replace(needed, forward=nothing, recomputed={**needed.recomputed, **nothing})
 
     def _choose(self, step: Step) -> None:
         if step == self._step:
             return
         self._step, self._dropped = step, self._keep_trainable(self._ask(step))
+        shown = self._states.show(self.policy, step)
+        self._factors = {} if self._tried is not None else self.policy.at(step).factors(self.blocks, shown)
         if not step.draw:
             self._num_kept[step.index] = len(self.blocks) - len(self._dropped)
         number = sum(self._num_kept.values()) / max(1, len(self._num_kept))
         self.engine.notes["blocks"] = (
-            f"on average {number:.1f} of {len(self.blocks)} residual blocks have a backward; the parameters of the "
+            f"on average {number:.1f} of {len(self.blocks)} residual blocks "
+            f"{'are computed' if self.policy.skips_forward else 'have a backward'}; the parameters of the "
             "others have no gradient at that step"
         )
 
@@ -184,18 +203,21 @@ class PartOverride(ForwardOverride):
     def __init__(self, part: BlockPart, extension: BlockExtension) -> None:
         self._part, self._extension = part, extension
         # Not compiled, since the choice differs from step to step.
-        self._is_dropped: Callable[[], bool] = uncompiled(self._ask)
+        self._is_dropped: Callable[[], bool] = uncompiled(partial(extension.is_dropped, part))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         module = self._part.module
-        if self.is_removed or not (module.training and torch.is_grad_enabled()) or not self._is_dropped():
+        if self.is_removed or not (module.training and torch.is_grad_enabled() and self._extension.engine.enabled):
             return self.run_covered(module, *args, **kwargs)
+        if not self._is_dropped():
+            factor = self._extension.factor(self._part)
+            output = self.run_covered(module, *args, **kwargs)
+            return output if factor == 1.0 else scale(self._part, output, factor)
+        if self._extension.policy.skips_forward:
+            return skip(self._part, args, kwargs)
         with torch.no_grad(), _without_cast_cache((*args, *kwargs.values())):
             return self.run_covered(module, *args, **kwargs)
-
-    def _ask(self) -> bool:
-        return self._extension.engine.enabled and self._extension.is_dropped(self._part)
 
 
 def _whole(step: Step) -> Step:

@@ -13,6 +13,8 @@ from sparsebp_cli.backward.decoder.layout import GROUP, BranchLayout, find_layou
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import ResidualBlock
 
+Role = Literal["before", "core", "after"]
+
 
 @dataclass(frozen=True)
 class BlockLayout:
@@ -22,10 +24,20 @@ class BlockLayout:
         kind: What it is.
         parts: The modules that compute what is added to the residual stream, in order; a norm of the stream itself,
             after the addition, is none of them. The first one names the block.
+        before: The one of them that precedes the first; None: there is none.
     """
 
     kind: Literal["attention", "mlp"]
     parts: tuple[str, ...]
+    before: str | None = None
+
+    def role(self, path: str) -> Role:
+        """Return what one of the parts is."""
+        return "core" if path == self.parts[0] else "before" if path == self.before else "after"
+
+    def is_last(self, path: str) -> bool:
+        """Return whether nothing of the block reads the output of one of the parts."""
+        return path == next(part for part in reversed(self.parts) if part != self.before)
 
 
 @dataclass(frozen=True)
@@ -36,11 +48,17 @@ class BlockPart:
         name: In the model.
         module: The module.
         blocks: Names of the blocks.
+        kind: What the blocks are; of several, the first one.
+        role: The attention or MLP itself, the norm before it, or what reads its output.
+        is_last: Whether its output is what the layer adds to the residual stream.
     """
 
     name: str
     module: nn.Module
     blocks: frozenset[str]
+    kind: Literal["attention", "mlp"]
+    role: Role
+    is_last: bool
 
 
 _BERT = (
@@ -68,7 +86,7 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
     if not layers.layers:
         raise UnsupportedError(f"{asker} drops residual blocks of layers, and {type(model).__name__} has none")
     blocks: list[ResidualBlock] = []
-    found: dict[nn.Module, tuple[str, set[str]]] = {}
+    found: dict[nn.Module, tuple[str, set[str], BlockLayout, str]] = {}
     for number, (name, layer) in enumerate(zip(layers.names, layers.layers, strict=True)):
         layout = layouts.get(type(layer).__name__)
         if layout is None:
@@ -80,16 +98,33 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
             parts = dict(_find_parts(name, layer, block))
             first = _name_of(block, parts)
             blocks.append(ResidualBlock(first, number, block.kind, _count_weights(parts.values())))
-            for part_name, module in parts.items():
-                found.setdefault(module, (part_name, set()))[1].add(first)
-    parts_found = tuple(BlockPart(name, module, frozenset(names)) for module, (name, names) in found.items())
+            for path, (part_name, module) in zip(block.parts, parts.items(), strict=True):
+                found.setdefault(module, (part_name, set(), block, path))[1].add(first)
+    parts_found = tuple(
+        BlockPart(name, module, frozenset(names), block.kind, block.role(path), block.is_last(path))
+        for module, (name, names, block, path) in found.items()
+    )
     return tuple(blocks), parts_found
+
+
+def refuse_norms_of_the_stream(model: nn.Module, asker: str) -> None:
+    """Raise :class:`UnsupportedError` that names ``asker`` if a layer normalises the residual stream itself: it would
+    change the stream even without its blocks.
+    """
+    layouts = find_layouts()
+    for layer in LayerNumbers(model).layers:
+        name = type(layer).__name__
+        if name in _ENCODERS and name not in layouts:
+            raise UnsupportedError(
+                f"{asker} leaves blocks out of the forward, and {name} normalises the residual stream after each of "
+                "them: not built"
+            )
 
 
 def _of_branch(branch: BranchLayout) -> BlockLayout:
     parts = (branch.core, branch.before, branch.after)
     kind: Literal["attention", "mlp"] = "mlp" if branch.attention is None else "attention"
-    return BlockLayout(kind, tuple(part for part in parts if part is not None))
+    return BlockLayout(kind, tuple(part for part in parts if part is not None), branch.before)
 
 
 def _find_parts(prefix: str, layer: nn.Module, block: BlockLayout) -> Iterator[tuple[str, nn.Module]]:

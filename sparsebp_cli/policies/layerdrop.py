@@ -1,0 +1,56 @@
+"""Leave whole layers out of forward and backward at random, in training alone.
+
+Angela Fan, Edouard Grave and Armand Joulin, "Reducing Transformer Depth on Demand with Structured Dropout" (ICLR 2020),
+https://arxiv.org/abs/1909.11556. As published, each layer is left out on its own with one probability, 1 - ``keep``,
+outputs are not rescaled, and evaluation has all layers. We differ: the choice is made once for a whole step, so that
+micro-batches, processes and layers that checkpointing computes again agree; and a layer is its attention and its MLP.
+
+Cost: a layer that is left out multiplies nothing in forward or backward, and keeps nothing. What is trained is a
+shallower model, other layers at each step, so the gradient is not that of the model that is evaluated. Use it as a
+regulariser, to prune layers afterwards, or as the control of "fewer FLOPs anyhow" beside `dropbp`. Do not use it on a
+fine-tune of few steps: the loss that it trains on is far from that of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Annotated, ClassVar, final
+
+from pydantic import Field
+
+from sparsebp_cli.policy import BlockDropper, DropDraw, MethodCard, ResidualBlock, Step
+
+
+@final
+class LayerDrop(BlockDropper):
+    """Leave each layer out of forward and backward with the same probability."""
+
+    card = MethodCard(
+        use="As a regulariser, or as the control of fewer FLOPs anyhow. Not on a fine-tune of few steps: it "
+        "trains a shallower model.",
+        year=2020,
+        saves=("time", "memory"),
+        work="keep",
+        memory="Nothing of a layer that is left out.",
+        claimed="Models that layers can be removed from after training; a regulariser, machine translation and "
+        "language models.",
+        code="fairseq, MIT.",
+    )
+
+    skips_forward: ClassVar[bool] = True
+
+    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="Probability that a layer is computed at a step, in (0, 1]; 1.0 is dense. The paper: 0.8."
+    )
+
+    @property
+    def budget(self) -> float:
+        return self.keep
+
+    def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> Collection[str]:
+        import torch
+
+        layers = list(dict.fromkeys(block.layer for block in blocks))
+        drawn = torch.rand(len(layers), generator=step.generator(DropDraw())).tolist()
+        out = {layer for layer, number in zip(layers, drawn, strict=True) if number >= self.keep}
+        return [block.name for block in blocks if block.layer in out]

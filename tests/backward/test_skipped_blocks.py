@@ -1,0 +1,252 @@
+"""A block that is left out of the forward adds nothing to the residual stream; evaluation has every block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sparsebp_cli as sbp
+from sparsebp_cli.backward.selection.block.layout import find_blocks
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policies.layerdrop import LayerDrop
+from sparsebp_cli.policies.pld import PLD
+from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
+from sparsebp_cli.testing.block import check_block_dropper
+
+from .conftest import tiny_model, tokens
+from .families import DECODERS, tiny_decoder
+from .test_blocks import _prove, attach, check_equal, gradients, tiny_encoder
+
+FACTOR = 1.25
+
+
+class Skipping(BlockDropper):
+    """Leaves out the blocks whose names contain one of some texts; multiplies the others by a factor."""
+
+    skips_forward: ClassVar[bool] = True
+    texts: tuple[str, ...] = ()
+    factor: float = 1.0
+
+    @property
+    def budget(self) -> float:
+        return 0.5
+
+    def factors(self, blocks: Sequence[ResidualBlock], step: Step) -> Mapping[str, float]:
+        return {block.name: self.factor for block in blocks}
+
+    def drop(self, blocks: Sequence[ResidualBlock], step: Step) -> list[str]:
+        return [block.name for block in blocks if any(text in block.name for text in self.texts)]
+
+
+class WithoutBlocks(nn.Module):
+    """The forward of a llama, written out, in which some blocks are no part of the sum."""
+
+    def __init__(self, model: Any, dropped: set[str], factor: float) -> None:
+        super().__init__()
+        self.model, self.dropped, self.factor = model, dropped, factor
+
+    def forward(self, ids: Tensor) -> Tensor:
+        inner = self.model.model
+        x = inner.embed_tokens(ids)
+        rotary = inner.rotary_emb(x, position_ids=torch.arange(ids.shape[1])[None])
+        for number, layer in enumerate(inner.layers):
+            if f"model.layers.{number}.self_attn" not in self.dropped:
+                added, _ = layer.self_attn(layer.input_layernorm(x), position_embeddings=rotary, attention_mask=None)
+                x = x + added * self.factor
+            if f"model.layers.{number}.mlp" not in self.dropped:
+                x = x + layer.mlp(layer.post_attention_layernorm(x)) * self.factor
+        logits = self.model.lm_head(inner.norm(x))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("texts", [(".0.",), ("mlp",), ("1.self_attn",), ("",)])
+def test_a_llama_written_out_without_the_blocks_has_the_same_loss_and_gradient(texts: tuple[str, ...]) -> None:
+    model, ids = tiny_model("llama"), tokens(0)
+    policy = Skipping(texts=texts, factor=FACTOR)
+    dropped = set(policy.drop(find_blocks(model, "the test")[0], Step(0)))
+    expected_loss = WithoutBlocks(model, dropped, FACTOR)(ids)
+    expected_loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    engine = attach(model, policy)
+    loss = model(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    torch.testing.assert_close(loss, expected_loss)
+    found = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+def _last(family: str) -> dict[str, str]:
+    last = {name: name for name in ("self_attn", "attention", "attn", "mlp")}
+    if family in ("gemma2", "gemma3_text", "olmo2"):
+        last |= {"self_attn": "post_attention_layernorm", "mlp": "post_feedforward_layernorm"}
+    return last
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", DECODERS)
+def test_in_every_family_a_skipped_block_is_one_whose_output_is_zero(family: str, checkpointing: bool) -> None:
+    ids, policy = tokens(0), Skipping(texts=("0.mlp", "1.self_attn", "1.attn", "1.attention"), factor=FACTOR)
+    model, ours = tiny_decoder(family), tiny_decoder(family, checkpointing=checkpointing)
+    for dropout in (module for one in (model, ours) for module in one.modules() if isinstance(module, nn.Dropout)):
+        dropout.p = 0.0  # what is skipped draws no random numbers
+    blocks, last = find_blocks(model, "the test")[0], _last(family)
+    dropped = policy.drop(blocks, Step(0))
+    assert len(dropped) == 2
+    for block in blocks:
+        layer, key = next((block.name.removesuffix(f".{key}"), key) for key in last if block.name.endswith(f".{key}"))
+        factor = 0.0 if block.name in dropped else FACTOR
+        model.get_submodule(f"{layer}.{last[key]}").register_forward_hook(_Times(factor))
+    expected_loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    expected_loss.backward()
+    engine = attach(ours, policy)
+    loss = ours(input_ids=ids, labels=ids, use_cache=False).loss
+    engine.backward(loss)
+    assert torch.equal(loss, expected_loss)
+    check_equal(gradients(ours), gradients(model))
+
+
+class _Times:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return self(module, args, output[0]), *output[1:]
+        return output * self.factor if self.factor else torch.zeros_like(output)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("texts", [("",), ("mlp",), (".0.",), ("0.self_attn", "1.mlp")])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
+def test_what_is_claimed_of_forward_and_backward_is_executed(family: str, texts: Any, checkpointing: bool) -> None:
+    proof, dropped = _prove(tiny_decoder(family, checkpointing=checkpointing), Skipping(texts=texts))
+    assert dropped
+    assert proof.excess_share == 0.0
+    assert proof.policy.flops.forward.total() == pytest.approx(proof.claimed_forward_flops, rel=1e-12)
+    assert proof.policy.flops.forward.total() < proof.dense.flops.forward.total()
+    if not checkpointing:
+        assert proof.executed_share == pytest.approx(proof.claimed_share, rel=1e-12)
+    flops = proof.policy.flops
+    for name in dropped:
+        for count in (flops.forward, flops.recomputed, flops.backward, proof.policy.saved.by_module):
+            assert not any(counted for module, counted in count.items() if f"{module}.".startswith(f"{name}.")), name
+
+
+def test_evaluation_has_every_block_and_no_factor() -> None:
+    model, ids = tiny_model("llama"), tokens(0)
+    model.eval()
+    dense = model(input_ids=ids).logits
+    engine = attach(model, Skipping(texts=("mlp",), factor=FACTOR))
+    assert torch.equal(model(input_ids=ids).logits, dense)
+    model.train()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, dense)
+    with engine.disabled():
+        assert torch.equal(model(input_ids=ids).logits, dense)
+    assert not torch.equal(model(input_ids=ids).logits, dense)
+    assert "of 4 residual blocks are computed" in str(engine.report())
+
+
+def test_theta_is_that_of_the_paper() -> None:
+    found = [PLD().theta_at(Step(index)) for index in (0, 100, 1000, 5000)]
+    assert found == pytest.approx([1.0, 0.952419, 0.683940, 0.503369], abs=5e-7)
+
+
+def test_a_block_is_computed_the_more_often_the_earlier_it_comes() -> None:
+    blocks = [ResidualBlock(f"layers.{n // 2}.{n % 2}", n // 2, "mlp", 1) for n in range(8)]
+    policy, draws, index = PLD(gamma=0.5), 4000, 1000
+    dropped = [name for draw in range(draws) for name in policy.drop(blocks, Step(index, draw=draw))]
+    for number, block in enumerate(blocks, 1):
+        wanted = 1.0 - number / 8 * 0.5
+        assert 1.0 - dropped.count(block.name) / draws == pytest.approx(wanted, abs=5 * (0.25 / draws) ** 0.5)
+        assert policy.factors(blocks, Step(index))[block.name] == pytest.approx(1.0 / wanted)
+    assert policy.budget_at(blocks, Step(index)) == pytest.approx(1 - 4.5 / 8 * 0.5)
+
+
+def test_the_mean_of_a_blocks_output_over_all_choices_is_the_dense_one() -> None:
+    """By enumeration, for a layer whose MLP is left out with a probability: all up to the norm is linear in it."""
+    model, ids = tiny_model("llama", num_hidden_layers=1).double(), tokens(0)
+    seen: list[Tensor] = []
+    model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    model(input_ids=ids)
+    policy = PLD(gamma=0.7)
+    share = 1.0 / policy.factors(find_blocks(model, "the test")[0], Step(2))["model.layers.0.mlp"]
+    for texts, factor in ((("mlp",), 1.0), ((), 1.0 / share)):
+
+        class Mlp(Skipping):
+            def factors(self, blocks: Any, step: Step) -> Mapping[str, float]:
+                return {"model.layers.0.mlp": self.factor}
+
+        with attach(model, Mlp(texts=texts, factor=factor)):
+            model(input_ids=ids)
+    dense, without, with_it = seen
+    torch.testing.assert_close((1.0 - share) * without + share * with_it, dense)
+    assert not torch.allclose(without, dense)
+
+
+def test_layers_are_left_out_whole_and_each_by_its_own_draw() -> None:
+    blocks = [
+        ResidualBlock(f"layers.{n}.{kind}", n, kind, 1) for n, kind in itertools.product(range(3), ("attention", "mlp"))
+    ]
+    drawn = [frozenset(LayerDrop(keep=0.5).drop(blocks, Step(index))) for index in range(400)]
+    sets = [out for number in range(4) for out in itertools.combinations(range(3), number)]
+    wanted = {frozenset(block.name for block in blocks if block.layer in out) for out in sets}
+    assert set(drawn) == wanted
+
+
+@pytest.mark.parametrize("options", [{"keep": 1.0}, {}])
+def test_with_nothing_left_out_every_bit_is_the_dense_one(options: Any) -> None:
+    policy = sbp.make_policy("layerdrop", **options) if options else sbp.make_policy("pld", theta=1.0)
+    assert policy.exact
+    model, ids = tiny_model("llama"), tokens(0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    engine = attach(model, policy)
+    engine.backward(model(input_ids=ids, labels=ids).loss)
+    check_equal(gradients(model), expected)
+
+
+def test_what_is_not_built_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="and BertLayer normalises the residual stream after each"):
+        attach(tiny_encoder("bert"), "layerdrop")
+    with pytest.raises(UnsupportedError, match="segments run the layers without gradients first"):
+        attach(tiny_model("llama"), "layerdrop", segments=2)
+    for other in ({"name": "tokens", "score": "random", "keep": 0.5}, {"name": "lossless"}):
+        with pytest.raises(UnsupportedError, match="in one forward is not built"):
+            attach(tiny_model("llama"), ["layerdrop", other])
+
+
+class _Loud(Skipping):
+    skips_forward: ClassVar[bool] = False
+
+
+class _Less(Skipping):
+    def budget_at(self, blocks: Any, step: Step) -> float:
+        return 0.25
+
+
+class _Infinite(Skipping):
+    def factors(self, blocks: Any, step: Step) -> Mapping[str, float]:
+        return {block.name: float("inf") for block in blocks}
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        (_Loud(texts=("mlp",), factor=2.0), "factors are applied only where"),
+        (_Less(texts=("mlp",)), "budget_at must be"),
+        (_Infinite(texts=("mlp",)), "factors must be finite"),
+    ],
+)
+def test_the_suite_finds_a_broken_promise(policy: BlockDropper, text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        check_block_dropper(policy)
