@@ -288,6 +288,10 @@ _PHASE_RULES = (
         policy={**_TOKENS, "compares": (True,)},
         options={"phases": SEVERAL, "references": SEVERAL},
     ),
+    Rule(
+        "a schedule of phases is not built with torch.compile: each phase would be compiled again",
+        options={"phases": SEVERAL, "wrapped": ("compiled",)},
+    ),
 )
 _OPTION_RULES = (
     Rule(

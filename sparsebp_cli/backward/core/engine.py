@@ -31,6 +31,9 @@ from sparsebp_cli.backward.observe.loss_graph import has_site
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step
 
+# Entries of an engine's state that belong to its policies. The others, such as the number of the step and the norm that
+# an eager update clips to, go on from phase to phase.
+OF_POLICIES = ("cut", "policy_state")
 _UNSEEN = (
     "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
     "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
@@ -360,6 +363,15 @@ class Engine:
         for keeper in self._keepers():
             keeper.load_state_dict(state)
         self._clock.go_to(state["index"], state["micro_batch"])  # the last, since decisions of the step read states
+
+    def follow(self, before: Engine, state: Mapping[str, Any], index: int) -> None:
+        """Go on at a step where the engine of an earlier phase ended. What policies remember begins anew; other entries
+        of its ``state``, and what it has counted, go on.
+        """
+        mine, theirs = self.state_dict(), {**state, "index": index}
+        self.load_state_dict(mine | {key: theirs[key] for key in mine if key in theirs and key not in OF_POLICIES})
+        self._count(before._counter.going_on(self._counter))
+        self.notes |= {f"{key} until step {index}": f"until step {index}: {note}" for key, note in before.notes.items()}
 
     def detach(self) -> None:
         """Restore the model as it was before ``attach``. Further calls do nothing."""
