@@ -63,6 +63,7 @@ class PolicyFacts:
             facts["informed"] = isinstance(policy, InformedSelector)
         if isinstance(policy, ParameterSelector):
             facts["changes"] = policy.changes
+            facts["sets_rates"] = policy.sets_rates
         if isinstance(policy, TokenSelector):
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}

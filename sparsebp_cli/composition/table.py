@@ -124,6 +124,11 @@ _POLICY_RULES = (
         options={"update": ("eager",)},
     ),
     Rule(
+        "{policy} sets learning rates, which {update} reads before the backward; use {update:deferred}",
+        policy={"sets_rates": (True,)},
+        options={"update": ("eager",)},
+    ),
+    Rule(
         "{policy} works in one process, got {processes}",
         why="Each process would know the losses of its own examples only.",
         policy=_EPOCHS,

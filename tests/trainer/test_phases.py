@@ -1,4 +1,4 @@
-"""A schedule in a Trainer trains what a Trainer trains whose policies are replaced by hand, and resumes in its phase."""
+"""A schedule in a Trainer trains what a Trainer trains whose policies are replaced by hand; it resumes in its phase."""
 
 from __future__ import annotations
 
@@ -118,6 +118,6 @@ def test_what_cannot_be_a_schedule_is_refused_by_name(tmp_path: Path) -> None:
         PolicyCallback(ROWS, schedule=SCHEDULE)
     with pytest.raises(UnsupportedError, match="chooses the examples of an epoch"):
         make([{"until": 0.5, "policy": "dense"}, {"policy": {"name": "infobatch"}}])
-    with pytest.raises(UsageError, match="0.01 leaves phase 0 no step: num_steps is 8"):
+    with pytest.raises(UsageError, match=r"0.01 leaves phase 0 no step: num_steps is 8"):
         make([{"until": 0.01, "policy": "dense"}, {"policy": DRAWN}])
     assert torch.is_grad_enabled()

@@ -33,7 +33,7 @@ from sparsebp_cli.policy import GradientSelector, Site, Step
 
 # Entries of an engine's state that belong to its policies. The others, such as the number of the step and the norm that
 # an eager update clips to, go on from phase to phase.
-OF_POLICIES = ("cut", "policy_state")
+OF_POLICIES = ("cut", "policy_state", "held_rates")
 _UNSEEN = (
     "no site of the attached model takes part in this loss, so its gradients would be dense without a word: run the "
     "forward of this model after attach and outside of engine.disabled(), or put the backward inside it too"
