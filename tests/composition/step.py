@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                 step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS, state=state)
                 assert not isinstance(policy, TokenSelector)
                 if isinstance(policy, ParameterSelector):
-                    chosen = set(policy.select(shown, step))
+                    chosen = set(policy.select(shown, replace(step, micro_batch=0)))  # one set for the whole step
                     for name, parameter in trained.items():
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
