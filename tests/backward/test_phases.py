@@ -141,7 +141,7 @@ def test_the_report_covers_all_phases() -> None:
     assert report.whole.num_passes == 4  # passes 1, 2, 4 and 8
 
 
-def test_a_user_who_detaches_in_a_phase_has_the_model_and_the_optimizer_back() -> None:
+def test_a_user_who_detaches_in_a_phase_has_the_model_back() -> None:
     model, optimizer, rates = make()
     phased = sbp.attach_phases(model, phases(DENSE, TURNS, ends=[0.2]), optimizer=optimizer, num_steps=STEPS)
     for index in range(3):
@@ -188,7 +188,7 @@ def test_what_cannot_be_a_schedule_is_refused_before_anything_starts(
         pass
 
 
-def test_a_reference_that_no_phase_reads_is_refused_and_one_phase_may_read_it_alone() -> None:
+def test_one_phase_may_read_a_reference_and_one_that_none_reads_is_refused() -> None:
     model, optimizer, rates = make()
     reference = make()[0]
     with pytest.raises(UsageError, match="reference is given, and no policy compares with one"):

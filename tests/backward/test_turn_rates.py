@@ -114,7 +114,7 @@ def test_a_run_resumed_within_a_cycle_goes_on_with_its_rate(stop: int) -> None:
     assert all(torch.equal(expected[name], resumed[name]) for name in expected)
 
 
-def test_an_optimizer_that_raises_has_its_groups_back_at_the_next_step_and_after_detach() -> None:
+def test_an_optimizer_that_raises_has_its_groups_back_after_detach() -> None:
     training = Training(HIFT)
     groups = training.optimizer.param_groups
     training.optimizer.register_step_pre_hook(_fail)
@@ -193,7 +193,7 @@ def test_state_on_a_gpu_is_moved_to_the_cpu_and_back() -> None:
         assert {name: value.device.type for name, value in state.items()} == {"step": "cpu", "exp_avg": "cuda"}
 
 
-def test_a_cycle_needs_turns_that_go_round_and_an_optimizer_that_steps_after_the_backward() -> None:
+def test_a_cycle_needs_turns_that_go_round_and_no_eager_update() -> None:
     with pytest.raises(PolicyError, match="learning_rate: cycle needs turns that go round, got order: independent"):
         make_policy("frozen", turn="layers", order="independent", learning_rate="cycle")
     with pytest.raises(PolicyError, match="learning_rate needs turn: layers"):
