@@ -121,3 +121,17 @@ def test_what_cannot_be_a_schedule_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"0.01 leaves phase 0 no step: num_steps is 8"):
         make([{"until": 0.01, "policy": "dense"}, {"policy": DRAWN}])
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.always("PolicyTrainer")
+def test_a_held_learning_rate_goes_on_in_a_resumed_phase(door: Make, tmp_path: Path) -> None:
+    turns = {"name": "frozen", "turn": "layers", "every": 2, "optimizer_state": "cpu", "learning_rate": "cycle"}
+    schedule = [{"until": 0.5, "policy": "dense"}, {"policy": turns}]  # a cycle of four steps
+    whole = build(door, tmp_path, schedule)
+    whole.train()
+    resumed = build(door, tmp_path / "again", schedule)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert differing(weights(whole.model), weights(resumed.model)) == []
+    state = whole.policy_callback.engine.state_dict()
+    assert state["held_rates"] == resumed.policy_callback.engine.state_dict()["held_rates"]
+    assert list(state["held_rates"].values()) == pytest.approx([1e-2 * 0.5] * 2)  # of step 4 of 8, by the schedule
