@@ -43,6 +43,8 @@ __all__ = [
     "DivergedError",
     "Engine",
     "GradStore",
+    "Phase",
+    "PhasedEngine",
     "PolicyCallback",
     "PolicyError",
     "PolicyTrainer",
@@ -57,6 +59,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
+    "attach_phases",
     "audit",
     "find_policies",
     "make_policy",
@@ -67,7 +70,7 @@ __all__ = [
 # A type checker sees the names themselves and no __getattr__, which would make every typo an Any.
 if TYPE_CHECKING:
     from sparsebp_cli.auditor import audit
-    from sparsebp_cli.backward import Engine, GradStore, attach, segmented_backward
+    from sparsebp_cli.backward import Engine, GradStore, Phase, PhasedEngine, attach, attach_phases, segmented_backward
     from sparsebp_cli.composition import BackwardOptions
     from sparsebp_cli.memory import memory_trace
     from sparsebp_cli.policy import find_policies, make_policy
@@ -75,10 +78,13 @@ if TYPE_CHECKING:
 else:
     _ROOMS = {
         "attach": "sparsebp_cli.backward",
+        "attach_phases": "sparsebp_cli.backward",
         "audit": "sparsebp_cli.auditor",
         "BackwardOptions": "sparsebp_cli.composition",
         "Engine": "sparsebp_cli.backward",
         "GradStore": "sparsebp_cli.backward",
+        "Phase": "sparsebp_cli.backward",
+        "PhasedEngine": "sparsebp_cli.backward",
         "PolicyCallback": "sparsebp_cli.trainer",
         "PolicyTrainer": "sparsebp_cli.trainer",
         "find_policies": "sparsebp_cli.policy",

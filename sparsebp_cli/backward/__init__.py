@@ -9,6 +9,7 @@ from sparsebp_cli.backward.execution.segment.chain import segmented_backward
 from sparsebp_cli.backward.observe.flops import FlopCount, count_flops
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes, saved_bytes, tensor_bytes
+from sparsebp_cli.backward.phase import Phase, PhasedEngine, attach_phases
 from sparsebp_cli.backward.proof.fidelity import Fidelity, GradientComparison, compare_gradients
 from sparsebp_cli.backward.proof.movement import Moved, Movement
 from sparsebp_cli.backward.proof.proof import Overclaim, PassCount, Proof
@@ -28,12 +29,15 @@ __all__ = [
     "Movement",
     "Overclaim",
     "PassCount",
+    "Phase",
+    "PhasedEngine",
     "Proof",
     "Report",
     "Route",
     "SavedBytes",
     "SiteReport",
     "attach",
+    "attach_phases",
     "compare_gradients",
     "count_flops",
     "saved_bytes",

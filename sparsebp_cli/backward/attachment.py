@@ -32,6 +32,7 @@ from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.backward.selection.estimate import EstimatorExtension
 from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.layer import LayerExtension
+from sparsebp_cli.backward.selection.learning_rate import LearningRates
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
 from sparsebp_cli.backward.selection.token.extension import make_extensions
 from sparsebp_cli.backward.selection.token.routing import RoutingExtension
@@ -152,6 +153,11 @@ def attach(
                 if isinstance(policy, kind)
             ),
             *eager,
+            *(
+                LearningRates(policy, model, states, optimizer)
+                for policy in policies
+                if isinstance(policy, ParameterSelector) and policy.sets_rates and optimizer is not None
+            ),
             *([] if options.segments is None else [Segments(model, options.segments)]),
         ],
     )

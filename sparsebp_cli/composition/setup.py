@@ -69,6 +69,7 @@ class PolicyFacts:
             facts["informed"] = isinstance(policy, InformedSelector)
         if isinstance(policy, ParameterSelector):
             facts["changes"] = policy.changes
+            facts["sets_rates"] = policy.sets_rates
         if isinstance(policy, BlockDropper):
             facts["skips"] = policy.skips_forward
         if isinstance(policy, TokenSelector):

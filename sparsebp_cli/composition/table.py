@@ -144,6 +144,11 @@ _POLICY_RULES = (
         options={"update": ("eager",)},
     ),
     Rule(
+        "{policy} sets learning rates, which {update} reads before the backward; use {update:deferred}",
+        policy={"sets_rates": (True,)},
+        options={"update": ("eager",)},
+    ),
+    Rule(
         "{policy} works in one process, got {processes}",
         why="Each process would know the losses of its own examples only.",
         policy=_EPOCHS,
@@ -395,6 +400,10 @@ _PHASE_RULES = (
         "reference_scores in the whole schedule",
         policy={**_TOKENS, "compares": (True,)},
         options={"phases": SEVERAL, "references": SEVERAL},
+    ),
+    Rule(
+        "a schedule of phases is not built with torch.compile: each phase would be compiled again",
+        options={"phases": SEVERAL, "wrapped": ("compiled",)},
     ),
 )
 _OPTION_RULES = (

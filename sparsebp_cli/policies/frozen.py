@@ -4,7 +4,10 @@ Fine-tuning some layers and freezing the others is as old as transfer learning a
 a time, in turn: Qijun Luo, Hengxu Yu and Xiao Li, "BAdam: A Memory Efficient Full Parameter Optimization Method for
 Large Language Models" (NeurIPS 2024), https://arxiv.org/abs/2404.02827. Layers drawn anew for each turn, beside
 embeddings and head that are always trained: Rui Pan et al., "LISA: Layerwise Importance Sampling for Memory-Efficient
-Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. We differ: by default the optimizer
+Large Language Model Fine-Tuning" (NeurIPS 2024), https://arxiv.org/abs/2403.17919. Another layer at every step, with a
+learning rate that follows its schedule once a round: Yongkang Liu et al., "HiFT: A Hierarchical Full Parameter
+Fine-Tuning Strategy" (EMNLP 2024), https://arxiv.org/abs/2401.15207. We differ: HiFT's groups include embeddings and
+head, which have no turn here; by default the optimizer
 keeps the state of layers after their turn, as LISA's code does and BAdam's does not; parameters outside the layers are
 trained at every step, unless a pattern freezes them; there is no copy of the layers in turn in 32 bits.
 """
@@ -71,10 +74,15 @@ class Frozen(ParameterSelector):
     )
     every: PositiveInt = Field(1, description="Optimizer steps that a turn lasts.")
     at_once: PositiveInt = Field(1, description="Layers that are trained in one turn.")
-    optimizer_state: Literal["keep", "drop"] = Field(
+    optimizer_state: Literal["keep", "drop", "cpu"] = Field(
         "keep",
         description="What becomes of the optimizer's state of a layer when its turn ends. drop: it is freed, and the "
-        "layer's next turn starts as a new training.",
+        "layer's next turn starts as a new training. cpu: it is in the CPU's memory until the layer's next turn.",
+    )
+    learning_rate: Literal["step", "turn", "cycle"] = Field(
+        "step",
+        description="How often the learning rate follows its schedule: at each step, or with the first step of each "
+        "turn or of each round through all layers, and not until the next.",
     )
 
     @model_validator(mode="after")
@@ -83,9 +91,11 @@ class Frozen(ParameterSelector):
             raise ValueError("give train or freeze, not both: parameters that train does not name are frozen")
         if not self.train and not self.freeze and self.turn is None:
             raise ValueError("give train, freeze or turn: without them nothing is frozen")
-        for option in ("order", "every", "at_once", "optimizer_state"):
+        for option in ("order", "every", "at_once", "optimizer_state", "learning_rate"):
             if self.turn is None and getattr(self, option) != type(self).model_fields[option].default:
                 raise ValueError(f"{option} needs turn: layers")
+        if self.order == "independent" and self.learning_rate == "cycle":
+            raise ValueError("learning_rate: cycle needs turns that go round, got order: independent; use turn")
         return self
 
     @property
@@ -104,7 +114,35 @@ class Frozen(ParameterSelector):
     def drops_state(self) -> bool:
         return self.optimizer_state == "drop"
 
+    @property
+    def offloads_state(self) -> bool:
+        return self.optimizer_state == "cpu"
+
+    @property
+    def sets_rates(self) -> bool:
+        return self.learning_rate != "step"
+
+    def rate_step(self, parameters: Sequence[Parameter], step: Step) -> int:
+        if self.learning_rate == "step":
+            return step.index
+        length = self.every
+        if self.learning_rate == "cycle":
+            chosen = self._chosen(parameters)
+            length *= -(-len(_layers(parameters, chosen)) // self.at_once)
+        return step.index // length * length
+
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
+        chosen = self._chosen(parameters)
+        if self.turn is None:
+            return chosen
+        layers = _layers(parameters, chosen)
+        if not layers:
+            raise PolicyError("turn: layers: no parameter that is trained lies in a layer")
+        resting = set(layers) - self._in_turn(layers, step)
+        return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
+
+    def _chosen(self, parameters: Sequence[Parameter]) -> set[str]:
+        """Return the names of those that are trained at all."""
         chosen = {parameter.name for parameter in parameters}
         if self.train is not None:
             chosen = match("train", self.train, parameters)
@@ -112,13 +150,7 @@ class Frozen(ParameterSelector):
             chosen -= match("freeze", self.freeze, parameters)
         if not chosen:
             raise PolicyError("freeze: the patterns leave no parameter to train")
-        if self.turn is None:
-            return chosen
-        layers = sorted({p.layer for p in parameters if p.name in chosen and p.layer is not None})
-        if not layers:
-            raise PolicyError("turn: layers: no parameter that is trained lies in a layer")
-        resting = set(layers) - self._in_turn(layers, step)
-        return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
+        return chosen
 
     def _in_turn(self, layers: list[int], step: Step) -> set[int]:
         if self.order == "independent":
@@ -136,6 +168,10 @@ class Frozen(ParameterSelector):
         elif self.order == "descending":
             layers = layers[::-1]
         return set(layers[number * self.at_once : (number + 1) * self.at_once])
+
+
+def _layers(parameters: Sequence[Parameter], chosen: Collection[str]) -> list[int]:
+    return sorted({p.layer for p in parameters if p.name in chosen and p.layer is not None})
 
 
 def _check(pattern: str) -> str:

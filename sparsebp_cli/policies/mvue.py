@@ -82,7 +82,7 @@ class MVUE(InformedSelector):
     @property
     def budget(self) -> Budget:
         share = self.kept / self.group
-        return Budget(*(share if self.products in (product, "both") else 1.0 for product in ("dgrad", "wgrad")))
+        return Budget(share if self.products != "wgrad" else 1.0, share if self.products != "dgrad" else 1.0)
 
     @property
     def selection(self) -> type[Selection] | None:

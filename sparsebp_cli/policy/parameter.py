@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sparsebp_cli.policy.contract import Policy, Step
@@ -45,6 +45,42 @@ class ParameterSelector(Policy):
     def drops_state(self) -> bool:
         """Whether the optimizer's state of a parameter is freed when it is no longer trained."""
         return False
+
+    @property
+    def offloads_state(self) -> bool:
+        """Whether the optimizer's state of a parameter is in the CPU's memory while it is not trained."""
+        return False
+
+    @property
+    def sets_rates(self) -> bool:
+        """Whether :meth:`rates` or :meth:`rate_step` may answer anything but the optimizer's own learning rate."""
+        return False
+
+    def rates(self, parameters: Sequence[Parameter], step: Step) -> Mapping[str, float]:
+        """Return factors of the learning rate at a step.
+
+        Args:
+            parameters: As for :meth:`select`.
+            step: As for :meth:`select`.
+
+        Returns:
+            Factors of at least 0 by name; 1 for those that are missing.
+        """
+        del parameters, step
+        return {}
+
+    def rate_step(self, parameters: Sequence[Parameter], step: Step) -> int:
+        """Return the step whose learning rate is in force: this one, or an earlier one at which it was last set.
+
+        Args:
+            parameters: As for :meth:`select`.
+            step: As for :meth:`select`.
+
+        Returns:
+            The index of a step, from 0 to that of ``step``.
+        """
+        del parameters
+        return step.index
 
     @abstractmethod
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:

@@ -15,6 +15,7 @@ from sparsebp_cli.recipe.composition import find_unsupported
 from sparsebp_cli.recipe.document import Node, Place
 from sparsebp_cli.recipe.schema import SECRET_URI, PolicyEntry, Recipe, TargetSection
 from sparsebp_cli.recipe.target import check_target, merge_named_target
+from sparsebp_cli.run.policy_phase import find_empty
 from sparsebp_cli.run.visible import mask
 
 
@@ -106,13 +107,8 @@ def _set_policies(recipe: Recipe, policies: Sequence[list[PolicyEntry]]) -> Reci
 
 def _find_empty(recipe: Recipe) -> Iterator[FieldError]:
     """Yield the phases that a training is too short for."""
-    for number, phase in enumerate(recipe.phases):
-        if phase.num_steps == 0:
-            # The last phase begins too late by the end of the one before.
-            at = number if phase.until is not None else number - 1
-            until, most = recipe.phases[at].until, recipe.training.max_steps
-            text = f"{until:g} leaves phase {number} no step: training.max_steps is {most}"
-            yield FieldError(("schedule", at, "until"), text)
+    for number, text in find_empty(recipe.phases, "training.max_steps"):
+        yield FieldError(("schedule", number, "until"), text)
 
 
 def _check_target(section: object, field_errors: list[FieldError]) -> TargetSection | None:

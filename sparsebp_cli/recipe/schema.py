@@ -20,7 +20,7 @@ from pydantic_core import InitErrorDetails
 
 from sparsebp_cli.composition import BackwardOptions
 from sparsebp_cli.policy.error_text import show
-from sparsebp_cli.run.policy_phase import PolicyPhase, lay_out
+from sparsebp_cli.run.policy_phase import PolicyPhase, find_wrong_end, lay_out
 
 PositiveInt = Annotated[int, Field(ge=1)]
 CountFromZero = Annotated[int, Field(ge=0)]
@@ -364,18 +364,9 @@ class Recipe(Section):
             return None
         if len(schedule) < 2:
             raise ValueError(f"needs 2 phases or more, got {len(schedule)}; one phase is written as policy")
-        before = 0.0
-        for number, phase in enumerate(schedule):
-            is_last, text = number == len(schedule) - 1, ""
-            if is_last and phase.until is not None:
-                text = f"the last phase lasts to the end of the training and has no until, got {phase.until:g}"
-            elif not is_last and phase.until is None:
-                text = "until is missing: every phase but the last ends at a share of the training, in (0, 1)"
-            elif phase.until is not None and phase.until <= before:
-                text = f"must be above {before:g}, at which the phase before ends, got {phase.until:g}"
-            if text:
-                raise _error_at((number, "until"), phase.until, text)
-            before = phase.until or before
+        wrong = find_wrong_end([phase.until for phase in schedule])
+        if wrong is not None:
+            raise _error_at((wrong[0], "until"), schedule[wrong[0]].until, wrong[1])
         return schedule
 
     @model_validator(mode="wrap")

@@ -1,8 +1,8 @@
-"""The phases of a run: which policies act from which optimizer step on. A recipe without a schedule has one phase."""
+"""The phases of a training: which policies act from which optimizer step on. Without a schedule there is one phase."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -41,6 +41,32 @@ def lay_out(
         end = max_steps if until is None else max(first, round(until * max_steps))
         phases.append(PolicyPhase(entries, until, first, end, ("schedule", number, "policy")))
     return phases
+
+
+def find_wrong_end(ends: Sequence[float | None]) -> tuple[int, str] | None:
+    """Return the number of the first phase whose ``until`` cannot be, and what is wrong; None if all can. Each is a
+    share in (0, 1), above that of the phase before; the last phase has none."""
+    before = 0.0
+    for number, until in enumerate(ends):
+        is_last = number == len(ends) - 1
+        if is_last and until is not None:
+            return number, f"the last phase lasts to the end of the training and has no until, got {until:g}"
+        if not is_last and until is None:
+            return number, "until is missing: every phase but the last ends at a share of the training, in (0, 1)"
+        if until is not None and until <= before:
+            return number, f"must be above {before:g}, at which the phase before ends, got {until:g}"
+        before = until or before
+    return None
+
+
+def find_empty(phases: Phases[Entry], key: str) -> Iterator[tuple[int, str]]:
+    """Yield the phases that a training is too short for: the number of the one to change, and what is wrong. ``key`` is
+    where the number of steps was given."""
+    for number, phase in enumerate(phases):
+        if phase.num_steps == 0:
+            # The last phase begins too late by the end of the one before.
+            at = number if phase.until is not None else number - 1
+            yield at, f"{phases[at].until:g} leaves phase {number} no step: {key} is {phases[-1].end}"
 
 
 def read_phases(recipe: Mapping[str, Any]) -> list[PolicyPhase[dict[str, Any]]]:

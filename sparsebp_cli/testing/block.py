@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparsebp_cli.policy import BlockDropper, Observation, ResidualBlock, Stateful, Step
+from sparsebp_cli.policy import BlockDropper, Observation, ResidualBlock, Stateful, Step, TrialPass
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
 from sparsebp_cli.testing.state import check_state
 
@@ -57,8 +57,9 @@ def _try(policy: BlockDropper, blocks: Sequence[ResidualBlock], state: State) ->
     step = next((s for index in range(NUM_STEPS) if policy.wants_trials(s := _at(index, state))), None)
     require(step is not None, f"{name_of(policy)}: has_trials, but wants none at any step")
     assert step is not None
-    decisions, names = policy.wants_trials(step), {block.name for block in blocks}
-    require(all(set(tried) <= names for tried in decisions), f"{name_of(policy)}: wants to try unknown blocks")
+    names = {block.name for block in blocks}
+    decisions = [frozenset(tried) for tried in policy.wants_trials(step) if not isinstance(tried, TrialPass)]
+    require(all(tried <= names for tried in decisions), f"{name_of(policy)}: wants to try unknown blocks")
     sizes = torch.rand(len(blocks), generator=torch.Generator().manual_seed(0))
     norms = {block.name: size for block, size in zip(blocks, sizes, strict=True)}
     seen = [Observation(parameter_norm={n: norms[n] for n in norms if n not in tried}) for tried in decisions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
@@ -49,6 +50,7 @@ def check_parameter_selector(policy: ParameterSelector) -> None:
     _check_repeatable(policy)
     _check_changes(policy)
     _check_exact(policy)
+    _check_rates(policy)
     _check_gradients(policy)
 
 
@@ -86,6 +88,22 @@ def _check_exact(policy: ParameterSelector) -> None:
     whole = all(_choose(policy, index) == names for index in range(NUM_STEPS))
     require(not policy.exact or whole, f"{name_of(policy)}: says it is exact, but leaves parameters out")
     require(policy.exact or not policy.unbiased, f"{name_of(policy)}: says it is unbiased, but not exact")
+
+
+def _check_rates(policy: ParameterSelector) -> None:
+    names, earlier = {parameter.name for parameter in _parameters()}, 0
+    for index in range(NUM_STEPS):
+        step = _at(policy, index)
+        rates, held = policy.rates(_parameters(), step), policy.rate_step(_parameters(), step)
+        good = set(rates) <= names and all(0.0 <= rate < math.inf for rate in rates.values())
+        require(good, f"{name_of(policy)}: rates must be numbers of at least 0 by names that it received, got {rates}")
+        text = (
+            f"{name_of(policy)}: rate_step must be this step, {index}, or the one before it that was held, got {held}"
+        )
+        require(held in (index, earlier), text)
+        earlier = held
+        own = not rates and held == index
+        require(policy.sets_rates or own, f"{name_of(policy)}: sets learning rates, but says that it does not")
 
 
 def _check_gradients(policy: ParameterSelector) -> None:

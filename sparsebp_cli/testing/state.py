@@ -37,8 +37,9 @@ def check_state(policy: Policy, places: Sequence[Named]) -> None:
     _check_trials(policy, places, first)
 
 
-def _check_trials(policy: Stateful[Any], places: Sequence[Named], first: Values) -> None:
+def _check_trials(policy: Policy, places: Sequence[Named], first: Values) -> None:
     """Check the same of ``observe_trials``, at the first step that wants trial passes."""
+    assert isinstance(policy, Stateful)
     name, steps = name_of(policy), (Step(index, num_steps=LONGEST, state=first) for index in range(LONGEST))
     step = next((step for step in steps if policy.wants_trials(step)), None)
     if step is None:

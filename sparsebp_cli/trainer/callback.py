@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, Self, TypedDict, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -20,10 +19,19 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 from typing_extensions import override
 
-from sparsebp_cli.backward import Engine, attach
-from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
+from sparsebp_cli.backward import Engine, Phase, attach
+from sparsebp_cli.backward.phase import (
+    PhasedEngine,
+    lay_out_schedule,
+    needs_reference,
+    refuse_phases,
+    try_phases,
+)
+from sparsebp_cli.composition import BackwardChoices, BackwardOptions
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Policy, PolicyLike, make_policies
+from sparsebp_cli.policy import Policy, PolicyLike
+from sparsebp_cli.run.policy_phase import lay_out
+from sparsebp_cli.trainer.attach_option import AttachOptions, Given
 from sparsebp_cli.trainer.log_value import count_step, interval_values, restored_counters, total_values
 from sparsebp_cli.trainer.precision import attach_inside
 from sparsebp_cli.trainer.refusal import mask_noncandidates, model_of, pass_columns, refuse_unsupported
@@ -33,57 +41,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Given(TypedDict, total=False):
-    """Arguments of ``attach`` that the user may leave to the trainer."""
-
-    seed: int
-    reference: nn.Module | Literal["batch"]
-
-
-@dataclass(frozen=True)
-class AttachOptions:
-    """Arguments of ``attach`` that the user gives; the trainer adds the model, its optimizer and the number of
-    steps."""
-
-    policies: tuple[Policy, ...]
-    choices: BackwardChoices
-    given: Given
-
-    @classmethod
-    def of(
-        cls,
-        policies: PolicyLike | Sequence[PolicyLike],
-        backward: BackwardOptions | BackwardChoices | None,
-        seed: int | None,
-        reference: nn.Module | Literal["batch"] | None,
-    ) -> AttachOptions:
-        """Make the policies, and refuse options that no trainer supports."""
-        made = make_policies(policies)
-        backward = BackwardOptions.of(backward)
-        refuse(Setup((), {"update": backward.update, "checkpointing": backward.checkpointing, "loop": "trainer"}))
-        given = Given()
-        if seed is not None:
-            given["seed"] = seed
-        if reference is not None:
-            given["reference"] = reference
-        return cls(made, backward.choices(), given)
-
-    def describe(self) -> dict[str, object]:
-        """Return what a resumed training must have in common with the earlier one: plain values by dotted name."""
-        found: dict[str, object] = {}
-        for number, policy in enumerate(self.policies):
-            found[f"policies.{number}"] = f"{type(policy).__module__}:{type(policy).__qualname__}"
-            dumped = policy.model_dump(mode="json")
-            found |= {f"policies.{number}.{name}": value for name, value in dumped.items()}
-        options = {**self.choices, **self.given}
-        return found | {name: value for name, value in options.items() if isinstance(value, str | int | float | list)}
-
-
 class PolicyCallback(TrainerCallback):
     """Policies for a trainer whose class you cannot change: ``PolicyCallback(policies).join(trainer)``.
 
     Args:
         policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
+        schedule: Instead of policies: phases of the training, each with its own, as for
+            :func:`sparsebp_cli.attach_phases`.
         backward: How the backward pass is executed, such as ``{"sites": "branches"}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
@@ -93,7 +57,8 @@ class PolicyCallback(TrainerCallback):
             policies; the first step is always counted, and the counts are logged. None: never.
 
     Attributes:
-        engine: Of the current ``train()``, or of the last one; None before the first.
+        engine: Of the current ``train()``, or of the last one; None before the first. With a schedule, that of the
+            current phase.
 
     Raises:
         UsageError: A policy or an option is wrong.
@@ -101,8 +66,9 @@ class PolicyCallback(TrainerCallback):
 
     def __init__(
         self,
-        policies: PolicyLike | Sequence[PolicyLike],
+        policies: PolicyLike | Sequence[PolicyLike] = (),
         *,
+        schedule: Sequence[Phase] | None = None,
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
         seed: int | None = None,
@@ -110,8 +76,8 @@ class PolicyCallback(TrainerCallback):
     ) -> None:
         if log_flops_every is not None and log_flops_every < 1:
             raise UsageError(f"log_flops_every must be at least 1, or None, got {log_flops_every}")
-        self.engine: Engine | None = None
-        self._attach_options = AttachOptions.of(policies, backward, seed, reference)
+        self._phased: PhasedEngine | None = None
+        self._attach_options = AttachOptions.of(policies, backward, seed, reference, schedule)
         self.log_flops_every = log_flops_every
         self._trainer: Trainer | None = None
         self._undo: list[Callable[[], object]] = []  # called in reverse order to detach; empty while not attached
@@ -137,10 +103,11 @@ class PolicyCallback(TrainerCallback):
         """
         if self._trainer is not None:
             raise UsageError("this PolicyCallback has joined a trainer already: make another one")
-        refuse_unsupported(trainer, self._attach_options.policies)
+        for _, policies in self._attach_options.phases:
+            refuse_unsupported(trainer, policies)
         # Raises errors now rather than in train(), which makes the optimizer.
-        _, detach = self._attach(trainer, num_steps=1, optimizer=torch.optim.SGD([torch.zeros(1)], 0.0))
-        detach()
+        unused = torch.optim.SGD([torch.zeros(1)], 0.0)
+        try_phases(self._attach_options.phases, functools.partial(self._attach, trainer, 1, unused))
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -171,15 +138,21 @@ class PolicyCallback(TrainerCallback):
         trainer = self._trainer
         self._detach()  # auto_find_batch_size trains again after an attempt that ran out of memory
         self._began = self._logged = state.global_step
-        engine, detach = self._attach(trainer, num_steps=state.max_steps, optimizer=trainer.optimizer)
-        self.engine = engine
-        self._undo.append(detach)
+        schedule = self._attach_options.schedule
+        phases = (
+            lay_out(self._attach_options.policies, None, state.max_steps)
+            if schedule is None
+            else lay_out_schedule(schedule, state.max_steps)
+        )
+        attach_policies = functools.partial(self._attach, trainer, state.max_steps, trainer.optimizer)
+        phased = self._phased = PhasedEngine(phases, attach_policies, trainer.optimizer)
+        self._undo.append(phased.detach)
         if self._resumed is not None:
-            engine.load_state_dict(self._resumed)
+            phased.load_state_dict(self._resumed)
         accelerator, original = trainer.accelerator, trainer.accelerator.backward
 
         def backward(loss: Tensor, **kwargs: object) -> None:
-            engine.backward(loss, lambda scaled: original(scaled, **kwargs))
+            phased.backward(loss, lambda scaled: original(scaled, **kwargs))
 
         own = accelerator.__dict__.get("backward")
         accelerator.backward = backward
@@ -198,18 +171,36 @@ class PolicyCallback(TrainerCallback):
         self._counts_next = every is not None and state.global_step % every == 0
 
     @property
+    def engine(self) -> Engine | None:
+        """The engine of the current ``train()``, or of the last one; None before the first."""
+        return None if self._phased is None else self._phased.engine
+
+    @property
+    def _policies(self) -> Sequence[Policy]:
+        """The policies of the current phase."""
+        return self._attach_options.policies if self._phased is None else self._phased.phase.policies
+
+    @property
     def _is_attached(self) -> bool:
         return bool(self._undo)
 
     def _attach(
-        self, trainer: Trainer, *, num_steps: int, optimizer: torch.optim.Optimizer | None
+        self,
+        trainer: Trainer,
+        num_steps: int,
+        optimizer: torch.optim.Optimizer | None,
+        policies: Sequence[Policy],
     ) -> tuple[Engine, Callable[[], None]]:
         own, model = self._attach_options, trainer.model_wrapped
         given = Given(seed=trainer.args.seed) | own.given
+        if own.schedule is not None:
+            refuse_phases(own.schedule, model)
+            if not needs_reference(policies, own.schedule):
+                given.pop("reference", None)
         return attach_inside(
             model_of(trainer),
             trainer.accelerator,
-            lambda: attach(model, own.policies, optimizer=optimizer, num_steps=num_steps, **own.choices, **given),
+            lambda: attach(model, policies, optimizer=optimizer, num_steps=num_steps, **own.choices, **given),
         )
 
     def _detach(self) -> None:
@@ -266,7 +257,7 @@ class PolicyCallback(TrainerCallback):
     ) -> T:
         if self._is_attached and self.engine is not None and self.engine.enabled:
             removes = self._arguments.remove_unused_columns
-            pass_columns(self.engine, self._attach_options.policies, inputs, self._num_candidates, removes=removes)
+            pass_columns(self.engine, self._policies, inputs, self._num_candidates, removes=removes)
         return compute_loss(model, inputs, *args, **kwargs)
 
     def _count_items(
@@ -277,7 +268,7 @@ class PolicyCallback(TrainerCallback):
         **kwargs: object,
     ) -> Tensor | int | None:
         if self._is_attached and self.engine is not None and self.engine.enabled:
-            found = mask_noncandidates(self._attach_options.policies, batches)
+            found = mask_noncandidates(self._policies, batches)
             self._num_candidates = None if found is None else count(found, *args, **kwargs)
         return count(batches, *args, **kwargs)
 
@@ -341,6 +332,8 @@ class PolicyTrainer(Trainer):
     Args:
         *args: As for ``Trainer``.
         policies: Each a policy, the name of one, or a mapping of ``name`` and its options; none is dense.
+        schedule: Instead of policies: phases of the training, each with its own, such as
+            ``[{"until": 0.4, "policy": "dense"}, {"policy": [topk]}]``, as for :func:`sparsebp_cli.attach_phases`.
         backward: How the backward pass is executed, such as ``{"sites": "branches"}``. ``update="eager"`` and
             ``checkpointing="full"`` are refused: the trainer steps its optimizer itself, and checkpointing of whole
             layers is an option of ``TrainingArguments``.
@@ -360,6 +353,7 @@ class PolicyTrainer(Trainer):
         self,
         *args: Any,
         policies: PolicyLike | Sequence[PolicyLike] = (),
+        schedule: Sequence[Phase] | None = None,
         backward: BackwardOptions | BackwardChoices | None = None,
         reference: nn.Module | Literal["batch"] | None = None,
         policy_seed: int | None = None,
@@ -371,6 +365,7 @@ class PolicyTrainer(Trainer):
                 raise UsageError(f"{name} is an option of the backward pass: give backward={{{name!r}: ...}}")
         callback = PolicyCallback(
             policies,
+            schedule=schedule,
             backward=backward,
             reference=reference,
             seed=policy_seed,

@@ -10,15 +10,12 @@ import torch
 from torch import nn
 
 from sparsebp_cli.backward import Engine, attach
+from sparsebp_cli.backward.core.engine import OF_POLICIES
 from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, make_policy
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.policy_phase import PolicyPhase, describe_phases, find_phase
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.reference import Reference
-
-# Entries of an engine's state that belong to its policies. The others, such as the number of the step and the norm that
-# an eager update clips to, go on from phase to phase.
-OF_POLICIES = ("cut", "policy_state")
 
 
 def make_phases(recipe: Recipe) -> list[PolicyPhase[Policy]]:

@@ -62,6 +62,12 @@ WAYS: dict[str, Sections] = {
     "frozen in turn, independent, state dropped": _policy(
         "frozen", order="independent", optimizer_state="drop", **_TURNS
     ),
+    "frozen in turn, rate held": _policy(
+        "frozen", order="random", optimizer_state="cpu", learning_rate="cycle", **_TURNS
+    ),
+    "freezeout": _policy("freezeout", start=0.3),
+    "autofreeze": _policy("autofreeze", every=2),
+    "grass": _policy("grass", every=2, at_once=1),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "mezo": _policy("mezo", scale=1e-2)
     | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from sparsebp_cli.policy import (
     ExampleSelector,
     InputSaver,
     Observation,
+    Parameter,
     ParameterSelector,
     Policy,
     Stateful,
@@ -79,7 +81,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
     engine = attach()
     if composition == "compile":
         compile_branches(model)
-    for number in range(2):
+    for number in range(_num_steps(ways)):
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
@@ -116,7 +118,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     optimizer, (shown, _) = _optimizer(model), find_parameters(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     states = {id(policy): policy.init(shown) for policy in policies if isinstance(policy, Stateful)}
-    for number in range(2):
+    for number in range(_num_steps(ways)):
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, hooks, saving = all_ids, [], ExitStack()
             for policy in policies:
@@ -124,7 +126,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                 step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS, state=state)
                 assert not isinstance(policy, TokenSelector)
                 if isinstance(policy, ParameterSelector):
-                    chosen = set(policy.select(shown, step))
+                    chosen = set(policy.select(shown, replace(step, micro_batch=0)))  # one set for the whole step
                     for name, parameter in trained.items():
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
@@ -148,18 +150,44 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                 hook.remove()
         if composition == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        _set_rates(policies, shown, trained, optimizer, number)
         optimizer.step()
         _observe(policies, states, trained, number)
         optimizer.zero_grad()
     return _weights(model)
 
 
+def _num_steps(ways: Sequence[Way]) -> int:
+    """Return 2, or 3 where a policy compares two steps and acts in the next."""
+    return 3 if any(way.label == "autofreeze" for way in ways) else 2
+
+
+def _set_rates(
+    policies: Sequence[Policy],
+    shown: Sequence[Parameter],
+    trained: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    number: int,
+) -> None:
+    """Give each parameter a group of its own, with its own rate, if a policy sets rates."""
+    for policy in policies:
+        if isinstance(policy, ParameterSelector) and policy.sets_rates:
+            rates = policy.rates(shown, Step(number, seed=SEED, num_steps=NUM_STEPS))
+            (first, *_) = optimizer.param_groups
+            optimizer.param_groups = [
+                {**first, "params": [parameter], "lr": 0.5 * rates[name]} for name, parameter in trained.items()
+            ]
+
+
 def _observe(policies: Sequence[Policy], states: dict[int, Any], trained: dict[str, nn.Parameter], number: int) -> None:
     seen = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
+    norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
     for policy in policies:
         if isinstance(policy, Stateful):
-            states[id(policy)] = policy.observe(states[id(policy)], Observation(parameter_l1=seen), end)
+            states[id(policy)] = policy.observe(
+                states[id(policy)], Observation(parameter_norm=norms, parameter_l1=seen), end
+            )
 
 
 def _detach(module: nn.Module, args: object, output: Any) -> Any:

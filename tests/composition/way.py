@@ -41,7 +41,10 @@ WAYS = (
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
+    Way("freezeout", "ParameterSelector", {"name": "freezeout", "start": 0.2}),
+    Way("autofreeze", "ParameterSelector", {"name": "autofreeze", "every": 1}),
     Way("grades", "ParameterSelector", {"name": "grades", "threshold": 1e9, "grace": 0.0}),
+    Way("grass", "ParameterSelector", {"name": "grass", "every": 1, "at_once": 1}),
     Way("lossless", "BatchPacker", {"name": "lossless"}),
     Way("dropbp", "BlockDropper", {"name": "dropbp", "keep": 0.5}),
     Way("lcsb", "BlockDropper", {"name": "lcsb", "keep": 0.5}),
@@ -111,6 +114,15 @@ def _find_skipping_refusal(first: Way, second: Way) -> str:
     return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
 
 
+def _find_eager_refusal(way: Way) -> str:
+    name, does = way.policy.get("name"), ""
+    if name in ("autofreeze", "grades", "grass"):
+        does = "observes gradients of parameters, which update='eager' frees during the backward"
+    elif name == "freezeout":
+        does = "sets learning rates, which update='eager' reads before the backward"
+    return does and f"{_class_of(way)} {does}; use update='deferred'"
+
+
 def find_pair_refusal(first: Way, second: Way) -> str:
     """Return the one line that is raised; empty where the two go together.
 
@@ -127,11 +139,8 @@ def find_pair_refusal(first: Way, second: Way) -> str:
             "TokenSelector": "SelectedTokens with segments=2 is not built: it runs layers for some positions only",
             "BatchPacker": "Lossless with segments=2 is not built: it changes the batch inside of the forward",
         }[first.question]
-    if "grades" in {way.policy.get("name") for way in (first, second)} and "update" in questions:
-        return (
-            "GradES observes gradients of parameters, which update='eager' frees during the backward; "
-            "use update='deferred'"
-        )
+    if "update" in questions and (refusal := _find_eager_refusal(first) or _find_eager_refusal(second)):
+        return refusal
     if "InputSaver" in questions and questions & {"TokenSelector", "BatchPacker", "GradientSelector"}:
         where = "backward" if "GradientSelector" in questions else "forward"
         names = [find_policy(str(way.policy["name"])).policy_class for way in (first, second)]

@@ -44,6 +44,11 @@ class Counter:
             whole_unknown=", ".join(sorted(self.products.unknown)),
         )
 
+    def going_on(self, following: Counter) -> Counter:
+        """Return these totals as the start of those of another engine of the same training, which lists its sites."""
+        self.sites.by_name = {**following.sites.by_name, **self.sites.by_name}
+        return self
+
     def _whole(self) -> Whole | None:
         products = self.products
         if products.unknown or not products.total or not self.products_at_sites:

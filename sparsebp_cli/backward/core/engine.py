@@ -34,6 +34,10 @@ from sparsebp_cli.backward.observe.loss_graph import UNSEEN, has_site
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import GradientSelector, Site, Step, TrialPass
 
+# Entries of an engine's state that belong to its policies. The others, such as the number of the step and the norm that
+# an eager update clips to, go on from phase to phase.
+OF_POLICIES = ("cut", "policy_state", "held_rates")
+
 
 class Engine:
     """Applies a policy's decisions in a model's backward pass. Created by ``attach``.
@@ -384,6 +388,15 @@ class Engine:
         for keeper in self._keepers():
             keeper.load_state_dict(state)
         self._clock.go_to(state["index"], state["micro_batch"])  # the last, since decisions of the step read states
+
+    def follow(self, before: Engine, state: Mapping[str, Any], index: int) -> None:
+        """Go on at a step where the engine of an earlier phase ended. What policies remember begins anew; other entries
+        of its ``state``, and what it has counted, go on.
+        """
+        mine, theirs = self.state_dict(), {**state, "index": index}
+        self.load_state_dict(mine | {key: theirs[key] for key in mine if key in theirs and key not in OF_POLICIES})
+        self._count(before._counter.going_on(self._counter))
+        self.notes |= {f"{key} until step {index}": f"until step {index}: {note}" for key, note in before.notes.items()}
 
     def detach(self) -> None:
         """Restore the model as it was before ``attach``. Further calls do nothing."""

@@ -89,6 +89,7 @@ class PolicyStates:
         """Give a policy another state for a trial pass, and observe what it sees in it."""
         number = self._numbers[id(policy)]
         before = self._states[number]
+        assert isinstance(policy, Stateful)
         self._trial_step, self._tried = step, {}
         self._states[number] = before if state is None else _check(policy, state)
         try:
@@ -199,7 +200,7 @@ def _sample(gradient: Tensor, name: str, step: Step) -> Tensor:
     num_drawn = -(-number // SAMPLED)
     generator = step.generator(_Drawn(f"sample of {name}"))
     index_K = torch.randint(number, (num_drawn,), generator=generator).to(gradient.device)
-    return gradient.reshape(-1)[index_K].float() * (number / num_drawn) ** 0.5
+    return gradient.reshape(-1)[index_K].float() * float((number / num_drawn) ** 0.5)
 
 
 @dataclass(frozen=True)

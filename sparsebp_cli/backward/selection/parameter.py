@@ -21,6 +21,7 @@ from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.observe.internals import parameter_of
 from sparsebp_cli.backward.patch.forward import NotCopyable
+from sparsebp_cli.backward.selection.optimizer_state import OffloadedState
 from sparsebp_cli.backward.selection.required_grads import claim_needed
 from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
 from sparsebp_cli.policy import Parameter, ParameterSelector, Stateful, Step
@@ -56,6 +57,9 @@ class ParameterExtension:
         self._frozen_here: set[str] = set()  # names of parameters that this extension has frozen, and not the user
         self._handles: list[RemovableHandle] = []
         self._notes: dict[str, str] = {}  # the engine's
+        self._offloaded: OffloadedState | None = None
+        if policy.offloads_state and optimizer is not None:
+            self._offloaded = OffloadedState(optimizer)
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -72,6 +76,8 @@ class ParameterExtension:
 
     def remove(self) -> None:
         self.enable(False)
+        if self._offloaded is not None:
+            self._offloaded.bring_all()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -94,6 +100,11 @@ class ParameterExtension:
             # Of those that leave alone: a resumed optimizer may hold the state of a later step than that of attach.
             for name in before - self._trained:
                 self._optimizer.state.pop(self._get(name), None)
+        if self._offloaded is not None:
+            for name in self._trained:
+                self._offloaded.bring(self._get(name))
+            for name in self.frozen:
+                self._offloaded.send(self._get(name))
         if isinstance(self._policy, Stateful) and self._trained != before:
             self._notes[f"parameters from step {step.index}"] = f"{self._describe()} from step {step.index + 1} on"
         self.enable(self._enabled)

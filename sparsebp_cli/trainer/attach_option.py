@@ -1,0 +1,73 @@
+"""What the user of a trainer gives for ``attach``, and what of it a resumed training must have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from torch import nn
+
+from sparsebp_cli.backward import Phase
+from sparsebp_cli.backward.phase import Schedule, make_schedule
+from sparsebp_cli.composition import BackwardChoices, BackwardOptions, Setup, refuse
+from sparsebp_cli.errors import UsageError
+from sparsebp_cli.policy import Policy, PolicyLike, make_policies
+
+
+class Given(TypedDict, total=False):
+    """Arguments of ``attach`` that the user may leave to the trainer."""
+
+    seed: int
+    reference: nn.Module | Literal["batch"]
+
+
+@dataclass(frozen=True)
+class AttachOptions:
+    """Arguments of ``attach`` that the user gives; the trainer adds the model, its optimizer and the number of
+    steps."""
+
+    policies: tuple[Policy, ...]
+    schedule: Schedule | None
+    choices: BackwardChoices
+    given: Given
+
+    @classmethod
+    def of(
+        cls,
+        policies: PolicyLike | Sequence[PolicyLike],
+        backward: BackwardOptions | BackwardChoices | None,
+        seed: int | None,
+        reference: nn.Module | Literal["batch"] | None,
+        schedule: Sequence[Phase] | None,
+    ) -> AttachOptions:
+        """Make the policies, and refuse options that no trainer supports."""
+        made = make_policies(policies)
+        if schedule is not None and made:
+            raise UsageError("give policies or schedule, got both")
+        backward = BackwardOptions.of(backward)
+        refuse(Setup((), {"update": backward.update, "checkpointing": backward.checkpointing, "loop": "trainer"}))
+        given = Given()
+        if seed is not None:
+            given["seed"] = seed
+        if reference is not None:
+            given["reference"] = reference
+        return cls(made, None if schedule is None else make_schedule(schedule), backward.choices(), given)
+
+    @property
+    def phases(self) -> Schedule:
+        """Where each phase ends, and its policies; one phase without a schedule."""
+        return [(None, self.policies)] if self.schedule is None else self.schedule
+
+    def describe(self) -> dict[str, object]:
+        """Return what a resumed training must have in common with the earlier one: plain values by dotted name."""
+        found: dict[str, object] = {}
+        for place, (until, policies) in enumerate(self.phases):
+            start = "" if self.schedule is None else f"schedule.{place}."
+            found |= {} if until is None else {f"{start}until": until}
+            for number, policy in enumerate(policies):
+                key = f"{start}policies.{number}"
+                found[key] = f"{type(policy).__module__}:{type(policy).__qualname__}"
+                found |= {f"{key}.{name}": value for name, value in policy.model_dump(mode="json").items()}
+        options = {**self.choices, **self.given}
+        return found | {name: value for name, value in options.items() if isinstance(value, str | int | float | list)}
