@@ -16,7 +16,15 @@ from transformers.utils.logging import disable_progress_bar
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.policy import BatchPacker, BlockDropper, EpochSelector, Policy, find_policies, make_policy
+from sparsebp_cli.policy import (
+    BatchPacker,
+    BlockDropper,
+    EpochSelector,
+    GradientEstimator,
+    Policy,
+    find_policies,
+    make_policy,
+)
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
@@ -121,9 +129,10 @@ def _build_order(
         rank=(ranks.rank, ranks.count),
         group_by=training.group_by,
     )
+    if any(isinstance(policy, EpochSelector | GradientEstimator) for policy in policies):
+        refuse_unsupported(recipe)  # attach sees neither the first kind nor checkpointing: full
     for policy in policies:
         if isinstance(policy, EpochSelector):
-            refuse_unsupported(recipe)  # attach does not see it
             order.choose_epochs(
                 policy, num_steps=training.max_steps, micro_batches=training.gradient_accumulation_steps
             )
