@@ -32,6 +32,8 @@ use_checkout()
 import jinja2  # noqa: E402
 import yaml  # noqa: E402
 
+from sparsebp_cli.compare.verdict import find_outcome  # noqa: E402
+
 FOLDER = ROOT / "docs" / "results" / "leaderboard"
 PAGE = ROOT / "docs" / "results" / "leaderboard.html"
 DATA = ROOT / "docs" / "results" / "leaderboard.csv"
@@ -50,7 +52,7 @@ COLUMNS = (
     "cost",
     "run",
 )
-STATEMENTS = ("better", "worse", "no difference shown")
+STATEMENTS = ("lower", "higher", "no difference shown")  # trainings of unequal length are not called better
 
 
 @dataclass(frozen=True)
@@ -181,13 +183,7 @@ def cost_of(task: Task, group: dict[str, Any]) -> float:
 
 def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
     """Return what the page shows of one group."""
-    quality, final = group["quality"], group["quality"]["final"]
-    difference = quality["difference"]
-    sign = -1 if task.comparison["better"] == "higher" else 1
-    statement = ""
-    if difference is not None and difference["family_low"] is not None:
-        low, high = sorted((sign * difference["family_low"], sign * difference["family_high"]))
-        statement = STATEMENTS[0] if high < 0 else STATEMENTS[1] if low > 0 else STATEMENTS[2]
+    final, difference = group["quality"]["final"], group["quality"]["difference"]
     counts, dense = group["cost"], task.baseline["cost"]
     training, base = group["recipe"]["training"], task.baseline["recipe"]["training"]
     batches = training["per_device_train_batch_size"] / base["per_device_train_batch_size"]
@@ -197,7 +193,7 @@ def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
         "options": json.dumps(task.study["arms"].get(group["label"], {})),
         "quality": final,
         "difference": difference,
-        "statement": "best dense" if group["baseline"] else statement,
+        "statement": "best dense" if group["baseline"] else find_statement(group["verdict"]),
         "steps": training["max_steps"],
         "batch": training["per_device_train_batch_size"],
         "rate": training["learning_rate"],
@@ -210,6 +206,12 @@ def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
         "command": make_command(task, group),
         "runs": [run["run_id"] for run in task.comparison["runs"] if run["group"] == group["group"] and run["counts"]],
     }
+
+
+def find_statement(verdict: str) -> str:
+    """Return what the verdict of `compare` says of the quality, in a word or two; empty if it says nothing."""
+    outcome = find_outcome(verdict)
+    return next((word for word in STATEMENTS if outcome.startswith(word)), "")
 
 
 def make_command(task: Task, group: dict[str, Any]) -> str:
