@@ -11,7 +11,7 @@ from types import ModuleType
 
 from generator.markdown import code, head, table
 from sparsebp_cli.composition import RULES, Rule
-from sparsebp_cli.composition.table import Conditions, Match
+from sparsebp_cli.composition.rule import Conditions, Match
 from sparsebp_cli.errors import RecipeError
 from sparsebp_cli.recipe import load_stored
 

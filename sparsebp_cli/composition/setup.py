@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
-from sparsebp_cli.composition.table import KINDS, RULES, Condition, Match, Rule
+from sparsebp_cli.composition.rule import KINDS, Condition, Match, Rule
+from sparsebp_cli.composition.table import RULES
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import (
     BatchPacker,

@@ -1,72 +1,32 @@
 """The table of combinations that are refused although each of their parts is valid by itself, and why.
 
-A rule is data. It refers to facts that a policy declares by its contract (its kind, whether its selection changes) and
-to options, never to a policy by name. What no rule refuses works; ``tests/composition`` checks both.
+What no rule refuses works; ``tests/composition`` checks both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
-
-
-class Match(Enum):
-    """Conditions on a value other than a list of values."""
-
-    GIVEN = "given"
-    ABSENT = "null"
-    SEVERAL = "2 or more"
-    SAME = "the same"  # as the other policy's fact
-
-
-GIVEN, ABSENT, SEVERAL, SAME = Match
-Condition = tuple[object, ...] | Match
-Conditions = Mapping[str, Condition]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One combination that is refused."""
-
-    # {policy} and {other} are the policies' names, {kind} the first one's kind; {sites} is an option in the reader's
-    # notation, {sites:nodes} the same with another value, {sites:=} the value alone
-    text: str
-    why: str = ""  # why it is not supported, for the documentation; empty if the text says it
-    policy: Conditions = field(default_factory=dict)  # facts of a policy
-    # facts of another policy, in either order; the later one is {policy}
-    other: Conditions = field(default_factory=dict)
-    options: Conditions = field(default_factory=dict)  # options with the values that are refused
-    blame: str = ""  # the option at which a recipe is wrong; empty: the policy's name
-
-
-KINDS = (
-    "GradientSelector",
-    "EdgeRouter",
-    "TokenSelector",
-    "ExampleSelector",
-    "EpochSelector",
-    "ParameterSelector",
-    "BatchPacker",
-    "BlockDropper",
-    "InputSaver",
-    "GradientEstimator",
-    "TokenRouter",
+from sparsebp_cli.composition.loop_table import OWN_LOOP, TRAINER
+from sparsebp_cli.composition.rule import (
+    ABSENT,
+    DROPPER,
+    EPOCHS,
+    ESTIMATOR,
+    GIVEN,
+    INFORMED,
+    KINDS,
+    LAYERS,
+    PACKER,
+    ROUTER,
+    SAME,
+    SAVER,
+    SEVERAL,
+    SHORTENS,
+    SKIPPER,
+    TOKENS,
+    TURNING,
+    TURNS,
+    Rule,
 )
-_INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
-_ROUTER: Conditions = {"kind": ("EdgeRouter",)}
-_TOKENS: Conditions = {"kind": ("TokenSelector",)}
-_CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
-_EPOCHS: Conditions = {"kind": ("EpochSelector",)}
-_PACKER: Conditions = {"kind": ("BatchPacker",)}
-_DROPPER: Conditions = {"kind": ("BlockDropper",)}
-_SKIPPER: Conditions = {**_DROPPER, "skips": (True,)}  # leaves blocks out of the forward, too
-_SAVER: Conditions = {"kind": ("InputSaver",)}
-_ESTIMATOR: Conditions = {"kind": ("GradientEstimator",)}
-_LAYERS: Conditions = {"kind": ("TokenRouter",)}
-_SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
-_TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}
-_TURNING = "{policy} with another set of parameters each step"
 
 _POLICY_RULES = (
     Rule(
@@ -77,7 +37,7 @@ _POLICY_RULES = (
         "{policy} chooses the examples of an epoch: built for the worker of a recipe (sparsebp run) alone",
         why="The worker knows an example by its row in the training split, draws the order of an epoch and keeps the "
         "losses. A loop of your own and a Trainer have a data loader that SparseBP does not see.",
-        policy=_EPOCHS,
+        policy=EPOCHS,
         options={"loop": ("own", "trainer")},
     ),
     Rule(
@@ -100,17 +60,17 @@ _POLICY_RULES = (
     ),
     Rule(
         "{policy} reads inputs and weights of linears: needs {sites:linears}, got {sites:=}",
-        policy=_INFORMED,
+        policy=INFORMED,
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
         "{policy} with {float8} is not built: it reads inputs and weights, or selects dgrad and wgrad apart",
-        policy=_INFORMED,
+        policy=INFORMED,
         options={"float8": GIVEN},
     ),
     Rule(
         "{policy} needs {sharding:none}: it reads whole weights",
-        policy=_INFORMED,
+        policy=INFORMED,
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
@@ -151,141 +111,141 @@ _POLICY_RULES = (
     Rule(
         "{policy} works in one process, got {processes}",
         why="Each process would know the losses of its own examples only.",
-        policy=_EPOCHS,
+        policy=EPOCHS,
         options={"processes": SEVERAL},
     ),
     Rule(
         "{policy} keeps a state, which is not built for a policy that chooses epochs: it gets the losses instead",
-        policy={**_EPOCHS, "stateful": (True,)},
+        policy={**EPOCHS, "stateful": (True,)},
     ),
     Rule(
         "{other} and {policy} in one training is not built: give one of them",
         why="The loss of every example is read from the logits of all its positions.",
-        policy=_EPOCHS,
+        policy=EPOCHS,
         other={"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")},
     ),
     Rule(
         "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
-        policy=_EPOCHS,
+        policy=EPOCHS,
         options={"segments": GIVEN},
     ),
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",
         why="A router decides about nodes, a gradient selector about the gradients that arrive at them.",
-        policy=_ROUTER,
+        policy=ROUTER,
         other={"kind": ("GradientSelector",)},
     ),
     Rule(
         "{policy} compares with a reference: give its option reference, a model by name or path",
-        policy={**_TOKENS, "compares": (True,), "reference": ABSENT},
+        policy={**TOKENS, "compares": (True,), "reference": ABSENT},
         options={"loop": ("worker",)},
     ),
     Rule(
         "{policy} routes at graph nodes: needs {sites:nodes}, got {sites:=}",
-        policy=_ROUTER,
+        policy=ROUTER,
         options={"sites": ("linears", "branches")},
     ),
     Rule(
         "{policy} works in one process, got {processes}",
         why="Each process would route its own gradient differently, and their sum would be the gradient of neither.",
-        policy=_ROUTER,
+        policy=ROUTER,
         options={"processes": SEVERAL},
     ),
     Rule(
         "{policy} chooses tokens of a language model: needs {format:text} or completion, got {format:=}",
-        policy=_TOKENS,
+        policy=TOKENS,
         options={"format": ("classification",)},
     ),
     Rule(
         "{policy} needs {sites:linears}, got {sites:=}",
         why="Branches and nodes store tensors by their index among all positions.",
-        policy=_TOKENS,
+        policy=TOKENS,
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
         "{policy} with {segments} is not built: it runs layers for some positions only",
-        policy=_TOKENS,
+        policy=TOKENS,
         options={"segments": GIVEN},
     ),
     Rule(
         "{other} and {policy} in one forward is not built: give one of them",
         why="A packed batch has rows instead of examples, and selectors decide by example and position.",
-        policy=_PACKER,
+        policy=PACKER,
         other={"kind": ("GradientSelector", "EdgeRouter", "TokenSelector", "ExampleSelector")},
     ),
     Rule(
         "{policy} needs {sites:linears}, got {sites:=}",
         why="Branches and nodes are known by the examples and positions of the plain forward.",
-        policy=_PACKER,
+        policy=PACKER,
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
         "{policy} with {segments} is not built: it changes the batch inside of the forward",
-        policy=_PACKER,
+        policy=PACKER,
         options={"segments": GIVEN},
     ),
     Rule(
         "{policy} needs {sites:linears}, got {sites:=}",
         why="A branch that recomputes rows runs its norm later than the forward does, and nodes are known by the graph "
         "of every block.",
-        policy=_DROPPER,
+        policy=DROPPER,
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
-        policy=_DROPPER,
+        policy=DROPPER,
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
         "{other} and {policy} in one forward is not built: give one of them",
         why="Positions are selected and packed through the attention of every layer, which may be left out.",
-        policy=_SKIPPER,
+        policy=SKIPPER,
         other={"kind": ("TokenSelector", "BatchPacker")},
     ),
     Rule(
         "{policy} with {segments} is not built: segments run the layers without gradients first, where no block is "
         "left out",
-        policy=_SKIPPER,
+        policy=SKIPPER,
         options={"segments": GIVEN},
     ),
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",
         why="Both decide what the gradient of a weight is computed from.",
-        policy=_SAVER,
+        policy=SAVER,
         other={"kind": ("GradientSelector",)},
     ),
     Rule(
         "{other} and {policy} in one forward is not built: give one of them",
         why="Selected positions and packed batches have rows of their own, and what is saved is drawn by row.",
-        policy=_SAVER,
+        policy=SAVER,
         other={"kind": ("TokenSelector", "BatchPacker")},
     ),
     Rule(
         "{policy} saves inputs of linears: needs {sites:linears}, got {sites:=}",
-        policy=_SAVER,
+        policy=SAVER,
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
         "{policy} with {float8} is not built: float8 linears save their inputs in 8 bits themselves",
-        policy=_SAVER,
+        policy=SAVER,
         options={"float8": GIVEN},
     ),
     Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
-        policy=_SAVER,
+        policy=SAVER,
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
         "{other} and {policy} in one training is not built: give one of them",
         why="Without a backward there are no gradients at sites and nodes, nothing is saved for them, and the losses "
         "are those of the model in evaluation mode.",
-        policy=_ESTIMATOR,
+        policy=ESTIMATOR,
         other={"kind": tuple(kind for kind in KINDS if kind != "GradientEstimator")},
     ),
     Rule(
         "{other} and {policy} in one forward is not built: give one of them",
         why="Sites, blocks and saved inputs are known by the rows of the whole batch, of which a layer gets some only.",
-        policy=_LAYERS,
+        policy=LAYERS,
         other={
             "kind": ("GradientSelector", "EdgeRouter", "TokenSelector", "BatchPacker", "BlockDropper", "InputSaver"),
         },
@@ -293,73 +253,73 @@ _POLICY_RULES = (
     Rule(
         "{policy} needs {sites:linears}, got {sites:=}",
         why="Branches and nodes store tensors by their index among all positions.",
-        policy=_LAYERS,
+        policy=LAYERS,
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
         "{policy} with {segments} is not built: segments run the layers without gradients first, where every position "
         "goes through",
-        policy=_LAYERS,
+        policy=LAYERS,
         options={"segments": GIVEN},
     ),
     Rule(
         "{policy} routes tokens of a language model: needs {format:text} or completion, got {format:=}",
-        policy=_LAYERS,
+        policy=LAYERS,
         options={"format": ("classification",)},
     ),
     Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
-        policy=_LAYERS,
+        policy=LAYERS,
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
         "{policy} keeps a state, which is not built for a policy that routes tokens",
-        policy={**_LAYERS, "stateful": (True,)},
+        policy={**LAYERS, "stateful": (True,)},
     ),
     Rule(
         "{policy} has no backward, and so no sites: needs {sites:linears}, got {sites:=}",
-        policy=_ESTIMATOR,
+        policy=ESTIMATOR,
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
         "{policy} has no backward: needs {update:deferred}, got {update:=}",
-        policy=_ESTIMATOR,
+        policy=ESTIMATOR,
         options={"update": ("eager",)},
     ),
     Rule(
         "{policy} has no backward, for which {segments} computes layers again: leave it out",
-        policy=_ESTIMATOR,
+        policy=ESTIMATOR,
         options={"segments": GIVEN},
     ),
     Rule(
         "{policy} has no backward, for which {checkpointing} computes layers again: needs {checkpointing:none}",
-        policy=_ESTIMATOR,
+        policy=ESTIMATOR,
         options={"checkpointing": ("full", "sparse")},
     ),
     Rule(
         "{policy} with {float8} is not built: weights are shifted by less than float8 rounds",
-        policy=_ESTIMATOR,
+        policy=ESTIMATOR,
         options={"float8": GIVEN},
     ),
     Rule(
         "{policy} works in one process, got {processes}",
         why="DDP and FSDP sum gradients inside of the backward.",
-        policy=_ESTIMATOR,
+        policy=ESTIMATOR,
         options={"processes": SEVERAL},
     ),
     Rule(
         "{policy} keeps a state, which is not built for a policy that estimates gradients",
-        policy={**_ESTIMATOR, "stateful": (True,)},
+        policy={**ESTIMATOR, "stateful": (True,)},
     ),
     Rule(
         "{policy} needs {sharding:none}: it is not built for sharded weights",
-        policy=_SHORTENS,
+        policy=SHORTENS,
         options={"sharding": ("fsdp2",)},
     ),
     Rule(
-        f"{_TURNING} works in one process, got {{processes}}",
+        f"{TURNING} works in one process, got {{processes}}",
         why="DDP waits for the gradient of every parameter that required one when DDP was created.",
-        policy=_TURNS,
+        policy=TURNS,
         options={"processes": SEVERAL},
     ),
 )
@@ -372,7 +332,7 @@ _PHASE_RULES = (
     ),
     Rule(
         "{policy} chooses the examples of an epoch: not built in a schedule, whose phases end within one",
-        policy=_EPOCHS,
+        policy=EPOCHS,
         options={"phases": SEVERAL},
     ),
     Rule(
@@ -392,13 +352,13 @@ _PHASE_RULES = (
         "{policy} in a phase after the first needs {mixed_precision:no}, got {mixed_precision:=}",
         why="It replaces the forward of the whole model, which autocast has wrapped when the training began: its own "
         "computation would be outside of autocast.",
-        policy=_SHORTENS,
+        policy=SHORTENS,
         options={"is_later_phase": (True,), "mixed_precision": ("bf16",)},
     ),
     Rule(
         "{policy} compares with another reference than a policy of another phase: give one reference and one "
         "reference_scores in the whole schedule",
-        policy={**_TOKENS, "compares": (True,)},
+        policy={**TOKENS, "compares": (True,)},
         options={"phases": SEVERAL, "references": SEVERAL},
     ),
     Rule(
@@ -500,122 +460,4 @@ _OPTION_RULES = (
         blame="optim",
     ),
 )
-# Combinations that no recipe can contain: a model that the user wrapped, an optimizer that the user did not give.
-_LOOP_RULES = (
-    Rule(
-        "{checkpointing} is for recipes: call model.gradient_checkpointing_enable() before attach instead",
-        options={"checkpointing": ("full",), "loop": ("own", "trainer")},
-        blame="checkpointing",
-    ),
-    Rule(
-        "{policy} under DDP: attach first, and wrap the model in DDP afterwards",
-        why="DDP waits for the gradient of every parameter that required one when DDP was created.",
-        policy={"kind": ("ParameterSelector",)},
-        options={"wrapped": ("DDP",)},
-    ),
-    Rule(
-        f"{_TURNING} needs attach(optimizer=...): the set changes after the optimizer's step, which needs the "
-        "gradients of the previous set",
-        policy=_TURNS,
-        options={"optimizer": ABSENT, "loop": ("own",)},
-    ),
-    Rule(
-        "{policy} makes trial passes before a step, which a Trainer cannot; run a recipe, or your own loop with "
-        "engine.run_trials",
-        policy={"has_trials": (True,)},
-        options={"loop": ("trainer",)},
-    ),
-    Rule(
-        "{policy} estimates gradients without a backward, which a Trainer cannot; run a recipe, or your own loop with "
-        "engine.estimate",
-        policy=_ESTIMATOR,
-        options={"loop": ("trainer",)},
-    ),
-    Rule(
-        f"{_TURNING} is not built with torch.compile: each set would be compiled again",
-        policy=_TURNS,
-        options={"wrapped": ("compiled",)},
-    ),
-    Rule(
-        "{policy} needs attach(optimizer=...): one choice of blocks holds for all backward passes of a step",
-        policy=_DROPPER,
-        options={"optimizer": ABSENT, "loop": ("own",)},
-    ),
-    Rule(
-        "{policy} is not built with torch.compile: other blocks are dropped at each step, and each choice would be "
-        "compiled again",
-        policy=_DROPPER,
-        options={"wrapped": ("compiled",)},
-    ),
-    Rule(
-        "{policy} is not built with torch.compile: other positions go through a layer at each step",
-        policy=_LAYERS,
-        options={"wrapped": ("compiled",)},
-    ),
-    Rule(
-        "{update} needs optimizer=: the one that updates the model's parameters",
-        options={"update": ("eager",), "optimizer": ABSENT, "loop": ("own",)},
-        blame="update",
-    ),
-)
-_TRAINER = "policies in a transformers.Trainer are not built with "
-_TRAINER_CHOOSER = "{policy} in a transformers.Trainer is not built with "
-_READS_LOGITS = "which reads the logits of all positions: let the model compute the loss"
-_TRAINER_RULES = (
-    Rule(
-        "{update} in a transformers.Trainer is not built: the trainer steps the optimizer itself; built: "
-        "{update:deferred}",
-        options={"update": ("eager",), "loop": ("trainer",)},
-        blame="update",
-    ),
-    *(
-        Rule(f"{_TRAINER}{what}", options={name: (True,)}, blame=name)
-        for name, what in {
-            "deepspeed": "DeepSpeed: it runs the backward itself",
-            "fsdp": "FSDP: it shards the weights; DDP works",
-            "loaded_sharded": "a model that is sharded when it is loaded",
-            "parallelism": "parallelism_config: it shards weights or sequences",
-            "model_parallel": "a model on several devices; DDP works",
-            "data_parallel": "DataParallel over several devices in one process: start one process per device (DDP)",
-            "liger": "use_liger_kernel: its fused loss computes the head's gradient in the forward, where nothing can "
-            "be selected",
-        }.items()
-    ),
-    Rule(f"{_TRAINER}{{lomo}}: it updates weights inside the backward", options={"lomo": GIVEN}, blame="lomo"),
-    *(
-        Rule(f"{_TRAINER_CHOOSER}{what}", policy=policy, options={name: condition})
-        for name, condition, policy, what in (
-            (
-                "fused_head",
-                (True,),
-                _CHOOSER,
-                "trl's fused head: the trainer computes the loss from the log-probabilities of all labels, whatever "
-                "was selected",
-            ),
-            ("torch_compile", (True,), _SHORTENS, "torch_compile: the forward's computation differs from step to step"),
-            ("label_smoothing_factor", GIVEN, _CHOOSER, f"{{label_smoothing_factor}}, {_READS_LOGITS}"),
-        )
-    ),
-    Rule(
-        f"{_TRAINER_CHOOSER}torch_compile: other blocks are dropped at each step, and each choice would be compiled "
-        "again",
-        policy=_DROPPER,
-        options={"torch_compile": (True,)},
-    ),
-    Rule(
-        f"{_TRAINER_CHOOSER}torch_compile: other positions go through a layer at each step",
-        policy=_LAYERS,
-        options={"torch_compile": (True,)},
-    ),
-    Rule(
-        f"{_TRAINER_CHOOSER}{{neftune_noise_alpha}}: the noise depends on how the batch is arranged",
-        policy=_PACKER,
-        options={"neftune_noise_alpha": GIVEN},
-    ),
-    Rule(
-        f"{_TRAINER_CHOOSER}compute_loss_func, {_READS_LOGITS}, or override compute_loss",
-        policy={**_CHOOSER, "sees_labels": (False,)},
-        options={"compute_loss_func": (True,)},
-    ),
-)
-RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *_LOOP_RULES, *_TRAINER_RULES)
+RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *TRAINER)

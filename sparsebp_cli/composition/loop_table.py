@@ -1,0 +1,136 @@
+"""The rules for a loop of the user's own and for a Trainer, which no recipe can break."""
+
+from __future__ import annotations
+
+from sparsebp_cli.composition.rule import (
+    ABSENT,
+    CHOOSER,
+    DROPPER,
+    ESTIMATOR,
+    GIVEN,
+    LAYERS,
+    PACKER,
+    SHORTENS,
+    TURNING,
+    TURNS,
+    Rule,
+)
+
+# Combinations that no recipe can contain: a model that the user wrapped, an optimizer that the user did not give.
+OWN_LOOP = (
+    Rule(
+        "{checkpointing} is for recipes: call model.gradient_checkpointing_enable() before attach instead",
+        options={"checkpointing": ("full",), "loop": ("own", "trainer")},
+        blame="checkpointing",
+    ),
+    Rule(
+        "{policy} under DDP: attach first, and wrap the model in DDP afterwards",
+        why="DDP waits for the gradient of every parameter that required one when DDP was created.",
+        policy={"kind": ("ParameterSelector",)},
+        options={"wrapped": ("DDP",)},
+    ),
+    Rule(
+        f"{TURNING} needs attach(optimizer=...): the set changes after the optimizer's step, which needs the "
+        "gradients of the previous set",
+        policy=TURNS,
+        options={"optimizer": ABSENT, "loop": ("own",)},
+    ),
+    Rule(
+        "{policy} makes trial passes before a step, which a Trainer cannot; run a recipe, or your own loop with "
+        "engine.run_trials",
+        policy={"has_trials": (True,)},
+        options={"loop": ("trainer",)},
+    ),
+    Rule(
+        "{policy} estimates gradients without a backward, which a Trainer cannot; run a recipe, or your own loop with "
+        "engine.estimate",
+        policy=ESTIMATOR,
+        options={"loop": ("trainer",)},
+    ),
+    Rule(
+        f"{TURNING} is not built with torch.compile: each set would be compiled again",
+        policy=TURNS,
+        options={"wrapped": ("compiled",)},
+    ),
+    Rule(
+        "{policy} needs attach(optimizer=...): one choice of blocks holds for all backward passes of a step",
+        policy=DROPPER,
+        options={"optimizer": ABSENT, "loop": ("own",)},
+    ),
+    Rule(
+        "{policy} is not built with torch.compile: other blocks are dropped at each step, and each choice would be "
+        "compiled again",
+        policy=DROPPER,
+        options={"wrapped": ("compiled",)},
+    ),
+    Rule(
+        "{policy} is not built with torch.compile: other positions go through a layer at each step",
+        policy=LAYERS,
+        options={"wrapped": ("compiled",)},
+    ),
+    Rule(
+        "{update} needs optimizer=: the one that updates the model's parameters",
+        options={"update": ("eager",), "optimizer": ABSENT, "loop": ("own",)},
+        blame="update",
+    ),
+)
+_TRAINER = "policies in a transformers.Trainer are not built with "
+_TRAINER_CHOOSER = "{policy} in a transformers.Trainer is not built with "
+_READS_LOGITS = "which reads the logits of all positions: let the model compute the loss"
+TRAINER = (
+    Rule(
+        "{update} in a transformers.Trainer is not built: the trainer steps the optimizer itself; built: "
+        "{update:deferred}",
+        options={"update": ("eager",), "loop": ("trainer",)},
+        blame="update",
+    ),
+    *(
+        Rule(f"{_TRAINER}{what}", options={name: (True,)}, blame=name)
+        for name, what in {
+            "deepspeed": "DeepSpeed: it runs the backward itself",
+            "fsdp": "FSDP: it shards the weights; DDP works",
+            "loaded_sharded": "a model that is sharded when it is loaded",
+            "parallelism": "parallelism_config: it shards weights or sequences",
+            "model_parallel": "a model on several devices; DDP works",
+            "data_parallel": "DataParallel over several devices in one process: start one process per device (DDP)",
+            "liger": "use_liger_kernel: its fused loss computes the head's gradient in the forward, where nothing can "
+            "be selected",
+        }.items()
+    ),
+    Rule(f"{_TRAINER}{{lomo}}: it updates weights inside the backward", options={"lomo": GIVEN}, blame="lomo"),
+    *(
+        Rule(f"{_TRAINER_CHOOSER}{what}", policy=policy, options={name: condition})
+        for name, condition, policy, what in (
+            (
+                "fused_head",
+                (True,),
+                CHOOSER,
+                "trl's fused head: the trainer computes the loss from the log-probabilities of all labels, whatever "
+                "was selected",
+            ),
+            ("torch_compile", (True,), SHORTENS, "torch_compile: the forward's computation differs from step to step"),
+            ("label_smoothing_factor", GIVEN, CHOOSER, f"{{label_smoothing_factor}}, {_READS_LOGITS}"),
+        )
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}torch_compile: other blocks are dropped at each step, and each choice would be compiled "
+        "again",
+        policy=DROPPER,
+        options={"torch_compile": (True,)},
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}torch_compile: other positions go through a layer at each step",
+        policy=LAYERS,
+        options={"torch_compile": (True,)},
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}{{neftune_noise_alpha}}: the noise depends on how the batch is arranged",
+        policy=PACKER,
+        options={"neftune_noise_alpha": GIVEN},
+    ),
+    Rule(
+        f"{_TRAINER_CHOOSER}compute_loss_func, {_READS_LOGITS}, or override compute_loss",
+        policy={**CHOOSER, "sees_labels": (False,)},
+        options={"compute_loss_func": (True,)},
+    ),
+)
