@@ -58,6 +58,11 @@ OWN_LOOP = (
         options={"optimizer": ABSENT, "loop": ("own",)},
     ),
     Rule(
+        "{policy} is not built with torch.compile: it chooses other examples at each layer and step",
+        policy={"samples_layers": (True,)},
+        options={"wrapped": ("compiled",)},
+    ),
+    Rule(
         "{policy} is not built with torch.compile: other blocks are dropped at each step, and each choice would be "
         "compiled again",
         policy=DROPPER,

@@ -198,9 +198,10 @@ def test_fast_and_reference_train_alike_and_shares_fall_only_downwards() -> None
     assert min(value for key, value in state.items() if key.startswith(ROWS)) < 1.0
 
 
-def test_checkpointing_decides_once() -> None:
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_decides_once(reentrant: bool) -> None:
     plain, checkpointed = make_model(), make_model()
-    checkpoint_activations(checkpointed)
+    checkpoint_activations(checkpointed, use_reentrant=reentrant)
     one = train(plain, {"name": "vcas", **LOOSE}, 6)
     two = train(checkpointed, {"name": "vcas", **LOOSE}, 6)
     assert one == pytest.approx(two)
