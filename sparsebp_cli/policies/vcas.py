@@ -155,10 +155,10 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
             found[f"{EXAMPLES}{layer}"] = share if self.tolerance else 1.0
         for site in sites:
             products = [one.row_product[site] for one, _ in drawn if site in one.row_product]
-            before, added = numbers[f"{ROWS}{site}"], math.inf  # of a weight that is frozen, or tied to the embedding
+            own, added = numbers[f"{ROWS}{site}"], math.inf  # of a weight that is frozen, or tied to the embedding
             if between[site] and products:
-                added = sum(self._row_variance(product, before) for product in products) / len(products)
-            found[f"{ROWS}{site}"] = adjust_rows(before, added, between[site], self.row_tolerance)
+                added = sum(self._row_variance(product, own) for product in products) / len(products)
+            found[f"{ROWS}{site}"] = adjust_rows(own, added, between[site], self.row_tolerance)
         return found
 
     def sample(self, norm_B: Tensor, output: LayerOutput, step: Step) -> Tensor | None:

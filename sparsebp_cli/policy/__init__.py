@@ -12,6 +12,7 @@ from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitT
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
+from sparsebp_cli.policy.part import WeightColumns, WeightPart, WeightRows
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.saved import (
     Saved,
@@ -89,6 +90,9 @@ __all__ = [
     "TrialPass",
     "TwoToFour",
     "Visits",
+    "WeightColumns",
+    "WeightPart",
+    "WeightRows",
     "choice",
     "find_policies",
     "make_policies",
