@@ -7,13 +7,13 @@ from typing import Any, Literal, NotRequired, Self, TypedDict, Unpack, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sparsebp_cli.backward.attachment import attach
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
 from sparsebp_cli.backward.core.report import Report
+from sparsebp_cli.backward.observe.internals import has_fsdp_state
 from sparsebp_cli.composition import BackwardChoices, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Policy, PolicyLike, TokenSelector, make_policies
@@ -59,7 +59,7 @@ def make_schedule(given: Sequence[Phase]) -> Schedule:
 def refuse_phases(schedule: Schedule, model: nn.Module) -> None:
     """Raise UnsupportedError for the first thing that cannot change in the middle of a training."""
     facts: dict[str, object] = {"phases": len(schedule), "processes": count_processes(model)}
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if any(has_fsdp_state(module) for module in model.modules()):
         facts["sharding"] = "fsdp2"
     if "_orig_mod" in dict(model.named_children()):
         facts["wrapped"] = "compiled"
