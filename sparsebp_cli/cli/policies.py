@@ -138,7 +138,7 @@ def _print_one(line: dict[str, Any]) -> None:
     print_line(f"exact: {exact}; unbiased: {unbiased}")
     for key, word in CARD_WORDS.items():
         if value := (line["card"] or {}).get(key):
-            print_line(f"{word}: {', '.join(value) if key == 'saves' else value}")
+            console().print(Text(f"{word}: {', '.join(value) if key == 'saves' else value}"))
     table = make_table("option", "allowed", "default", "meaning")
     for option in sorted(line["options"], key=lambda option: bool(option["common"])):
         default = option["default"] if isinstance(option["default"], str) else json.dumps(option["default"])

@@ -27,7 +27,8 @@ def test_policies_show_options_claims_and_broken_plugins(cli: Cli, tmp_path: Pat
     (info / "entry_points.txt").write_text("[sparsebp.policies]\nlost = no_such_module:Lost\n")
     path = f"{tmp_path}{os.pathsep}{TESTS / 'cli'}{os.pathsep}{TESTS / 'target'}"
     shown = cli("policies", PYTHONPATH=path).stdout
-    assert "keep, along" in shown
+    assert "memory, time" in shown
+    assert "measured here: " in cli("policies", "topk", PYTHONPATH=path).stdout
     one = cli("policies", "topk", PYTHONPATH=path).stdout
     assert one.startswith("topk (GradientSelector, sparsebp")
     assert "number in (0, 1]" in one
