@@ -35,6 +35,7 @@ import yaml  # noqa: E402
 from sparsebp_cli.compare.verdict import find_outcome  # noqa: E402
 
 FOLDER = ROOT / "docs" / "results" / "leaderboard"
+QUICKSTART = ROOT / "docs" / "results" / "quickstart" / "study.yaml"
 PAGE = ROOT / "docs" / "results" / "leaderboard.html"
 DATA = ROOT / "docs" / "results" / "leaderboard.csv"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
@@ -60,6 +61,7 @@ class Task:
     """One study, and its report."""
 
     name: str
+    file: Path
     study: dict[str, Any]
     title: str
     comparison: dict[str, Any]
@@ -80,7 +82,7 @@ def main() -> None:
     os.environ.setdefault("SPARSEBP_HOME", str(ROOT / "build" / "results" / "leaderboard"))
     if arguments.run:
         for file in find_studies():
-            if arguments.only is None or file.stem in arguments.only:
+            if arguments.only is None or name_of(file) in arguments.only:
                 run_study(file)
     tasks = [read_task(file) for file in find_studies() if archive_of(file).exists()]
     DATA.write_text(write_data(tasks), encoding="utf-8")
@@ -89,13 +91,19 @@ def main() -> None:
 
 
 def find_studies() -> list[Path]:
-    """Return the files of all tasks."""
-    return [file for file in sorted(FOLDER.glob("*.yaml")) if not file.stem.endswith("-base")]
+    """Return the files of all tasks: those of the folder, and the study of the quickstart, which has a report of its
+    own."""
+    return [QUICKSTART, *(file for file in sorted(FOLDER.glob("*.yaml")) if not file.stem.endswith("-base"))]
 
 
 def archive_of(file: Path) -> Path:
     """Return the archive of a study's report."""
-    return file.with_suffix(".tar.gz")
+    return file.parent.with_suffix(".tar.gz") if file == QUICKSTART else file.with_suffix(".tar.gz")
+
+
+def name_of(file: Path) -> str:
+    """Return the name of a task."""
+    return file.parent.name if file == QUICKSTART else file.stem
 
 
 def run_study(file: Path) -> None:
@@ -117,10 +125,14 @@ def read_task(file: Path) -> Task:
     text = file.read_text(encoding="utf-8")
     study = yaml.safe_load(text)
     plain = compare(file, "dense", "--metric", VALIDATION)
-    dense = [group for group in plain["groups"] if group["policies"] == ["dense"] and "lora" not in group["label"]]
-    best = min(dense, key=lambda group: group["quality"]["final"]["mean"])["label"]
+    best = min(find_dense(plain["groups"]), key=lambda group: group["quality"]["final"]["mean"])["label"]
     title = text.split("\n", 1)[0].removeprefix("# ")
-    return Task(file.stem, study, title, compare(file, best))
+    return Task(name_of(file), file, study, title, compare(file, best))
+
+
+def find_dense(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups in which every parameter is trained by its dense gradient."""
+    return [g for g in groups if g["policies"] == ["dense"] and g["recipe"]["model"]["lora"] is None]
 
 
 def compare(file: Path, baseline: str, *more: str) -> Any:
@@ -211,16 +223,21 @@ def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
 def find_statement(verdict: str) -> str:
     """Return what the verdict of `compare` says of the quality, in a word or two; empty if it says nothing."""
     outcome = find_outcome(verdict)
-    return next((word for word in STATEMENTS if outcome.startswith(word)), "")
+    return next((word for word in STATEMENTS if outcome.startswith(word)), outcome)
 
 
 def make_command(task: Task, group: dict[str, Any]) -> str:
     """Return the command that trains a group again, with its steps and learning rate."""
     training = group["recipe"]["training"]
     own = dict(task.study["arms"].get(group["label"]) or {})
-    own |= {f"training.{key}": training[key] for key in ("max_steps", "warmup_steps", "learning_rate")}
+    if group["label"] not in task.study["arms"]:  # a control that compare asked for
+        own["policy"] = [
+            {key: value for key, value in policy.items() if value is not None} for policy in group["recipe"]["policy"]
+        ]
+    keys = ("max_steps", "warmup_steps", "learning_rate", "per_device_train_batch_size")
+    own |= {f"training.{key}": training[key] for key in keys}
     changes = [word for key, value in own.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    base = (FOLDER / task.study["base"]).relative_to(ROOT)
+    base = (task.file.parent / task.study["base"]).relative_to(ROOT)
     seeds = ",".join(map(str, group["seeds"]))
     return shlex.join(["sparsebp", "run", str(base), "--name", group["label"], *changes, "--seeds", seeds])
 
@@ -243,12 +260,19 @@ def render(tasks: list[Task]) -> str:
     shown = []
     for task in tasks:
         rows = [make_row(task, group) for group in task.comparison["groups"]]
-        rows.sort(key=lambda row: (row["difference"] or {"mean": 0.0})["mean"])
-        counts = {word: [row["arm"] for row in rows if row["statement"] == word] for word in STATEMENTS}
+        way = -1 if task.comparison["better"] == "higher" else 1
+        rows.sort(key=lambda row: way * (row["difference"] or {"mean": 0.0})["mean"])
+        words = dict.fromkeys([*STATEMENTS, *(row["statement"] for row in rows if not row["is_baseline"])])
+        counts = {word: [row["arm"] for row in rows if row["statement"] == word] for word in words}
         known = {row["arm"] for row in rows}
         missing = [arm for arm in task.study["arms"] if arm not in known]
-        shown.append({"task": task, "rows": rows, "counts": counts, "missing": missing})
-    waiting = [file.stem for file in find_studies() if not archive_of(file).exists()]
+        rates = sorted({row["rate"] for row in rows})
+        good = {"lower": "lower", "higher": "higher"}[task.comparison["better"]]
+        paths = {"study": task.file.relative_to(ROOT), "archive": archive_of(task.file).relative_to(ROOT)}
+        shown.append(
+            {"task": task, "rows": rows, "counts": counts, "missing": missing, "rates": rates, "good": good, **paths}
+        )
+    waiting = [name_of(file) for file in find_studies() if not archive_of(file).exists()]
     return environment.get_template("page.html").render(shown=shown, waiting=waiting) + "\n"
 
 
