@@ -40,13 +40,18 @@ def home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def _keep_process() -> Iterator[None]:
     """Put back the umask, which verbs that write runs change for their process, and the environment: transformers'
-    ``TrainingArguments(torch_compile=True)`` sets variables there by which every later ``Accelerator`` compiles."""
+    ``TrainingArguments(torch_compile=True)`` sets variables there by which every later ``Accelerator`` compiles. The
+    state that accelerate shares among them remembers it as well."""
     umask, environ = os.umask(0o022), dict(os.environ)
     yield
     os.umask(umask)
     for name in os.environ.keys() - environ.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is not None:
+        accelerate.AcceleratorState._reset_state()
+        accelerate.GradientState._reset_state()
 
 
 @pytest.fixture(scope="session")
