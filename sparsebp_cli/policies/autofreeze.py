@@ -9,7 +9,7 @@ frozen layers are computed again in each step and not stored on disk.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
@@ -32,7 +32,7 @@ class _Draw:
 class AutoFreeze(Stateful[Parameter], ParameterSelector):
     """Freeze more and more of the lowest layers, for good: those whose gradient norm changes less than that of most."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="For fine-tuning where lower layers settle early. The backward ends above what is frozen.",
         year=2021,
         saves=("time", "memory"),

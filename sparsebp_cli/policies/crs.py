@@ -10,7 +10,7 @@ waits for it, since how many are kept is random. Their ``top_k``, without weight
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -40,7 +40,7 @@ class CRS(InformedSelector):
     """Draw the rows and features of large products, and weight them so that each gradient stays unbiased. The bias gets
     the whole gradient."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="For wide linears and many rows, where an unbiased gradient matters. Not for narrow linears: "
         "choosing costs in proportion to N (D + O).",
         year=2021,

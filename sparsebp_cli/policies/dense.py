@@ -6,7 +6,7 @@ back-propagating errors" (Nature 323, 1986), https://doi.org/10.1038/323533a0. W
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Dense(GradientSelector):
     """Keep everything."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="As the baseline of everything else, also with a smaller batch at equal cost.",
         year=1986,
         work="1",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Self, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self, final
 
 from pydantic import Field, model_validator
 
@@ -41,7 +41,7 @@ UNIT = 10  # rates are tenths, at most nine of them
 class DropBP(Stateful[ResidualBlock], BlockDropper):
     """Drop residual blocks from the backward, other ones at each step."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where a step must be shorter or smaller in any model with residual blocks. Compare with dense and "
         "a smaller batch, which costs as little.",
         year=2024,
@@ -54,7 +54,7 @@ class DropBP(Stateful[ResidualBlock], BlockDropper):
         code="WooSunghyeon/dropbp, MIT; draws again in a forward that checkpointing repeats.",
     )
 
-    constants = ("sensitivity_at",)
+    constants: ClassVar[tuple[str, ...]] = ("sensitivity_at",)
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         description="Share of the residual blocks whose backward runs, in (0, 1]; 1.0 is dense. If it is no whole "

@@ -8,7 +8,7 @@ each example, and for attention's probabilities and the inputs of nonlinear oper
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class DropIT(InputSaver):
     """Keep the entries of largest size; the gradient is biased."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="To see what the largest entries alone are worth. An unbiased saver of the same size is safer: gact "
         "or wta-crs.",
         year=2023,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -30,7 +30,7 @@ class _Draw:
 class FreezeOut(ParameterSelector):
     """Train each layer with a rate of its own that falls to 0; from then on it is frozen, the lowest layer first."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="For a training from scratch or a long one, at a constant learning rate. The backward ends above what is "
         "frozen.",
         year=2017,

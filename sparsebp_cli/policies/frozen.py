@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Self, final
+from typing import Annotated, ClassVar, Literal, Self, final
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
@@ -44,7 +44,7 @@ class _Draw:
 class Frozen(ParameterSelector):
     """Train the parameters that patterns name, or all but those; train the layers all the time, or in turns."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where lower layers are good as they are, or optimizer state does not fit. Embeddings that are "
         "trained keep the whole gradient of inputs.",
         year=2024,

@@ -11,7 +11,7 @@ automatic precision.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class GACT(InputSaver):
     """Round each group of an input's entries to a grid between its smallest and its largest one."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where activations do not fit and computing layers again costs too much. Changes the gradient least "
         "of all savers.",
         year=2022,

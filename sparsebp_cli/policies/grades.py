@@ -13,7 +13,7 @@ compare with dense for fewer steps, as a study does.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -34,7 +34,7 @@ class _Draw:
 class GradES(Stateful[Parameter], ParameterSelector):
     """Train everything at first; then freeze each weight matrix of the layers for good when its gradient is small."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="For long trainings whose matrices settle at different times. Compare with dense for fewer steps, "
         "which ends early as well.",
         year=2025,

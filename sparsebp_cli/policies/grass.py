@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
@@ -35,7 +35,7 @@ class _Draw:
 class Grass(Stateful[Parameter], ParameterSelector):
     """Train some layers in each turn, drawn with probabilities that follow the norms of their gradients."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where layers matter differently and all of their optimizer state does not fit. Embeddings keep the whole "
         "gradient of inputs: the work is that of LISA.",
         year=2026,

@@ -33,7 +33,7 @@ from sparsebp_cli.policy import Epoch, EpochSelector, MethodCard, Step, Visits, 
 class InfoBatch(EpochSelector):
     """Leave out some of the examples whose last loss was below the mean, other ones in each epoch."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="For many epochs over data with easy examples, with SGD. Within the first epoch nothing is left out.",
         year=2024,
         saves=("steps",),

@@ -25,7 +25,7 @@ from sparsebp_cli.policy import BlockDropper, DropDraw, MethodCard, ResidualBloc
 class LayerDrop(BlockDropper):
     """Leave each layer out of forward and backward with the same probability."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="As a regulariser, or as the control of fewer FLOPs anyhow. Not on a fine-tune of few steps: it "
         "trains a shallower model.",
         year=2020,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, final
+from typing import Annotated, ClassVar, final
 
 from pydantic import Field
 from typing_extensions import override
@@ -27,7 +27,7 @@ from sparsebp_cli.policy import BlockDropper, MethodCard, ResidualBlock, Step
 class LCSB(BlockDropper):
     """Run the backward of a window of layers, which moves on by its own size at each step, in a cycle."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="In place of dropbp where every layer must have its turn within few steps.",
         year=2026,
         saves=("time", "memory"),

@@ -7,7 +7,7 @@ gradient is compared with the plain one.
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
 from sparsebp_cli.policy import BatchPacker, MethodCard, PackedSize
 
@@ -20,7 +20,7 @@ HEAD_SHARE = 0.1  # assumed share of a step that the head takes
 class Lossless(BatchPacker):
     """Leave out padding, repeated prefixes and positions without a label; the gradient is the dense one."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="First of all, wherever batches have padding, prompts without labels, or shared prefixes. Nothing "
         "to gain on packed texts of which every position is trained.",
         saves=("time", "memory"),

@@ -11,7 +11,7 @@ near it, and a greedy rule never sees that: ``lookahead`` counts how often this 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ from sparsebp_cli.policy import Edge, MethodCard, Step
 class MaxChild(ChildRouter):
     """Continue into the child with the largest gradient."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="To study the path of gradients. Not to save anything: every gradient of a node is computed before "
         "one is chosen.",
         memory="As dense.",

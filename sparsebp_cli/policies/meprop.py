@@ -10,7 +10,7 @@ later meSimp, which removes features that are never chosen, is not built.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -37,7 +37,7 @@ class MeProp(InformedSelector):
     """Keep the largest entries of each row, or the features that are largest over the batch; the bias gets the whole
     gradient."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="With unified: true, whose work is (1 + 2 keep) / 3; the other form is a reference for quality.",
         year=2017,
         saves=("time",),

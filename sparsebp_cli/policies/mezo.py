@@ -19,7 +19,7 @@ bfloat16 weights, shifts smaller than their rounding are lost, so the estimate i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class MeZO(GradientEstimator):
     """Estimate the gradient from the losses on both sides of the weights along random directions."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="As the control that bounds from below what a backward is worth, or where no backward fits into "
         "memory. Not to train faster.",
         year=2023,

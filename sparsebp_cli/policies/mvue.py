@@ -18,7 +18,7 @@ at up to twice the rate; no such kernel is built, so this is a reference for wha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self, final
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, final
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 class MVUE(InformedSelector):
     """Draw N of every M neighbours of a gradient by their size, unbiased and with the least variance."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="To learn what N:M noise of the gradient does to a training, before a GPU with sparse tensor cores is "
         "bought for it. It is slower than dense here.",
         year=2023,

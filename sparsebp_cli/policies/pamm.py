@@ -10,7 +10,7 @@ from every representative (`epsilon`) counts rows, as we understand it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class PAMM(InputSaver):
     """Let a few rows of an input stand for all, each row by its projection on the nearest one."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where the rows of an input point in few directions; look at the cosine first. Biased.",
         year=2026,
         saves=("memory", "time"),

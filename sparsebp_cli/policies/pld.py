@@ -29,7 +29,7 @@ from sparsebp_cli.policy import BlockDropper, DropDraw, MethodCard, ResidualBloc
 class PLD(BlockDropper):
     """Leave out residual blocks by a probability that rises with depth and over the training."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where training is long, since gamma counts steps, or as the control of fewer FLOPs anyhow.",
         year=2020,
         saves=("time", "memory"),

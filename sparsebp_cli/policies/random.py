@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from pydantic import Field
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Random(StructuredSelector):
     """Keep rows, columns, blocks or elements drawn uniformly."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="As the control of every choice at the same budget.",
         year=2021,
         saves=("time",),

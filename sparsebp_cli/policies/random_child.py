@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Literal, final
+from typing import ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -46,7 +46,7 @@ class ChildRouter(EdgeRouter):
 class RandomChild(ChildRouter):
     """Continue into one child drawn uniformly."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="As the control of max-child.",
         memory="As dense.",
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class RandomLTD(TokenRouter):
     """Send a growing number of random positions through each layer but the first and the last."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where training and sequences are long, as in pretraining. Not on a short fine-tune.",
         year=2022,
         saves=("time", "memory"),

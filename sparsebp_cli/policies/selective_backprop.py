@@ -8,7 +8,7 @@ the forward for the losses reads; for images Composer's shrinks them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
 from pydantic import Field
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SelectiveBackprop(SampledExamples):
     """Backpropagate examples drawn by the rank of their loss: probability (rank / B) ** (1 / keep - 1)."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where losses of examples differ widely and are reliable. Labels that are wrong have the largest "
         "losses. Compare with uniform.",
         year=2019,

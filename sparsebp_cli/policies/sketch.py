@@ -8,7 +8,7 @@ Fourier and cosine matrices are not built.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Sketch(InputSaver):
     """Mix all rows of an input into fewer. The mixing is drawn again in the backward and applied to the gradient."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Only where keep N is far below D O / (D + O): otherwise it multiplies more than it saves.",
         year=2022,
         saves=("memory",),

@@ -7,7 +7,7 @@ work for untrained tokens (``mode``), where theirs does all of it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self, final
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 
@@ -29,7 +29,7 @@ _NEEDS: dict[str, frozenset[Score]] = {
 class SelectedTokens(ScoredTokenSelector):
     """Train the marked tokens, or those of largest loss, excess loss, entropy, or random ones."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="With mode exact wherever few positions are trained. detach and stop where a shorter step is worth "
         "a bias. The largest losses are often noise.",
         year=2024,

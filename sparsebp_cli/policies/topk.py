@@ -8,7 +8,7 @@ four neighbours, or single entries over the whole gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, final
+from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from pydantic import Field
 from typing_extensions import override
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class TopK(StructuredSelector):
     """Keep the rows, columns, blocks or elements of largest norm."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="To try a choice quickly, always beside random with the same share. The head must stay dense.",
         year=2017,
         saves=("time",),

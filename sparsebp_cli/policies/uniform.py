@@ -7,7 +7,7 @@ the policy that is compared with it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from typing_extensions import override
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Uniform(SampledExamples):
     """Backpropagate random examples; nothing is computed to select them."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="As the control of every choice of examples; it is a smaller batch.",
         year=2019,
         saves=("time", "memory"),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
@@ -58,8 +58,8 @@ STRENGTH, EXAMPLES, ROWS = "strength", "examples ", "rows "  # of entries of the
 class VCAS(Stateful[Site], LayerSampler, InformedSelector):
     """Draw examples at each layer and rows at each linear, by shares that keep the added variance at a tolerance."""
 
-    constants = ("tolerance", "row_tolerance")
-    card = MethodCard(
+    constants: ClassVar[tuple[str, ...]] = ("tolerance", "row_tolerance")
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where a batch has many examples of unequal gradient, as late in fine-tuning. Few examples a batch leave "
         "little to choose.",
         year=2024,

@@ -12,7 +12,7 @@ draws the rest with replacement, as the paper says.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class WTACRS(InputSaver):
     """Keep the rows of large norm for certain and others by chance, weighted so that the gradient stays unbiased."""
 
-    card = MethodCard(
+    card: ClassVar[MethodCard | None] = MethodCard(
         use="Where activations do not fit, with many rows. Its gradient is that of a smaller batch: compare with one.",
         year=2023,
         saves=("memory", "time"),

@@ -118,6 +118,12 @@ class PartTraining:
 class PartOverride(ForwardOverride):
     """The ``forward`` of one linear of which a part is trained."""
 
+    name: str
+    module: nn.Module
+    form: WeightLayout
+    part: WeightPart
+    leaf: nn.Parameter
+
     def __init__(self, name: str, module: nn.Module, form: WeightLayout, part: WeightPart, *, reference: bool) -> None:
         self.name, self.module, self.form, self.part, self._reference = name, module, form, part, reference
         self.leaf = nn.Parameter(part.restrict(form.by_output(weight_of(module).detach())))

@@ -37,6 +37,7 @@ class LayerExtension:
 
     engine: EngineView
     policy: GradientSelector
+    layers: list[nn.Module]
 
     def __init__(self, policy: GradientSelector, model: nn.Module, states: PolicyStates) -> None:
         numbers, name = LayerNumbers(model), type(policy).__name__
