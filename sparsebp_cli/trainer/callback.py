@@ -56,10 +56,6 @@ class PolicyCallback(TrainerCallback):
         log_flops_every: Optimizer steps, at least 1, between counts of the FLOPs of one micro-batch, dense and with the
             policies; the first step is always counted, and the counts are logged. None: never.
 
-    Attributes:
-        engine: Of the current ``train()``, or of the last one; None before the first. With a schedule, that of the
-            current phase.
-
     Raises:
         UsageError: A policy or an option is wrong.
     """
@@ -172,7 +168,8 @@ class PolicyCallback(TrainerCallback):
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of the current ``train()``, or of the last one; None before the first."""
+        """The engine of the current ``train()``, or of the last one; None before the first. With a schedule, that of
+        the current phase."""
         return None if self._phased is None else self._phased.engine
 
     @property
