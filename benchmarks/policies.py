@@ -1,6 +1,6 @@
 """Times whole training steps of every policy beside dense ones: time, ceiling, realised share of it, bytes kept.
 
-    python benchmarks/policies.py          # about twenty minutes; writes benchmarks/results/policies-cpu.json
+    python benchmarks/policies.py          # a long time; writes benchmarks/results/policies-cpu.json
     python benchmarks/policies.py --tiny   # the same code in seconds; it measures nothing
 
 The steps, their order and the ratios are those of `benchmarks/dropbp.py`. *ceiling* is one over the share of the FLOPs

@@ -7,9 +7,8 @@ layer, never more in a layer than in the one above, and rows of each weight's gr
 input and gradient. What is drawn is divided by its probability. Every ``every`` steps trial passes over ``batches``
 micro-batches measure the variance that both draws add; shares fall where it is below ``tolerance`` of the variance
 between batches, and rise where it is above. We differ: as many are drawn as the shares say, where the paper's number
-is random; the variance between batches is that of micro-batches in the order of training; of embeddings, norms and
-head the variance is not measured, as in the paper; and attention's own products stay dense for all examples, since
-their cost is not that of linears.
+is random; the variance between batches is that of micro-batches in the order of training; and rows are drawn at
+linears outside of the layers, too, such as the head, unless they are excluded.
 
 Cost: a layer with the share r of the examples multiplies r of both products, and of the weight's gradient r times
 its own share. Each round of control costs ``batches`` dense passes and ``batches`` squared sampled ones.
@@ -303,19 +302,3 @@ def adjust_rows(share: float, added: float, between: float, tolerance: float) ->
     if tolerance == 0.0:
         return 1.0
     return min(1.0, share / SHARE_FACTOR) if added > tolerance * between else share * SHARE_FACTOR
-
-
-def flops_ratio(every: int, batches: int, examples: float, rows: float) -> float:
-    """Return the FLOPs of training over those of dense, control included, as the paper counts them.
-
-    Args:
-        every: Steps between two rounds of control.
-        batches: Of a round.
-        examples: Mean share of the examples over the layers.
-        rows: Mean of the share of examples times that of rows over the linears.
-
-    Returns:
-        Above 1/3.
-    """
-    steps = every * (1 + examples + rows)
-    return (steps + 3 * batches + (1 + 2 * examples) * batches**2) / (3 * every)

@@ -24,7 +24,6 @@ from sparsebp_cli.policies.vcas import (
     adjust_shares,
     adjust_strength,
     find_top_share,
-    flops_ratio,
 )
 from sparsebp_cli.policy import LayerOutput, Seen, Site, Step, choice, sampling
 
@@ -90,11 +89,6 @@ def test_shares_of_rows_change_by_a_twentieth() -> None:
     assert adjust_rows(0.5, added=0.03, between=1.0, tolerance=0.025) == pytest.approx(0.5 / 0.95)
     assert adjust_rows(0.99, added=1.0, between=1.0, tolerance=0.025) == 1.0
     assert adjust_rows(0.3, added=0.0, between=1.0, tolerance=0.0) == 1.0
-
-
-def test_the_ratio_of_flops_is_the_published_one() -> None:
-    assert flops_ratio(100, 2, 1.0, 1.0) == pytest.approx((300 + 6 + 12) / 300)
-    assert flops_ratio(100, 2, 0.5, 0.25) == pytest.approx((175 + 6 + 8) / 300)
 
 
 def state_of(examples: float, rows: float) -> dict[str, float]:
