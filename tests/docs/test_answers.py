@@ -1,0 +1,73 @@
+"""The page of answers: each compares only where a report does, and its figures stand in the pages that it names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.block import ROOT
+from tests.docs.test_claims import COMPARES
+
+PAGE = ROOT / "docs" / "guide" / "answers.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+ANSWERS = re.findall(r"^\*\*(\d+)\. .*?(?=^\*\*\d+\. |^## )", TEXT, re.MULTILINE | re.DOTALL)
+FIGURE = re.compile(r"\d+\.\d+")
+
+
+def answer(number: int) -> str:
+    return re.search(rf"^\*\*{number}\. .*?(?=^\*\*\d+\. |^## )", TEXT, re.MULTILINE | re.DOTALL)[0]  # type: ignore[index]
+
+
+def sources(text: str) -> list[Path]:
+    named = re.search(r"^(?:.*[ .])?Sources?: .*", text, re.MULTILINE | re.DOTALL)
+    assert named, text
+    return [(PAGE.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", named[0])]
+
+
+def missing(text: str) -> list[str]:
+    there = "".join(path.read_text(encoding="utf-8") for path in sources(text))
+    found = set(FIGURE.findall(there))
+    return [figure for figure in FIGURE.findall(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)) if figure not in found]
+
+
+def test_there_are_twelve() -> None:
+    assert [int(number) for number in ANSWERS] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("number", range(1, 13))
+def test_every_figure_stands_in_a_page_that_the_answer_names(number: int) -> None:
+    own_sums = {"1.33", "2.0"} if number == 7 else set()  # (1 + 2p)/(3p), derived on the page
+    assert set(missing(answer(number))) <= own_sums
+
+
+def test_a_figure_that_no_source_has_is_found() -> None:
+    assert missing(answer(2).replace("1.344", "1.345")) == ["1.345"]
+
+
+def test_every_claim_stands_in_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from generator import study  # type: ignore[import-not-found]
+
+    assert len(study.CLAIM.findall(TEXT)) == TEXT.count("<!-- claim: ") > 12
+    assert study.find_broken(ROOT, TEXT) == []
+
+
+@pytest.mark.parametrize("number", [1, 4, 6, 7, 8])
+def test_answers_that_compare_trainings_have_a_claim(number: int) -> None:
+    assert COMPARES.search(answer(number))
+    assert "<!-- claim: " in answer(number)
+
+
+def test_the_table_of_published_claims_says_what_the_cards_say() -> None:
+    from sparsebp_cli.policy import find_policies
+
+    rows = re.findall(r"^\| `(\w[\w-]*)`[^|]*\| ([^|]+) \| ([^|]+) \|$", TEXT, re.MULTILINE)
+    assert len(rows) == 7
+    for name, published, _ in rows:
+        policy = find_policies()[name].policy_class
+        assert policy is not None and policy.card is not None
+        figures = re.findall(r"\d+(?:\.\d+)?", published.replace("LLaMA-2", "").replace("T5", ""))
+        assert figures
+        assert set(figures) <= set(re.findall(r"\d+(?:\.\d+)?", policy.card.claimed)), name
