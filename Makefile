@@ -68,7 +68,7 @@ chaos: .venv/develop  ## faults in large numbers, counted into docs/reference/pr
 	$(BIN)/python docs/generate.py
 
 browser: .venv/develop  ## the report of compare in a headless chromium, which has to be installed
-	$(BIN)/pytest -m browser tests/auditor tests/compare
+	$(BIN)/pytest -m browser tests/auditor tests/compare tests/docs
 
 latex: .venv/develop  ## a table and a picture of compare in a paper, with pdflatex, which has to be installed
 	$(BIN)/pytest -m latex tests/compare

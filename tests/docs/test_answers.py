@@ -29,7 +29,9 @@ def sources(text: str) -> list[Path]:
 def missing(text: str) -> list[str]:
     there = "".join(path.read_text(encoding="utf-8") for path in sources(text))
     found = set(FIGURE.findall(there))
-    return [figure for figure in FIGURE.findall(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)) if figure not in found]
+    return [
+        figure for figure in FIGURE.findall(re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)) if figure not in found
+    ]
 
 
 def test_there_are_twelve() -> None:
@@ -67,7 +69,8 @@ def test_the_table_of_published_claims_says_what_the_cards_say() -> None:
     assert len(rows) == 7
     for name, published, _ in rows:
         policy = find_policies()[name].policy_class
-        assert policy is not None and policy.card is not None
+        assert policy is not None
+        assert policy.card is not None
         figures = re.findall(r"\d+(?:\.\d+)?", published.replace("LLaMA-2", "").replace("T5", ""))
         assert figures
         assert set(figures) <= set(re.findall(r"\d+(?:\.\d+)?", policy.card.claimed)), name
