@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -24,6 +29,24 @@ def sources(text: str) -> list[Path]:
     named = re.search(r"^(?:.*[ .])?Sources?: .*", text, re.MULTILINE | re.DOTALL)
     assert named, text
     return [(PAGE.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)", named[0])]
+
+
+def test_the_report_of_the_fast_recipe_comes_again_from_its_runs(
+    tmp_path: Path,
+) -> None:
+    results = ROOT / "docs" / "results"
+    with tarfile.open(results / "fast.tar.gz") as archive:
+        runs = sorted({name.split("/")[1] for name in archive.getnames() if name.startswith("runs/")})
+    assert len(runs) == 10
+    words = ["compare", *runs, "--from", str(results / "fast.tar.gz"), "--baseline", "dense", "--margin", "0.02"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()", *words, "-o", "json"],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"SPARSEBP_HOME": str(tmp_path)},
+    )
+    assert json.loads(done.stdout) == json.loads((results / "fast.json").read_text(encoding="utf-8"))
 
 
 def missing(text: str) -> list[str]:
