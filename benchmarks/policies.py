@@ -53,6 +53,7 @@ WAYS: Ways = {
     "random-child": {"name": "random-child", **NODES},
     "selective-backprop": {"name": "selective-backprop", "keep": 0.5, **BEGIN},
     "sketch 0.2": {"name": "sketch", "keep": 0.2},
+    "subnet 0.1 rows": {"name": "subnet", "by": "random"},
     "tokens 0.25 detach": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "detach"},
     "tokens 0.25 stop": {"name": "tokens", "score": "random", "keep": 0.25, "mode": "stop"},
     "topk 0.25": {"name": "topk", "keep": 0.25, **HEAD},

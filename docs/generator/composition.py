@@ -48,7 +48,8 @@ CHOICES = """The table shows every two of these choices in one recipe. It lists 
 a choice works with all others, and the number says with how many. For one process, a test builds each pair that works
 with the worker's own code on a small llama and makes its first step; with two processes the refusals are tested for
 every pair, training for some."""
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+LETTERS = [*ALPHABET, *(f"a{letter}" for letter in ALPHABET)]
 LOOPS = {"worker": "a recipe", "own": "your own loop", "trainer": "a `transformers.Trainer`"}
 
 

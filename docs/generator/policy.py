@@ -45,6 +45,9 @@ BY_KIND = {
     "biases are dense; exact if inputs are kept as they are, unbiased if what is restored has the input as its mean. "
     "[Save less of inputs](../guide/saved.md)\n",
     "ParameterSelector": "Decides at the start of each step. Parameters not trained at a step have no gradient.\n",
+    "PartSelector": "Decides once, before the first step. Never exact: what is outside of the parts is not trained. "
+    "The gradient of a part is the dense one of its entries. "
+    "[Train a part of each weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
     "TokenRouter": "Decides in the forward of training, layer by layer, for the examples of the micro-batch. Exact if "
     "all positions go through every layer, else biased: what is trained is another model than the one that is "
     "evaluated. [Send some positions through each layer](../guide/tokens.md#send-some-positions-through-each-layer)\n",

@@ -6,8 +6,6 @@ from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Rout
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, BranchLayout
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
-from sparsebp_cli.backward.linear.part_choice import choose_parts
-from sparsebp_cli.backward.linear.part_training import PartTraining
 from sparsebp_cli.backward.observe.flops import FlopCount, count_flops
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes, saved_bytes, tensor_bytes
@@ -30,7 +28,6 @@ __all__ = [
     "Moved",
     "Movement",
     "Overclaim",
-    "PartTraining",
     "PassCount",
     "Phase",
     "PhasedEngine",
@@ -41,7 +38,6 @@ __all__ = [
     "SiteReport",
     "attach",
     "attach_phases",
-    "choose_parts",
     "compare_gradients",
     "count_flops",
     "saved_bytes",

@@ -34,6 +34,7 @@ from sparsebp_cli.backward.selection.example import ExampleExtension
 from sparsebp_cli.backward.selection.layer import LayerExtension
 from sparsebp_cli.backward.selection.learning_rate import LearningRates
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
+from sparsebp_cli.backward.selection.part import Linears, PartExtension, find_divisible, show_weights
 from sparsebp_cli.backward.selection.token.extension import make_extensions
 from sparsebp_cli.backward.selection.token.routing import RoutingExtension
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
@@ -48,6 +49,7 @@ from sparsebp_cli.policy import (
     InputSaver,
     LayerSampler,
     ParameterSelector,
+    PartSelector,
     Policy,
     PolicyLike,
     Site,
@@ -126,11 +128,12 @@ def attach(
         if selectors and adapter.names:  # at nodes they are known after the first backward only
             decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
+    divisible = find_divisible(model, options.exclude) if any(isinstance(p, PartSelector) for p in policies) else {}
     states = PolicyStates(
-        [(policy, _find_places(policy, model, decisions, linears)) for policy in policies],
+        [(policy, _find_places(policy, model, decisions, linears, divisible)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
-    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps))
+    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible)
     tokens = make_extensions(policies, model, reference)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
@@ -167,7 +170,7 @@ def attach(
 
 
 def _find_places(
-    policy: Policy, model: nn.Module, decisions: SiteDecisions, linears: Sequence[Site]
+    policy: Policy, model: nn.Module, decisions: SiteDecisions, linears: Sequence[Site], divisible: Linears
 ) -> Sequence[object]:
     """Return where a policy with state decides."""
     if not isinstance(policy, Stateful):
@@ -176,6 +179,8 @@ def _find_places(
         return decisions.sites_of(policy, linears)
     if isinstance(policy, ParameterSelector):
         return find_parameters(model)[0]
+    if isinstance(policy, PartSelector):
+        return show_weights(model, divisible)
     return find_blocks(model, type(policy).__name__)[0] if isinstance(policy, BlockDropper) else ()
 
 
@@ -185,7 +190,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
-_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, TokenRouter)  # nothing is decided or counted at linears
+_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TokenRouter)  # no site decides or counts
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
     "linears": LinearAdapter,
     "branches": BranchAdapter,
@@ -199,6 +204,13 @@ class _Given(NamedTuple):
     states: PolicyStates
     optimizer: torch.optim.Optimizer | None
     first: Step
+    divisible: Linears  # of whose weights parts can be trained
+
+    @property
+    def trained_by(self) -> torch.optim.Optimizer:
+        """The optimizer, of policies that are refused without one."""
+        assert self.optimizer is not None
+        return self.optimizer
 
 
 # Who carries out the policies that are not asked at sites, in the order in which they change the model.
@@ -212,6 +224,9 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
     GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
     TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),
+    PartSelector: lambda policy, model, given: PartExtension(
+        policy, model, given.divisible, given.states, given.trained_by, given.first
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from sparsebp_cli.composition.rule import (
     GIVEN,
     LAYERS,
     PACKER,
+    PARTS,
     SHORTENS,
     TURNING,
     TURNS,
@@ -46,6 +47,27 @@ OWN_LOOP = (
         "engine.estimate",
         policy=ESTIMATOR,
         options={"loop": ("trainer",)},
+    ),
+    Rule(
+        "{policy} trains parts of weights, which a Trainer cannot: it clips the gradients of the model's parameters; "
+        "run a recipe, or your own loop",
+        policy=PARTS,
+        options={"loop": ("trainer",)},
+    ),
+    Rule(
+        "{policy} needs attach(optimizer=...): parts take the place of their weights in it",
+        policy=PARTS,
+        options={"optimizer": ABSENT, "loop": ("own",)},
+    ),
+    Rule(
+        "{policy} under DDP is not built: DDP knows the parameters of the model, and parts are none of them",
+        policy=PARTS,
+        options={"wrapped": ("DDP",)},
+    ),
+    Rule(
+        "{policy} is not built with torch.compile: compiled layers keep the forwards of their linears",
+        policy=PARTS,
+        options={"wrapped": ("compiled",)},
     ),
     Rule(
         f"{TURNING} is not built with torch.compile: each set would be compiled again",

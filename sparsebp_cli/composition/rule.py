@@ -52,6 +52,7 @@ KINDS = (
     "InputSaver",
     "GradientEstimator",
     "TokenRouter",
+    "PartSelector",
 )
 INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 ROUTER: Conditions = {"kind": ("EdgeRouter",)}
@@ -63,6 +64,7 @@ DROPPER: Conditions = {"kind": ("BlockDropper",)}
 SKIPPER: Conditions = {**DROPPER, "skips": (True,)}  # leaves blocks out of the forward, too
 SAVER: Conditions = {"kind": ("InputSaver",)}
 ESTIMATOR: Conditions = {"kind": ("GradientEstimator",)}
+PARTS: Conditions = {"kind": ("PartSelector",)}
 LAYERS: Conditions = {"kind": ("TokenRouter",)}
 SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}

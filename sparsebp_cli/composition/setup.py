@@ -21,6 +21,7 @@ from sparsebp_cli.policy import (
     InputSaver,
     LayerSampler,
     ParameterSelector,
+    PartSelector,
     Policy,
     Stateful,
     TokenRouter,
@@ -41,6 +42,7 @@ _CONTRACT: dict[str, type[Policy]] = {
         InputSaver,
         GradientEstimator,
         TokenRouter,
+        PartSelector,
     )
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies

@@ -16,6 +16,7 @@ from sparsebp_cli.composition.rule import (
     KINDS,
     LAYERS,
     PACKER,
+    PARTS,
     ROUTER,
     SAME,
     SAVER,
@@ -80,11 +81,11 @@ _POLICY_RULES = (
         options={"processes": SEVERAL},
     ),
     Rule(
-        "{policy} asks for trial passes, which are built for block droppers and layer samplers alone",
+        "{policy} asks for trial passes, which are built for block droppers, layer samplers and part selectors alone",
         policy={
             "has_trials": (True,),
             "samples_layers": (False,),
-            "kind": tuple(kind for kind in KINDS if kind != "BlockDropper"),
+            "kind": tuple(kind for kind in KINDS if kind not in {"BlockDropper", "PartSelector"}),
         },
     ),
     Rule(
@@ -241,6 +242,43 @@ _POLICY_RULES = (
         "are those of the model in evaluation mode.",
         policy=ESTIMATOR,
         other={"kind": tuple(kind for kind in KINDS if kind != "GradientEstimator")},
+    ),
+    Rule(
+        "{other} and {policy} in one training is not built: give one of them",
+        why="It replaces the forwards of linears, and the weights in the optimizer; all other parameters are frozen.",
+        policy=PARTS,
+        other={"kind": tuple(kind for kind in KINDS if kind not in {"PartSelector", "ExampleSelector"})},
+    ),
+    Rule(
+        "{policy} trains parts of the weights of linears: needs {sites:linears}, got {sites:=}",
+        policy=PARTS,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} needs {update:deferred}, got {update:=}: parts are written into the weights after a whole step",
+        policy=PARTS,
+        options={"update": ("eager",)},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: segments know the parameters of layers, and parts are none of them",
+        policy=PARTS,
+        options={"segments": GIVEN},
+    ),
+    Rule(
+        "{policy} works in one process, got {processes}",
+        why="DDP and FSDP know the parameters of the model, and parts are none of them.",
+        policy=PARTS,
+        options={"processes": SEVERAL},
+    ),
+    Rule(
+        "{policy} in a schedule of phases is not built: the optimizer's state of a part does not fit the whole weight",
+        policy=PARTS,
+        options={"phases": SEVERAL},
+    ),
+    Rule(
+        "{policy} with {float8} is not built: the product of a part would have another float8 scale",
+        policy=PARTS,
+        options={"float8": GIVEN},
     ),
     Rule(
         "{other} and {policy} in one forward is not built: give one of them",

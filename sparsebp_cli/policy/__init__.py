@@ -12,7 +12,8 @@ from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitT
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
-from sparsebp_cli.policy.part import WeightColumns, WeightPart, WeightRows
+from sparsebp_cli.policy.part import WeightBlocks, WeightColumns, WeightElements, WeightPart, WeightRows
+from sparsebp_cli.policy.part_selector import PartSelector, TrainedWeight
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.saved import (
     Saved,
@@ -60,6 +61,7 @@ __all__ = [
     "PackedSize",
     "Parameter",
     "ParameterSelector",
+    "PartSelector",
     "Policy",
     "PolicyLike",
     "Reading",
@@ -87,10 +89,13 @@ __all__ = [
     "TokenRouter",
     "TokenSelector",
     "Tokens",
+    "TrainedWeight",
     "TrialPass",
     "TwoToFour",
     "Visits",
+    "WeightBlocks",
     "WeightColumns",
+    "WeightElements",
     "WeightPart",
     "WeightRows",
     "choice",

@@ -1,16 +1,19 @@
 """Parts of a weight matrix that are trained while the rest of it is frozen.
 
-A part is data: which rows or columns. What it means is defined by ``restrict``; every gradient of a part equals the
-restricted dense gradient.
+A part is data: which rows, columns, blocks or entries. What it means is defined by ``restrict``; every gradient of a
+part equals the restricted dense gradient.
 
-Shape letters: D input width, O output width, K kept.
+Shape letters: D input width, O output width, K kept, S side of a block.
 """
 
 from __future__ import annotations
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, final
+
+from typing_extensions import override
 
 from sparsebp_cli.errors import PolicyError
 
@@ -20,18 +23,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class WeightPart(ABC):
-    """Rows or columns of a weight (O, D), whatever way round a layer stores it.
+    """A part of a weight (O, D), whatever way round a layer stores it.
 
     Args:
-        index_K: int64 numbers of the rows or columns, each once, in any order, at least one.
+        index_K: int64 numbers of what is trained, each once, in any order, at least one.
     """
 
     index_K: Tensor
-    dim: ClassVar[int]  # the dimension of (O, D) that is restricted
     word: ClassVar[str]  # what is counted
 
-    def claim(self, num_outputs: int, num_inputs: int) -> float:
-        """Return the share of the weight's entries, and of wgrad's multiplications, that belongs to the part.
+    @abstractmethod
+    def count(self, num_outputs: int, num_inputs: int) -> int:
+        """Return of how many rows, columns, blocks or entries a weight consists.
+
+        Args:
+            num_outputs: O, at least 1.
+            num_inputs: D, at least 1.
+
+        Returns:
+            At least 1.
+
+        Raises:
+            PolicyError: The weight does not consist of whole ones.
+        """
+
+    def share(self, num_outputs: int, num_inputs: int) -> float:
+        """Return the share of the weight's entries that belongs to the part.
 
         Args:
             num_outputs: O, at least 1.
@@ -40,8 +57,21 @@ class WeightPart(ABC):
         Returns:
             A share in (0, 1].
         """
-        return len(self.index_K) / (num_outputs, num_inputs)[self.dim]
+        return len(self.index_K) / self.count(num_outputs, num_inputs)
 
+    def claim(self, num_outputs: int, num_inputs: int) -> float:
+        """Return the share of wgrad's multiplications that the part needs.
+
+        Args:
+            num_outputs: O, at least 1.
+            num_inputs: D, at least 1.
+
+        Returns:
+            A share in (0, 1].
+        """
+        return self.share(num_outputs, num_inputs)
+
+    @abstractmethod
     def restrict(self, matrix_OD: Tensor) -> Tensor:
         """Return a copy of this part of a weight or of its gradient.
 
@@ -49,10 +79,10 @@ class WeightPart(ABC):
             matrix_OD: Whole matrix, output by input.
 
         Returns:
-            (K, D) for rows, (O, K) for columns.
+            (K, D) for rows, (O, K) for columns, (K, S, S) for blocks, (K,) for entries.
         """
-        return matrix_OD.index_select(self.dim, self.index_K)
 
+    @abstractmethod
     def write(self, matrix_OD: Tensor, part: Tensor) -> None:
         """Write the part's values into a weight, in place.
 
@@ -60,7 +90,6 @@ class WeightPart(ABC):
             matrix_OD: Whole matrix, output by input; entries outside of the part do not change.
             part: As :meth:`restrict` returns it.
         """
-        matrix_OD.index_copy_(self.dim, self.index_K, part)
 
     def check(self, num_outputs: int, num_inputs: int) -> None:
         """Raise an error unless the part fits a weight.
@@ -70,23 +99,25 @@ class WeightPart(ABC):
             num_inputs: D of the weight.
 
         Raises:
-            PolicyError: The index is not a list of int64 numbers, is empty, repeats a number, or leaves the weight.
+            PolicyError: The index is not a list of int64 numbers, is empty, repeats a number, or leaves the weight; or
+                the weight does not consist of whole blocks.
         """
         import torch
 
-        size = (num_outputs, num_inputs)[self.dim]
+        size = self.count(num_outputs, num_inputs)
         if self.index_K.dtype != torch.int64 or self.index_K.dim() != 1:
             raise PolicyError(
                 f"{self.word} of a weight: got {self.index_K.dtype} of {self.index_K.dim()} dimensions, allowed: "
                 "int64 of 1 dimension"
             )
-        numbers = self.index_K.tolist()
-        if not numbers:
+        if not self.index_K.numel():
             raise PolicyError(f"{self.word} of a weight: got none, allowed: 1 to {size}")
-        outside = next((number for number in numbers if not 0 <= number < size), None)
-        if outside is not None:
-            raise PolicyError(f"{self.word} of a weight: got number {outside}, allowed: 0 to {size - 1}")
-        if len(set(numbers)) < len(numbers):
+        sorted_K = self.index_K.sort().values
+        least, most = int(sorted_K[0]), int(sorted_K[-1])
+        if least < 0 or most >= size:
+            number = least if least < 0 else most
+            raise PolicyError(f"{self.word} of a weight: got number {number}, allowed: 0 to {size - 1}")
+        if bool((sorted_K[1:] == sorted_K[:-1]).any()):
             raise PolicyError(f"{self.word} of a weight: a number occurs twice, allowed: each at most once")
 
 
@@ -94,13 +125,135 @@ class WeightPart(ABC):
 class WeightRows(WeightPart):
     """Rows of a weight: all inputs of some outputs."""
 
-    dim = 0
     word = "rows"
+
+    @override
+    def count(self, num_outputs: int, num_inputs: int) -> int:
+        return num_outputs
+
+    @override
+    def restrict(self, matrix_OD: Tensor) -> Tensor:
+        return matrix_OD.index_select(0, self.index_K)
+
+    @override
+    def write(self, matrix_OD: Tensor, part: Tensor) -> None:
+        matrix_OD.index_copy_(0, self.index_K, part)
 
 
 @final
 class WeightColumns(WeightPart):
     """Columns of a weight: some inputs of all outputs. Only these features of the layer's input are saved."""
 
-    dim = 1
     word = "columns"
+
+    @override
+    def count(self, num_outputs: int, num_inputs: int) -> int:
+        return num_inputs
+
+    @override
+    def restrict(self, matrix_OD: Tensor) -> Tensor:
+        return matrix_OD.index_select(1, self.index_K)
+
+    @override
+    def write(self, matrix_OD: Tensor, part: Tensor) -> None:
+        matrix_OD.index_copy_(1, self.index_K, part)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WeightBlocks(WeightPart):
+    """Square blocks of a weight, numbered row by row. Only the features of the layer's input that blocks read are
+    saved.
+
+    Args:
+        index_K: As of every part.
+        num_inputs: D, by which the numbers are read.
+        size: S, side of a block; O and D are multiples of it.
+    """
+
+    num_inputs: int
+    size: int
+    word = "blocks"
+
+    @override
+    def count(self, num_outputs: int, num_inputs: int) -> int:
+        for width, what in ((num_outputs, "outputs"), (num_inputs, "inputs")):
+            if width % self.size:
+                raise PolicyError(f"blocks of a weight: {width} {what} do not consist of blocks of {self.size}")
+        return num_outputs * num_inputs // self.size**2
+
+    @override
+    def restrict(self, matrix_OD: Tensor) -> Tensor:
+        row_K, column_K = self._places
+        blocks_KSS: Tensor = self._grid(matrix_OD)[row_K, :, column_K, :]
+        return blocks_KSS
+
+    @override
+    def write(self, matrix_OD: Tensor, part: Tensor) -> None:
+        row_K, column_K = self._places
+        self._grid(matrix_OD)[row_K, :, column_K, :] = part
+
+    @cached_property
+    def read_columns(self) -> Tensor:
+        """Features of the input that any block reads, ascending, a multiple of S."""
+        import torch
+
+        first: Tensor = self._places[1].unique() * self.size
+        return (first[:, None] + torch.arange(self.size, device=first.device)).reshape(-1)
+
+    @cached_property
+    def by_column(self) -> list[tuple[list[int], Tensor]]:
+        """For each column of blocks in :attr:`read_columns`, the places of its blocks in the index, and the output
+        features of them one after the other."""
+        import torch
+
+        row_K, column_K = (each.tolist() for each in self._places)
+        groups: dict[int, list[int]] = {}
+        for place, column in enumerate(column_K):
+            groups.setdefault(column, []).append(place)
+        inside = torch.arange(self.size, device=self.index_K.device)
+        found = []
+        for column in sorted(groups):
+            first = torch.tensor([row_K[place] * self.size for place in groups[column]], device=inside.device)
+            found.append((groups[column], (first[:, None] + inside).reshape(-1)))
+        return found
+
+    @cached_property
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Row and column of each block in the grid of blocks, (K,)."""
+        width = self.num_inputs // self.size
+        return self.index_K // width, self.index_K % width
+
+    def _grid(self, matrix_OD: Tensor) -> Tensor:
+        grid: Tensor = matrix_OD.unflatten(1, (-1, self.size)).unflatten(0, (-1, self.size))
+        return grid
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class WeightElements(WeightPart):
+    """Single entries of a weight, numbered row by row. The whole gradient is computed, and only they are kept of it.
+
+    Args:
+        index_K: As of every part.
+        num_inputs: D, by which the numbers are read.
+    """
+
+    num_inputs: int
+    word = "entries"
+
+    @override
+    def count(self, num_outputs: int, num_inputs: int) -> int:
+        return num_outputs * num_inputs
+
+    @override
+    def claim(self, num_outputs: int, num_inputs: int) -> float:
+        return 1.0
+
+    @override
+    def restrict(self, matrix_OD: Tensor) -> Tensor:
+        return matrix_OD[self.index_K // self.num_inputs, self.index_K % self.num_inputs]
+
+    @override
+    def write(self, matrix_OD: Tensor, part: Tensor) -> None:
+        matrix_OD[self.index_K // self.num_inputs, self.index_K % self.num_inputs] = part

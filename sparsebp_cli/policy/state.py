@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Observed = Literal[
-    "grad_norm", "column_norm", "parameter_norm", "parameter_l1", "gradient_sample", "row_product", "example_norm"
+    "grad_norm",
+    "column_norm",
+    "parameter_norm",
+    "parameter_l1",
+    "gradient_sample",
+    "row_product",
+    "example_norm",
+    "weight_gradient",
 ]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
 
@@ -43,6 +50,8 @@ class Observation:
             among the policy's ``reads``. In trial passes alone.
         example_norm: By number of a layer, the norm of each example's gradient at its output, (B,), of a
             :class:`~sparsebp_cli.policy.LayerSampler`. In trial passes alone.
+        weight_gradient: By linear, the gradient of its weight in the weight's own precision, (O, D), of a
+            :class:`~sparsebp_cli.policy.PartSelector`. In trial passes alone.
     """
 
     grad_norm: Mapping[str, Tensor] = field(default_factory=dict)
@@ -52,6 +61,7 @@ class Observation:
     gradient_sample: Mapping[str, Tensor] = field(default_factory=dict)
     row_product: Mapping[str, Tensor] = field(default_factory=dict)
     example_norm: Mapping[str, Tensor] = field(default_factory=dict)
+    weight_gradient: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,8 @@ class Stateful(ABC, Generic[Place]):
 
         Args:
             places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
-                not known yet; the parameters of a parameter selector; the blocks of a block dropper; otherwise none.
+                not known yet; the parameters of a parameter selector; the blocks of a block dropper; the weights of a
+                part selector; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.
@@ -119,11 +130,11 @@ class Stateful(ABC, Generic[Place]):
         return False
 
     def wants_trials(self, step: Step) -> Sequence[Collection[str] | TrialPass]:  # noqa: ARG002 - for overrides
-        """Return what is to be tried before a step: decisions, of a block dropper, or passes with a state of their own,
-        of a layer sampler.
+        """Return what is to be tried before a step: decisions, of a block dropper; passes with a state of their own, of
+        a layer sampler; dense passes, of a part selector.
 
         Each is one forward and backward over one micro-batch, with the same random numbers of dropout; they cost what
-        they cost, and change nothing but the state. Built for block droppers and layer samplers.
+        they cost, and change nothing but the state. Built for these three kinds.
 
         Args:
             step: The coming one, with the state.

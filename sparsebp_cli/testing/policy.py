@@ -22,6 +22,7 @@ from sparsebp_cli.policy import (
     GradientSelector,
     InputSaver,
     ParameterSelector,
+    PartSelector,
     Policy,
     TokenRouter,
     TokenSelector,
@@ -35,6 +36,7 @@ from sparsebp_cli.testing.estimator import check_gradient_estimator
 from sparsebp_cli.testing.example import check_example_selector
 from sparsebp_cli.testing.packer import check_batch_packer
 from sparsebp_cli.testing.parameter import check_parameter_selector
+from sparsebp_cli.testing.part import check_part_selector
 from sparsebp_cli.testing.promise import require, through_json
 from sparsebp_cli.testing.router import check_router
 from sparsebp_cli.testing.saver import check_input_saver
@@ -76,6 +78,7 @@ _SUITES: tuple[tuple[type[Policy], Callable[[Any], None]], ...] = (
     (EpochSelector, check_epoch_selector),
     (ExampleSelector, check_example_selector),
     (GradientEstimator, check_gradient_estimator),
+    (PartSelector, check_part_selector),
     (GradientSelector, check_selector),
 )
 

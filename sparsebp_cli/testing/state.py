@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, Step
+from sparsebp_cli.policy import Observation, Observed, Policy, Site, Stateful, Step, TrainedWeight
 from sparsebp_cli.policy.contract import Named
 from sparsebp_cli.testing.promise import name_of, random_states, require
 
@@ -68,6 +68,9 @@ def _observe(policy: Stateful[Any], places: Sequence[Named], seed: int = 0) -> O
         "gradient_sample": {f"{name}.weight": row_N for name, row_N in rows.items()},
         "row_product": rows,
         "example_norm": layers,
+        "weight_gradient": {
+            p.name: torch.rand(p.matrix_OD.shape, generator=generator) for p in places if isinstance(p, TrainedWeight)
+        },
     }
     return Observation(**{part: parts[part] for part in policy.observes})
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from sparsebp_cli.backward import Engine, ModuleTrace, PassCount, Proof, Report, count_flops, saved_bytes, tensor_bytes
-from sparsebp_cli.backward.core.extension import EstimatesFlops
+from sparsebp_cli.backward.core.extension import CountsGradients, EstimatesFlops
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.plan import ceiling, realised_share
 from sparsebp_cli.run import metric
@@ -98,8 +98,11 @@ def _work(proof: Proof, policy: PassResult, engine: Engine) -> dict[str, float |
 
 
 def _gradient_bytes(policy: PassResult, engine: Engine) -> int:
-    """Return the bytes of a step's gradients. A trial step keeps them all; a training step with eager updates does not,
-    so the eager update's own count is used."""
+    """Return the bytes of a step's gradients. A trial step keeps them all, of whole weights; a training step with eager
+    updates or parts of weights does not, so their own counts are used."""
+    own = next((part for part in engine.extensions if isinstance(part, CountsGradients)), None)
+    if own is not None:
+        return own.gradient_bytes
     report = None if engine.eager is None else engine.eager.report
     return tensor_bytes(policy.gradients.values()) if report is None else report.gradient_bytes
 

@@ -156,11 +156,14 @@ class PeakMemory:
 
 
 def memory_metrics(model: nn.Module, optimizer: AcceleratedOptimizer, peak: PeakMemory) -> dict[str, float]:
-    """Return the bytes of weights and optimizer state on this rank, and its peak memory since the run began."""
+    """Return the bytes of weights and optimizer state on this rank, and its peak memory since the run began. Weights
+    include what the optimizer trains in their place."""
     state = tensors_in(dict(optimizer.state))
+    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    weights = {id(parameter): parameter for parameter in (*model.parameters(), *trained)}.values()
     name = metric.PEAK_ALLOCATED_BYTES if peak.device.type == "cuda" else metric.PEAK_RESIDENT_BYTES
     return {
-        metric.WEIGHT_BYTES.name: float(tensor_bytes(local_part(p) for p in model.parameters())),
+        metric.WEIGHT_BYTES.name: float(tensor_bytes(local_part(p) for p in weights)),
         metric.OPTIMIZER_BYTES.name: float(tensor_bytes(local_part(value) for value in state)),
         name.name: float(peak.bytes()),
     }

@@ -88,14 +88,12 @@ class Training:
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen in training, of all ranks
     bare: nn.Module = field(init=False)  # the model inside DDP's wrapper
-    parameters: list[nn.Parameter] = field(init=False)
     allowance: Allowance = field(init=False)
     measurement: Measurement = field(init=False)
     memory: StepMemoryRecorder = field(init=False)
 
     def __post_init__(self) -> None:
         self.bare = unwrap(self.model)
-        self.parameters = list(trainable_parameters(self.bare, self.engine).values())
         self.allowance = Allowance.of(self.plan.recipe.training)
         self.measurement = Measurement(
             limit_measurements(self.plan.recipe, self.ranks, self.engine),
@@ -299,7 +297,9 @@ class Training:
     def _clip(self, max_norm: float | None) -> float:
         if self.engine.eager is not None:  # the eager update has already clipped, checked and applied every gradient
             return self.engine.eager.gradient_norm
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, math.inf if max_norm is None else max_norm)
+        # The optimizer's parameters: a policy may have put parts of weights in the place of the model's.
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if max_norm is None else max_norm)
         return check_norm(float(full_tensor(norm)), self.bare, self.step + 1)
 
     def measure_gains(self) -> Iterator[tuple[PolicyPhase[Policy], SelectionGain]]:

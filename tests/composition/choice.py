@@ -64,6 +64,7 @@ CHOICES = (
     _policy("infobatch", "EpochSelector", name="infobatch"),
     _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
     _policy("mezo", "GradientEstimator", name="mezo"),
+    _policy("subnet", "PartSelector", name="subnet"),
     _policy("frozen (freeze)", "ParameterSelector", name="frozen", freeze=["*.layers.0.*"]),
     _policy("frozen (turn)", "ParameterSelector", name="frozen", turn="layers"),
     _policy("max-child at nodes", "EdgeRouter", "nodes", name="max-child"),

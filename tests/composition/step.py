@@ -12,8 +12,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward.linear.function import weight_of
 from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.backward.selection.parameter import find_parameters
+from sparsebp_cli.backward.selection.part import find_divisible, show_weights
 from sparsebp_cli.policy import (
     BlockDropper,
     Examples,
@@ -22,6 +24,7 @@ from sparsebp_cli.policy import (
     Observation,
     Parameter,
     ParameterSelector,
+    PartSelector,
     Policy,
     Stateful,
     Step,
@@ -88,7 +91,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
                 loss = model(input_ids=ids, labels=ids).loss * share
             engine.backward(loss, **({"is_last": left == 0} if is_eager else {}))
         if composition == "clipping" and "max_grad_norm" not in options:
-            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         if composition == "resume" and number == 0:
@@ -117,7 +120,8 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     model, policies = build(composition), policies_of(ways)
     optimizer, (shown, _) = _optimizer(model), find_parameters(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    states = {id(policy): policy.init(shown) for policy in policies if isinstance(policy, Stateful)}
+    states = _init_states(model, policies, shown)
+    masks = _find_masks(model, policies)
     for number in range(_num_steps(ways)):
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, hooks, saving = all_ids, [], ExitStack()
@@ -148,13 +152,54 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
             saving.close()
             for hook in hooks:
                 hook.remove()
+        _mask_gradients(trained, masks)
         if composition == "clipping":
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         _set_rates(policies, shown, trained, optimizer, number)
+        before = _weights(model)
         optimizer.step()
+        _put_back(trained, masks, before)
         _observe(policies, states, trained, number)
         optimizer.zero_grad()
     return _weights(model)
+
+
+def _find_masks(model: nn.Module, policies: Sequence[Policy]) -> dict[str, Tensor | None]:
+    """Return which entries of each trained parameter a part selector trains, None for none; empty without one."""
+    linears, masks = find_divisible(model), dict[str, Tensor | None]()
+    for policy in policies:
+        if isinstance(policy, PartSelector):
+            masks = {name: None for name, p in model.named_parameters() if p.requires_grad}
+            for name, part in policy.parts(show_weights(model, linears), Step(0, seed=SEED)).items():
+                module, form = linears[name]
+                mask = torch.zeros_like(weight_of(module), dtype=torch.bool)
+                matrix_OD = form.by_output(mask)
+                part.write(matrix_OD, torch.ones_like(part.restrict(matrix_OD)))
+                masks[f"{name}.weight"] = mask
+    return masks
+
+
+def _mask_gradients(trained: dict[str, nn.Parameter], masks: dict[str, Tensor | None]) -> None:
+    for name, mask in masks.items():
+        gradient = trained[name].grad
+        trained[name].grad = None if mask is None or gradient is None else mask * gradient
+
+
+@torch.no_grad()
+def _put_back(trained: dict[str, nn.Parameter], masks: dict[str, Tensor | None], before: Weights) -> None:
+    """Undo what weight decay and momentum did outside of the parts."""
+    for name, mask in masks.items():
+        if mask is not None:
+            trained[name].copy_(torch.where(mask, trained[name], before[name]))
+
+
+def _init_states(model: nn.Module, policies: Sequence[Policy], shown: Sequence[Parameter]) -> dict[int, Any]:
+    weights: Any = show_weights(model, find_divisible(model))
+    return {
+        id(policy): policy.init(weights if isinstance(policy, PartSelector) else shown)
+        for policy in policies
+        if isinstance(policy, Stateful)
+    }
 
 
 def _num_steps(ways: Sequence[Way]) -> int:

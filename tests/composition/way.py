@@ -55,6 +55,7 @@ WAYS = (
     Way("dropit", "InputSaver", {"name": "dropit", "keep": 0.3}),
     Way("pamm", "InputSaver", {"name": "pamm", "keep": 0.5}),
     Way("sketch", "InputSaver", {"name": "sketch", "keep": 0.5}),
+    Way("subnet", "PartSelector", {"name": "subnet", "keep": 0.3, "by": "random"}),
     Way("update: eager", "update", options={"update": "eager"}),
     Way("segments: 2", "segments", options={"segments": 2}),
 )
@@ -67,6 +68,7 @@ _DROPPED = (
     "{name} with reentrant checkpointing (at 'model'), which runs the backward of every layer: enable checkpointing "
     "with use_reentrant=False"
 )
+_PARTS = "parts of weights and reentrant checkpointing (at 'model'): enable checkpointing with use_reentrant=False"
 _COMPARED = (
     "reentrant checkpointing (at 'model') computes no gradient that could be compared: enable checkpointing with "
     "use_reentrant=False, or give verify: never"
@@ -95,7 +97,10 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
         if wrapped == "before":
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
+    if way.question == "PartSelector" and composition == "DDP":
+        return "Subnet works in one process, got several (DDP or FSDP)"
     return {
+        ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
         ("BatchPacker", "reentrant checkpointing"): _COMPARED,
         ("BlockDropper", "reentrant checkpointing"): _DROPPED.format(name=_class_of(way)),
@@ -123,6 +128,19 @@ def _find_eager_refusal(way: Way) -> str:
     return does and f"{_class_of(way)} {does}; use update='deferred'"
 
 
+def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
+    name = _class_of(way)
+    if other.policy:
+        names = [_class_of(other), name] if second is way else [name, _class_of(other)]
+        beside = f"{' and '.join(names)} in one training is not built: give one of them"
+        return "" if other.question == "ExampleSelector" else beside
+    return {
+        "update": f"{name} needs update='deferred', got 'eager': parts are written into the weights after a whole step",
+        "segments": f"{name} with segments=2 is not built: segments know the parameters of layers, and parts are none "
+        "of them",
+    }[other.question]
+
+
 def find_pair_refusal(first: Way, second: Way) -> str:
     """Return the one line that is raised; empty where the two go together.
 
@@ -130,6 +148,12 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         first: One of :data:`WAYS`.
         second: Another.
     """
+    if "PartSelector" in (first.question, second.question):
+        return _find_part_refusal(*sorted((first, second), key=lambda way: way.question == "PartSelector"), second)
+    return _find_other_refusal(first, second)
+
+
+def _find_other_refusal(first: Way, second: Way) -> str:
     questions = {first.question, second.question}
     skips = {"layerdrop", "pld"} & {way.policy.get("name") for way in (first, second)}
     if skips and questions & {"TokenSelector", "BatchPacker", "segments"}:

@@ -9,6 +9,7 @@ if __name__ == "__main__":
 
 import json
 import logging
+import os
 import sys
 import warnings
 from typing import Any
@@ -106,3 +107,5 @@ def main(names: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)  # threads of the stand-in device may still run, and the C++ library aborts if they outlive it

@@ -189,6 +189,15 @@ class FreezesParameters(Protocol):
 
 
 @runtime_checkable
+class CountsGradients(Protocol):
+    """An extension whose policy makes gradients of a training step smaller than those that a probe shows."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of a training step."""
+
+
+@runtime_checkable
 class RunsPass(Protocol):
     """An extension that runs the backward pass itself and changes parameters during it."""
 

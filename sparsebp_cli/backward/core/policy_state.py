@@ -20,7 +20,7 @@ _OF_PARAMETERS: dict[Observed, Callable[[Tensor], Tensor]] = {
     "parameter_l1": choice.l1_norm,
 }
 _AT_SITES: frozenset[Observed] = frozenset({"grad_norm", "column_norm"})
-_IN_TRIALS: frozenset[Observed] = frozenset({"gradient_sample", "row_product", "example_norm"})
+_IN_TRIALS: frozenset[Observed] = frozenset({"gradient_sample", "row_product", "example_norm", "weight_gradient"})
 SAMPLED = 100  # one in so many entries of a gradient is sampled
 
 
@@ -83,6 +83,11 @@ class PolicyStates:
         """Note the norms of the examples' gradients at a layer's output, in a trial pass."""
         if self._trial_step is not None and isinstance(policy, Stateful) and "example_norm" in policy.observes:
             self._tried[f"example_norm/{layer}"] = norm_B
+
+    def see_weight(self, policy: Policy, name: str, gradient_OD: Tensor) -> None:
+        """Note the gradient of a linear's weight, in a trial pass."""
+        if self._trial_step is not None and isinstance(policy, Stateful) and "weight_gradient" in policy.observes:
+            self._tried[f"weight_gradient/{name}"] = gradient_OD
 
     @contextmanager
     def trying(self, policy: Policy, step: Step, state: Values | None) -> Iterator[None]:

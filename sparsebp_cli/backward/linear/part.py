@@ -1,10 +1,11 @@
-"""A linear layer of which only rows or columns of the weight are trained.
+"""A linear layer of which only a part of the weight is trained.
 
 The part is a leaf of its own shape, so that the optimizer's state has this shape too. The forward multiplies the whole
 weight, which holds the same values; the leaf only receives the gradient. The reference computes the dense gradient of
 the weight and restricts it.
 
-Shape letters: N rows (= B*T), D input width, O output width, K kept.
+Shape letters: N rows (= B*T), D input width, O output width, K kept, R features of the input that a part reads, S side
+of a block.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.linear.function import WeightLayout, autocast
-from sparsebp_cli.policy.part import WeightColumns, WeightPart, WeightRows
+from sparsebp_cli.policy import WeightBlocks, WeightColumns, WeightPart, WeightRows
 
 
 @final
 class PartLinear(Function):
     """A linear layer whose backward computes the weight's gradient for a part only.
 
-    It saves the whole input for rows, and the part's features of it for columns.
+    It saves those features of the input that the part reads: for rows and entries all.
     """
 
     @staticmethod
@@ -41,8 +42,9 @@ class PartLinear(Function):
         ctx.form, ctx.part, ctx.reference, ctx.input_shape = form, part, reference, x.shape
         needs_dgrad, needs_part = ctx.needs_input_grad[:2]
         kept = x if needs_part else None
-        if needs_part and isinstance(part, WeightColumns) and not reference:
-            kept = part.restrict(x.reshape(-1, x.shape[-1]))
+        columns_R = None if reference else _columns(part)
+        if needs_part and columns_R is not None:
+            kept = x.reshape(-1, x.shape[-1]).index_select(1, columns_R)
         ctx.save_for_backward(kept, weight if needs_dgrad else None)
         return form.forward(x, weight, bias).detach()  # some layouts return a view, which must not leave a Function
 
@@ -56,21 +58,41 @@ class PartLinear(Function):
         dgrad = None if weight is None else grad_NO.mm(ctx.form.by_output(weight)).view(ctx.input_shape)
         part_grad = None
         if kept is not None:
-            kept_ND = kept.reshape(-1, kept.shape[-1])
-            part_grad = part_wgrad(ctx.form, ctx.part, grad_NO, kept_ND, reference=ctx.reference)
+            kept_NR = kept.reshape(-1, kept.shape[-1])
+            part_grad = part_wgrad(ctx.form, ctx.part, grad_NO, kept_NR, reference=ctx.reference)
         return dgrad, part_grad, None, None, None, None, None
 
 
-def part_wgrad(form: WeightLayout, part: WeightPart, grad_NO: Tensor, kept: Tensor, *, reference: bool) -> Tensor:
-    """Return the gradient of a part, (K, D) or (O, K).
+def part_wgrad(form: WeightLayout, part: WeightPart, grad_NO: Tensor, kept_NR: Tensor, *, reference: bool) -> Tensor:
+    """Return the gradient of a part, in the shape of :meth:`~sparsebp_cli.policy.WeightPart.restrict`.
 
-    ``kept`` is the input (N, D); for columns, unless ``reference``, the part's features of it, (N, K).
+    ``kept_NR`` is the input, (N, D); of columns and blocks, unless ``reference``, only the features that they read.
     """
-    if reference:
-        return part.restrict(form.by_output(form.wgrad(grad_NO, kept)))
-    if isinstance(part, WeightRows):
-        grad_NO = grad_NO.index_select(1, part.index_K)
-    return form.by_output(form.wgrad(grad_NO, kept))
+    if not reference:
+        if isinstance(part, WeightRows):
+            return form.by_output(form.wgrad(grad_NO.index_select(1, part.index_K), kept_NR))
+        if isinstance(part, WeightBlocks):
+            return _block_wgrad(part, grad_NO, kept_NR)
+        if isinstance(part, WeightColumns):
+            return form.by_output(form.wgrad(grad_NO, kept_NR))
+    return part.restrict(form.by_output(form.wgrad(grad_NO, kept_NR)))
+
+
+def _block_wgrad(part: WeightBlocks, grad_NO: Tensor, kept_NR: Tensor) -> Tensor:
+    """Return the gradients of blocks, (K, S, S): one product for each column of blocks."""
+    size = part.size
+    found = grad_NO.new_empty(len(part.index_K), size, size)
+    for number, (places, row_features) in enumerate(part.by_column):
+        column_NS = kept_NR[:, number * size : (number + 1) * size]
+        found[places] = grad_NO.index_select(1, row_features).t().mm(column_NS).view(-1, size, size)
+    return found
+
+
+def _columns(part: WeightPart) -> Tensor | None:
+    """Return the features of the input that a part reads, (R,); None if it reads all of them."""
+    if isinstance(part, WeightColumns):
+        return part.index_K
+    return part.read_columns if isinstance(part, WeightBlocks) else None
 
 
 def run_part(

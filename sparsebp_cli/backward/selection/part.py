@@ -1,0 +1,304 @@
+"""Parts of weights that are trained: what a model and its optimizer need, so that state exists for the parts alone.
+
+The weights stay ordinary parameters of the model, under their own names, and always hold what was trained: after each
+step of the optimizer the leaves, which it trains in their place, are written into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from sparsebp_cli.backward.decoder.decoder import find_reentrant
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.linear.function import WeightLayout, weight_of
+from sparsebp_cli.backward.linear.part import run_part
+from sparsebp_cli.backward.linear.site import find_linears
+from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
+from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module
+from sparsebp_cli.backward.selection.required_grads import claim_needed
+from sparsebp_cli.errors import PolicyError, UnsupportedError, UsageError
+from sparsebp_cli.policy import PartSelector, Step, TrainedWeight, TrialPass, WeightPart
+
+if TYPE_CHECKING:
+    from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
+
+Linears = Mapping[str, tuple[nn.Module, WeightLayout]]
+
+
+@final
+class PartExtension:
+    """A part selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
+
+    ``linears`` are those of :func:`find_divisible`. Raises :class:`PolicyError` if the policy does not fit the model,
+    :class:`UsageError` if the optimizer does not train a weight or has state of the whole of it, and
+    :class:`UnsupportedError` under reentrant checkpointing.
+    """
+
+    policy: PartSelector
+
+    def __init__(
+        self,
+        policy: PartSelector,
+        model: nn.Module,
+        linears: Linears,
+        states: PolicyStates,
+        optimizer: torch.optim.Optimizer,
+        first: Step,
+    ) -> None:
+        _refuse_reentrant(model)
+        self.policy, self._model, self._linears, self._states = policy, model, linears, states
+        self._swap, self._first = _Swap(optimizer), replace(first, index=0)
+        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._overrides: dict[str, PartOverride] = {}
+        self._patches = ForwardPatches()
+        self._engine: EngineView | None = None
+        self._enabled, self._is_loaded = True, False
+        self._frozen_here: list[nn.Parameter] = []  # those that the user has frozen stay so
+        parts = self._choose()
+        for name, part in parts.items():
+            module, form = linears[name]
+            self._swap.check(name, weight_of(module), part.share(*form.by_output(weight_of(module)).shape) == 1.0)
+        self._parts = parts
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names of parameters of which nothing is trained."""
+        trained = {id(weight_of(self._linears[name][0])) for name in self._parts}
+        return frozenset(name for name, parameter in self._names.items() if id(parameter) not in trained)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of a training step; see
+        :class:`~sparsebp_cli.backward.core.extension.CountsGradients`.
+        """
+        return sum(each.leaf.nbytes for each in self._overrides.values())
+
+    def install(self, engine: EngineView) -> None:
+        self._engine = engine  # parts are chosen as the first step starts
+
+    def remove(self) -> None:
+        self._write()
+        self._remove_parts()
+        self.enable(False)
+        self._swap.forget()
+
+    def enable(self, enabled: bool) -> None:
+        self._enabled = enabled
+        for each in self._overrides.values():
+            each.enabled = enabled
+        if not enabled:
+            for parameter in self._frozen_here:
+                parameter.requires_grad_(True)
+            self._frozen_here = []
+        elif not self._frozen_here:
+            self._frozen_here = [p for p in self._names.values() if p.requires_grad]
+            for parameter in self._frozen_here:
+                parameter.requires_grad_(False)
+
+    def start_step(self, step: Step) -> None:
+        if self._is_loaded:  # the weights are those of the checkpoint
+            self._remove_parts()
+        else:
+            self._write()
+        if self._is_loaded or step.index == 0:  # at 0 after trial passes, too
+            self._remove_parts()
+            self._parts = self._choose()
+            self._install_parts()
+        self._is_loaded = False
+        self.enable(self._enabled)
+        for parameter in (*self._names.values(), *(each.leaf for each in self._overrides.values())):
+            parameter.grad = None  # applied; model.zero_grad() would not reach a leaf
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the choice is the policy's state, the values are the model's weights."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002 - what counts is that it is called
+        """Choose and read the parts again when the step begins, from the state and the weights that were loaded."""
+        self._is_loaded = True
+
+    @contextmanager
+    def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - all passes are dense
+        """Run a trial pass densely, and note the gradients of the weights."""
+        before = self._enabled
+        self.enable(False)
+        try:
+            yield
+            for name, (module, form) in self._linears.items():
+                weight = weight_of(module)
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                self._states.see_weight(self.policy, name, form.by_output(gradient))
+        finally:
+            self.enable(before)
+
+    def claim(self, dense: DensePass) -> PassEstimate:
+        """Return the remaining shares of a dense pass; see
+        :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
+        """
+        needed = claim_needed(self._model, dense, [self._names[name] for name in self.frozen])
+        backward = dict(needed.backward)
+        for name, part in self._parts.items():
+            flops, product = dense.flops.backward.get(name, 0), dense.flops.forward.get(name, 0)
+            if flops and product:
+                module, form = self._linears[name]
+                share = part.claim(*form.by_output(weight_of(module)).shape)
+                backward[name] -= (1.0 - share) * product / flops
+        return PassEstimate(backward=backward, recomputed=needed.recomputed)
+
+    def _choose(self) -> dict[str, WeightPart]:
+        weights, name = show_weights(self._model, self._linears), type(self.policy).__name__
+        if not weights:
+            raise PolicyError(f"{name}: the model has no linear of whose weight parts can be trained")
+        chosen = dict(self.policy.parts(weights, self._states.show(self.policy, self._first)))
+        if not chosen:
+            raise PolicyError(f"{name} chose no part of any weight, allowed: 1 or more")
+        for place, part in chosen.items():
+            if place not in self._linears:
+                raise PolicyError(f"{name} chose a part of {place!r}, allowed: the linears that it was given")
+            module, form = self._linears[place]
+            try:
+                part.check(*form.by_output(weight_of(module)).shape)
+            except PolicyError as error:
+                raise PolicyError(f"{name}: {place!r}: {error}") from None
+        return {place: chosen[place] for place in self._linears if place in chosen}
+
+    def _install_parts(self) -> None:
+        assert self._engine is not None
+        for name, part in self._parts.items():
+            module, form = self._linears[name]
+            own = PartOverride(name, module, form, part, self._engine)
+            own.enabled = self._enabled
+            self._overrides[name] = own
+            self._patches.install(module, own)
+            self._swap.swap(weight_of(module), own.leaf)
+        self._engine.notes["parts"] = self._describe()
+
+    def _remove_parts(self) -> None:
+        self._patches.remove()
+        for each in self._overrides.values():
+            each.handle.remove()
+            self._swap.swap(each.leaf, weight_of(each.module))
+        self._overrides = {}
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        for each in self._overrides.values():
+            each.part.write(each.form.by_output(weight_of(each.module)), each.leaf)
+
+    def _describe(self) -> str:
+        entries = sum(each.leaf.numel() for each in self._overrides.values())
+        total = sum(parameter.numel() for parameter in self._names.values())
+        return (
+            f"{entries:,} of {total:,} numbers are trained, in {len(self._parts)} of {len(self._linears)} weights of "
+            "linears; clip gradients of the optimizer's parameters, which are the parts, not of the model's"
+        )
+
+
+@final
+class PartOverride(ForwardOverride):
+    """The ``forward`` of one linear of which a part is trained."""
+
+    leaf: nn.Parameter
+    handle: RemovableHandle
+    enabled: bool
+
+    def __init__(self, name: str, module: nn.Module, form: WeightLayout, part: WeightPart, engine: EngineView) -> None:
+        self.name, self.module, self.form, self.part, self._engine = name, module, form, part, engine
+        self.leaf = nn.Parameter(part.restrict(form.by_output(weight_of(module).detach())))
+        self.handle = self.leaf.register_post_accumulate_grad_hook(self._show)
+        self.enabled = True
+
+    @override
+    def __call__(self, input: Tensor) -> Tensor:  # the parameter's name is that of nn.Linear
+        if self.is_removed or not self.enabled or not torch.is_grad_enabled():
+            output: Tensor = call_module(self.module, input)
+            return output
+        weight = weight_of(self.module)
+        if weight.device != self.leaf.device or weight.dtype != self.leaf.dtype:
+            raise UnsupportedError(
+                f"{self.name!r} has become {weight.dtype} on {weight.device} since its part was chosen "
+                f"({self.leaf.dtype} on {self.leaf.device}): move or convert the model before"
+            )
+        return run_part(self.module, input, self.leaf, self.form, self.part, reference=self._engine.reference)
+
+    def _show(self, leaf: Tensor) -> None:
+        """In a probe, let the weight have the gradient, with zeros outside of the part: probes compare weights."""
+        if not self._engine.now().draw or leaf.grad is None:
+            return
+        weight = weight_of(self.module)
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        matrix_OD = self.form.by_output(weight.grad)
+        self.part.write(matrix_OD, self.part.restrict(matrix_OD) + leaf.grad)
+        leaf.grad = None
+
+
+@final
+class _Swap:
+    """Puts other parameters into an optimizer in the place of some of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def check(self, name: str, weight: Tensor, is_whole: bool) -> None:
+        """Raise :class:`UsageError` unless the optimizer trains a weight, and has state of a part of it at most."""
+        if not any(each is weight for group in self._optimizer.param_groups for each in group["params"]):
+            raise UsageError(f"the optimizer does not train the weight of {name!r}, of which a part is to be trained")
+        state = self._optimizer.state.get(weight, {})
+        if not is_whole and any(isinstance(v, Tensor) and v.shape == weight.shape for v in state.values()):
+            raise UsageError(
+                f"the optimizer has state of the whole weight of {name!r}, of which a part is to be trained: attach "
+                "before its first step"
+            )
+
+    def swap(self, before: Tensor, after: Tensor) -> None:
+        """Replace a parameter by another one, which takes over its state."""
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [after if each is before else each for each in group["params"]]
+        if before in self._optimizer.state:
+            self._optimizer.state[after] = self._optimizer.state.pop(before)
+
+    def forget(self) -> None:
+        """Forget the state of all parameters: that of a part has another shape than its weight."""
+        self._optimizer.state.clear()
+
+
+def find_divisible(model: nn.Module, exclude: Sequence[str] = ()) -> Linears:
+    """Return the linears of whose weights parts can be trained, by name: not those that are tied, quantised, sharded,
+    in float8, parametrized or frozen. ``exclude`` has globs over names.
+    """
+    uses: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    found = {}
+    for name, module, form in find_linears(model, exclude).covered:
+        weight = weight_of(module)
+        if weight.requires_grad and uses.get(id(weight)) == 1 and not form.replaces:
+            found[name] = (module, form)
+    return found
+
+
+def show_weights(model: nn.Module, linears: Linears) -> tuple[TrainedWeight, ...]:
+    """Return the weights as a policy sees them."""
+    layers = LayerNumbers(model)
+    return tuple(
+        TrainedWeight(name, layers.number_of(name), form.by_output(weight_of(module).detach()))
+        for name, (module, form) in linears.items()
+    )
+
+
+def _refuse_reentrant(model: nn.Module) -> None:
+    name = find_reentrant(model)
+    if name is not None:
+        raise UnsupportedError(
+            f"parts of weights and reentrant checkpointing (at {name!r}): enable checkpointing with use_reentrant=False"
+        )

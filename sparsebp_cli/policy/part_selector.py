@@ -1,0 +1,83 @@
+"""The kind of policy that chooses which parts of weights are trained.
+
+Shape letters: D input width, O output width.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, final
+
+from sparsebp_cli.policy.contract import Policy, Step
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sparsebp_cli.policy.part import WeightPart
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TrainedWeight:
+    """The weight of a linear that the model would train without a policy.
+
+    Args:
+        name: Of the linear, such as ``model.layers.3.mlp.down_proj``.
+        layer: Number of the layer that it belongs to, from 0; None outside of layers.
+        matrix_OD: The weight as it is now, output by input, without a copy. It must not be changed.
+    """
+
+    name: str
+    layer: int | None
+    matrix_OD: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        """O."""
+        return self.matrix_OD.shape[0]
+
+    @property
+    def num_inputs(self) -> int:
+        """D."""
+        return self.matrix_OD.shape[1]
+
+
+class PartSelector(Policy):
+    """Chooses which parts of the weights of linears are trained, once for the whole training. All else is frozen.
+
+    The optimizer gets a parameter of the part's shape in place of the weight, and so has state for the part alone. The
+    gradient of a part is the dense one of its entries. A policy that chooses by gradients is
+    :class:`~sparsebp_cli.policy.Stateful` as well, wants trial passes before step 0, which are dense, observes
+    ``weight_gradient``, and keeps its choice as its state; one that chooses by weights keeps it from ``init``.
+    """
+
+    takes_schedules: ClassVar[bool] = False
+
+    @property
+    def exact(self) -> bool:
+        """False: what is outside of the parts is not trained."""
+        return False
+
+    @property
+    def unbiased(self) -> bool:
+        """False: no weight makes up for a missing gradient."""
+        return False
+
+    @abstractmethod
+    def parts(self, weights: Sequence[TrainedWeight], step: Step) -> Mapping[str, WeightPart]:
+        """Return the part of each weight that is trained.
+
+        Raise :class:`~sparsebp_cli.errors.PolicyError` for options that do not fit the model, such as a pattern that
+        matches nothing: the engine calls this when the policy is attached, before anything starts.
+
+        Args:
+            weights: Of all linears of which parts can be trained, in the model's order: not those that are tied,
+                quantised, sharded, in float8, parametrized, or frozen by the user.
+            step: Always of index 0, with the state; ``step.generator(...)`` is the only source of randomness allowed.
+
+        Returns:
+            Parts by the name of the linear, at least one; linears that are missing are not trained. Equal calls have
+            equal answers.
+        """
