@@ -91,7 +91,7 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     columns: list[str] | None = Field(None, description="The same for columns, such as `*.down_proj`.")
     blocks: list[str] | None = Field(None, description="The same for square blocks.")
     elements: list[str] | None = Field(None, description="The same for single entries.")
-    block: PositiveInt = Field(256, description="Side of a block; both widths of a weight are multiples of it.")
+    block_size: PositiveInt = Field(256, description="Side of a block; both widths of a weight are multiples of it.")
     coupled: bool = Field(
         False,
         description="Whether all chosen linears of one parent module have the same channel numbers, rows and columns "
@@ -196,12 +196,12 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
         if kind == "elements":
             return score_OD.reshape(-1)
         if kind == "blocks":
-            return choice.sum_blocks(score_OD, (self.block, self.block)).reshape(-1)
+            return choice.sum_blocks(score_OD, (self.block_size, self.block_size)).reshape(-1)
         return score_OD.sum(1 if kind == "rows" else 0)
 
     def _part(self, weight: TrainedWeight, kind: Kind, index_K: Tensor) -> WeightPart:
         if kind == "blocks":
-            return WeightBlocks(index_K, weight.num_inputs, self.block)
+            return WeightBlocks(index_K, weight.num_inputs, self.block_size)
         if kind == "elements":
             return WeightElements(index_K, weight.num_inputs)
         return (WeightRows if kind == "rows" else WeightColumns)(index_K)
@@ -209,14 +209,14 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     def _channels(self, weight: TrainedWeight, kind: Kind) -> int:
         if kind == "blocks":
             for width, what in ((weight.num_outputs, "outputs"), (weight.num_inputs, "inputs")):
-                if width % self.block:
+                if width % self.block_size:
                     raise PolicyError(
-                        f"blocks: {weight.name!r} has {width} {what}, which is no multiple of block: {self.block}"
+                        f"blocks: {weight.name!r} has {width} {what}, no multiple of block_size: {self.block_size}"
                     )
         sizes = {
             "rows": weight.num_outputs,
             "columns": weight.num_inputs,
-            "blocks": weight.num_outputs * weight.num_inputs // self.block**2,
+            "blocks": weight.num_outputs * weight.num_inputs // self.block_size**2,
             "elements": weight.num_outputs * weight.num_inputs,
         }
         return sizes[kind]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -64,6 +65,11 @@ class Network(nn.Module):
         return output
 
 
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = model(x)
+    return output.square().mean()
+
+
 def train_network(
     policy: Policy | None,
     *,
@@ -94,6 +100,10 @@ def train_network(
             attached = attach(model, [chosen], sites=sites, optimizer=optimizer, execution=execution)
             if state is not None:
                 attached.load_state_dict(state)
+        if attached is not None and attached.trials_are_due():
+            batches = [data[step][number % 2] for number in range(attached.count_trial_batches())]
+            first, *others = [partial(_loss, model, x) for x in batches]
+            attached.run_trials(first, others=others)
         for x in data[step]:
             loss = model(x).square().mean()
             loss.backward() if attached is None else attached.backward(loss)

@@ -47,6 +47,11 @@ _FITTING: dict[str, list[Any]] = {
     "band": [[0.25, 0.75]],
     "mask_column": ["loss_mask"],
     "carry_column": ["prompt"],
+    "rows": [["layers.0.up_proj", "layers.0.gate_proj"]],
+    "columns": [["layers.0.down_proj"]],
+    "blocks": [["layers.1.up_proj"]],
+    "elements": [["layers.1.down_proj"]],
+    "block_size": [32, 256],
 }
 
 
@@ -78,7 +83,7 @@ def _option_sets(policy_class: type[Policy]) -> list[dict[str, Any]]:
         options = required | dict(chosen)
         with contextlib.suppress(ValidationError):
             policy = policy_class.model_validate_json(json.dumps(options))
-            sets[policy.model_dump_json()] = options
+            sets.setdefault(policy.model_dump_json(), options)  # the shortest way to say it
     return list(sets.values())
 
 

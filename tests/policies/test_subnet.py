@@ -69,8 +69,8 @@ def _of(model: nn.Module) -> Any:
         {},
         {"by": "random"},
         {"by": "weight"},
-        {"blocks": ["*"], "block": 32},
-        {"blocks": ["*"], "block": 64, "scope": "model", "batches": 2},
+        {"blocks": ["*"], "block_size": 32},
+        {"blocks": ["*"], "block_size": 64, "scope": "model", "batches": 2},
         {"elements": ["*.up_proj"], "scope": "model"},
         {"rows": ["*.up_proj", "*.gate_proj"], "columns": ["*.down_proj"], "coupled": True},
         {"keep": 1.0},
@@ -104,13 +104,13 @@ def test_blocks_go_by_the_mean_magnitude_in_each_weight_or_in_the_whole_model() 
     up = [[1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, -9.0]]  # sums of the two blocks of 2: 4 and 9
     down = [[2.0, 0.0], [0.0, -3.0]]  # 5
     gradients = _weights(up=up, down=down)
-    parts = _by_gradient(Subnet(keep=0.5, blocks=["*"], block=2), gradients)
+    parts = _by_gradient(Subnet(keep=0.5, blocks=["*"], block_size=2), gradients)
     assert _numbers(parts) == {"up": [1], "down": [0]}
     assert isinstance(parts["up"], WeightBlocks)
     assert torch.equal(parts["up"].restrict(gradients[0].matrix_OD), torch.tensor([[[0.0, 0.0], [0.0, -9.0]]]))
-    model = _by_gradient(Subnet(keep=0.3, blocks=["*"], block=2, scope="model"), gradients)  # one of the three
+    model = _by_gradient(Subnet(keep=0.3, blocks=["*"], block_size=2, scope="model"), gradients)  # one of the three
     assert _numbers(model) == {"up": [1]}
-    assert _numbers(_by_gradient(Subnet(keep=0.7, blocks=["*"], block=2, scope="model"), gradients)) == {
+    assert _numbers(_by_gradient(Subnet(keep=0.7, blocks=["*"], block_size=2, scope="model"), gradients)) == {
         "up": [1],
         "down": [0],
     }
@@ -212,7 +212,7 @@ def test_bad_options_are_refused(options: Any, message: str) -> None:
         ({"rows": ["*.upp"]}, "rows: '.*upp' matches no linear"),
         ({"rows": ["*.up"], "columns": ["0.*"]}, "'0.up' is in rows and in columns"),
         ({"rows": ["*.up"], "columns": ["0.down"], "coupled": True}, "'1.up' has no linear with columns beside"),
-        ({"blocks": ["*"], "block": 4}, "blocks: '0.up' has 6 outputs, which is no multiple of block: 4"),
+        ({"blocks": ["*"], "block_size": 4}, "blocks: '0.up' has 6 outputs, no multiple of block_size: 4"),
         (
             {"rows": ["*.up"], "columns": ["*.gate"], "coupled": True},
             "same number of channels, got 6 of '0.up', 4 of '0.gate'",
