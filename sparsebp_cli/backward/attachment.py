@@ -134,7 +134,7 @@ def attach(
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
     given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible)
-    tokens = make_extensions(policies, model, reference)
+    tokens = make_extensions(policies, model, reference, states)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
         adapter,
@@ -220,7 +220,7 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     ),
     BlockDropper: lambda policy, model, given: BlockExtension(policy, model, given.states),
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
-    ExampleSelector: lambda policy, model, _: ExampleExtension(policy, model),
+    ExampleSelector: lambda policy, model, given: ExampleExtension(policy, model, given.states),
     LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
     GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
     TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),

@@ -81,6 +81,10 @@ _POLICY_RULES = (
         options={"processes": SEVERAL},
     ),
     Rule(
+        "{policy} keeps a state, which a {kind} is not given",
+        policy={"stateful": (True,), "kind": ("EdgeRouter", "BatchPacker", "TokenRouter")},
+    ),
+    Rule(
         "{policy} asks for trial passes, which are built for block droppers, layer samplers and part selectors alone",
         policy={
             "has_trials": (True,),

@@ -1,26 +1,36 @@
 """Backpropagate the examples of large loss more often.
 
 Angela H. Jiang et al., "Accelerating Deep Learning by Focusing on the Biggest Losers" (2019),
-https://arxiv.org/abs/1910.00762. We differ as Composer does: losses are ranked within the batch instead of a window of
-past ones, and each batch gives the same number of examples. For language models ``scale_factor`` shortens the text that
-the forward for the losses reads; for images Composer's shrinks them.
+https://arxiv.org/abs/1910.00762. With ``history`` an example's chance follows the paper: the share of the last
+``history`` losses, those of its own batch among them, that are below its own, to the power of 1 / keep - 1. We differ:
+each batch gives the same number of examples, drawn without replacement with these chances as weights, where the paper
+draws each on its own and collects them until they fill a batch; and a share of 0 counts as half a place, the paper's
+least chance being an option of its code. Without ``history``, as in Composer, losses are ranked within the batch. For
+language models ``scale_factor`` shortens the text that the forward for the losses reads; for images Composer's shrinks
+them.
+
+Shape letters: B examples of a batch, R losses of the window.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from sparsebp_cli.policies.sampled import SampledExamples
-from sparsebp_cli.policy import Examples, MethodCard, Step
+from sparsebp_cli.policy import Examples, MethodCard, Observation, Observed, Stateful, Step
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
+
+    from sparsebp_cli.policy.contract import State
 
 
 @final
-class SelectiveBackprop(SampledExamples):
+class SelectiveBackprop(Stateful[object], SampledExamples):
     """Backpropagate examples drawn by the rank of their loss: probability (rank / B) ** (1 / keep - 1)."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
@@ -38,6 +48,12 @@ class SelectiveBackprop(SampledExamples):
         1.0, description="Share of the positions, from the first, that the forward for the losses reads, in (0, 1]."
     )
 
+    history: NonNegativeInt = Field(
+        0,
+        description="Losses, the last ones that were read, among which an example's is ranked; 0: those of its batch. "
+        "The paper: 1024.",
+    )
+
     @property
     def unbiased(self) -> bool:
         return self.exact
@@ -51,6 +67,28 @@ class SelectiveBackprop(SampledExamples):
         shared = self.model_dump(mode="json", include=set(SampledExamples.model_fields))
         return None if self.exact else {"name": "uniform", **shared}
 
+    @property
+    def observes(self) -> frozenset[Observed]:
+        return frozenset({"example_loss"}) if self.history else frozenset()
+
+    @property
+    def is_identical(self) -> bool:
+        return self.history == 0
+
+    def init(self, places: Sequence[object], /) -> State:  # noqa: ARG002
+        import torch
+
+        return {"loss_R": torch.full((self.history,), torch.inf)} if self.history else {}
+
+    def observe(self, state: State, observation: Observation, step: Step) -> State:  # noqa: ARG002
+        import torch
+
+        if not self.history:
+            return state
+        before_R = torch.as_tensor(state["loss_R"])
+        read = [loss_B.to(before_R) for loss_B in observation.example_loss.values()]
+        return {"loss_R": torch.cat([before_R, *read])[-self.history :].clone()}
+
     def needs_loss(self, step: Step) -> bool:
         return self.is_choosing(step)
 
@@ -62,11 +100,36 @@ class SelectiveBackprop(SampledExamples):
         assert examples.loss_B is not None
         generator, number = step.generator(examples), examples.number
         shuffled = torch.randperm(number, generator=generator)  # breaks ties between equal losses at random
-        ascending = shuffled[examples.loss_B.cpu()[shuffled].argsort(stable=True)]
-        # Middles of the ranks, so that the smallest loss has a nonzero probability; the exponent is Composer's.
-        chance = ((torch.arange(number, dtype=torch.float64) + 0.5) / number) ** (1.0 / self.keep - 1.0)
+        loss_B = examples.loss_B.cpu()
+        if self.history:
+            rank_B = rank(loss_B, torch.as_tensor(step.state["loss_R"]).cpu())
+            ascending = torch.arange(number)
+        else:
+            # Middles of the ranks, so that the smallest loss has a nonzero probability; the exponent is Composer's.
+            rank_B = (torch.arange(number, dtype=torch.float64) + 0.5) / number
+            ascending = shuffled[loss_B[shuffled].argsort(stable=True)]
+        chance = rank_B ** (1.0 / self.keep - 1.0)
         # Gumbel top-k: the largest of log(chance) + Gumbel noise are a draw without replacement. In log space no
         # chance underflows.
         noise = -torch.rand(number, generator=generator, dtype=torch.float64).clamp(min=1e-300).log()
         drawn = (chance.log() - noise.log()).topk(self.count_chosen(number)).indices
         return ascending[drawn].sort().values
+
+
+def rank(loss_B: Tensor, before_R: Tensor) -> Tensor:
+    """Return which share of a window's losses is below each loss of a batch; half a place stands for none.
+
+    Args:
+        loss_B: Of the batch, finite.
+        before_R: The window before it, the latest last, inf where there was none yet. The batch takes the place of the
+            earliest; of a batch that is longer than the window its last R.
+
+    Returns:
+        (B,), float64, in (0, 1).
+    """
+    import torch
+
+    window = torch.cat([before_R.to(loss_B), loss_B])[-len(before_R) :]
+    window = window[window.isfinite()]
+    below_B = (window < loss_B[:, None]).sum(1).double()
+    return below_B.clamp(min=0.5) / len(window)

@@ -27,6 +27,9 @@ Observed = Literal[
     "row_product",
     "example_norm",
     "weight_gradient",
+    "block_norm",
+    "example_loss",
+    "token_loss",
 ]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
 
@@ -52,6 +55,13 @@ class Observation:
             :class:`~sparsebp_cli.policy.LayerSampler`. In trial passes alone.
         weight_gradient: By linear, the gradient of its weight in the weight's own precision, (O, D), of a
             :class:`~sparsebp_cli.policy.PartSelector`. In trial passes alone.
+        block_norm: By residual block, the 2-norm of the gradient of what it adds to the residual stream, 0-d, of a
+            :class:`~sparsebp_cli.policy.BlockDropper` without trial passes. A block that was dropped at this step has
+            no entry; where one module computes several blocks, each has the norm of their sum.
+        example_loss: By forward of the step, "0" and on, the losses that an
+            :class:`~sparsebp_cli.policy.ExampleSelector` read there, (B,); no entry where it needed none.
+        token_loss: The same of a :class:`~sparsebp_cli.policy.TokenSelector` that needs ``loss``, (B, T), 0 where
+            there is no target.
     """
 
     grad_norm: Mapping[str, Tensor] = field(default_factory=dict)
@@ -62,6 +72,9 @@ class Observation:
     row_product: Mapping[str, Tensor] = field(default_factory=dict)
     example_norm: Mapping[str, Tensor] = field(default_factory=dict)
     weight_gradient: Mapping[str, Tensor] = field(default_factory=dict)
+    block_norm: Mapping[str, Tensor] = field(default_factory=dict)
+    example_loss: Mapping[str, Tensor] = field(default_factory=dict)
+    token_loss: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

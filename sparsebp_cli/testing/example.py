@@ -14,12 +14,14 @@ from torch import Tensor
 
 from sparsebp_cli.policy import Examples, ExampleSelector, Step
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json, vary
+from sparsebp_cli.testing.state import check_state, first_state
 
 _NUM_STEPS = 24
 
 
 def check_example_selector(policy: ExampleSelector) -> None:
     """Check an example selector against every promise of the contract."""
+    check_state(policy, ())
     _check_choice(policy)
     _check_budget(policy)
     _check_repeatable(policy)
@@ -101,7 +103,7 @@ def _check_resume(policy: ExampleSelector) -> None:
 def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
     """Yield batches of several sizes at several steps, with losses only if the policy needs them."""
     for index in range(_NUM_STEPS):
-        step = Step(index, seed=1, num_steps=_NUM_STEPS if policy.needs_num_steps else None)
+        step = Step(index, seed=1, num_steps=_NUM_STEPS if policy.needs_num_steps else None, state=first_state(policy))
         for number in (1, 2, 7, 16):
             yield Examples(number, _loss(policy, number, step)), step
 

@@ -114,7 +114,8 @@ def _check_control(policy: Policy) -> None:
         control = make_policy(str(entry.get("name")), **options)
     except PolicyError as error:
         raise AssertionError(f"{name}: its control cannot be made: {error}") from None
-    same = next(kind for kind in type(policy).__mro__ if kind.__module__.startswith("sparsebp_cli.policy."))
+    kinds = (kind for kind in type(policy).__mro__ if kind.__module__.startswith("sparsebp_cli.policy."))
+    same = next(kind for kind in kinds if issubclass(kind, Policy))
     require(isinstance(control, same), f"{name}: its control makes another decision: it is not a {same.__name__}")
     require(control.control is None, f"{name}: its control has a control: it must itself draw at random")
     budgets = (getattr(policy, "budget", None), getattr(control, "budget", None))

@@ -18,6 +18,11 @@ LONGEST = 1000  # steps within which trial passes are looked for
 NUM_ROWS = 6
 
 
+def first_state(policy: Policy) -> Values:
+    """Return the state before the first step of a policy that needs no places for it; empty without one."""
+    return policy.init(()) if isinstance(policy, Stateful) else {}
+
+
 def check_state(policy: Policy, places: Sequence[Named]) -> None:
     """Check that ``init`` and ``observe`` are pure, and that entries keep their names, shapes and dtypes."""
     if not isinstance(policy, Stateful):
@@ -71,6 +76,9 @@ def _observe(policy: Stateful[Any], places: Sequence[Named], seed: int = 0) -> O
         "weight_gradient": {
             p.name: torch.rand(p.matrix_OD.shape, generator=generator) for p in places if isinstance(p, TrainedWeight)
         },
+        "block_norm": sizes,
+        "example_loss": {"0": torch.rand(NUM_ROWS, generator=generator)},
+        "token_loss": {"0": torch.rand(2, NUM_ROWS, generator=generator)},
     }
     return Observation(**{part: parts[part] for part in policy.observes})
 

@@ -14,14 +14,15 @@ from torch import Tensor
 
 from sparsebp_cli.policy import Step, TokenChoice, Tokens, TokenSelector
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.testing.state import check_state, first_state
 
-_LATE = Step(100_000, seed=1, num_steps=200_000)  # after warm-up schedules
 _NUM_DRAWS = 400
 _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
 
 
 def check_token_selector(policy: TokenSelector) -> None:
     """Check a token selector against every promise of the contract."""
+    check_state(policy, ())
     _check_choice(policy)
     _check_repeatable(policy)
     _check_budget(policy)
@@ -34,7 +35,7 @@ def check_token_selector(policy: TokenSelector) -> None:
 def _check_choice(policy: TokenSelector) -> None:
     name = name_of(policy)
     for tokens in _batches(policy):
-        for step in (Step(0), _LATE):
+        for step in (Step(0, state=first_state(policy)), _late(policy)):
             choice = policy.choose(tokens, step)
             for what, chosen_BT in (("trained_BT", choice.trained_BT), ("carries_BT", choice.carries_BT)):
                 good = chosen_BT.dtype == torch.bool and chosen_BT.shape == tokens.target_BT.shape
@@ -51,11 +52,11 @@ def _check_repeatable(policy: TokenSelector) -> None:
     for tokens in _batches(policy):
         shown = [t for t in _tensors(tokens) if t is not None]
         before, states = [t.clone() for t in shown], random_states()
-        first = policy.choose(tokens, _LATE)
+        first = policy.choose(tokens, _late(policy))
         require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
         same = all(torch.equal(a, b) for a, b in zip(before, shown, strict=True))
         require(same, f"{name_of(policy)}: changes a tensor that it receives")
-        again = policy.choose(tokens, _LATE)
+        again = policy.choose(tokens, _late(policy))
         require(_same(first, again), f"{name_of(policy)}: decides differently when called again at the same step")
 
 
@@ -65,7 +66,7 @@ def _check_budget(policy: TokenSelector) -> None:
         return
     require(0.0 < budget <= 1.0, f"{name_of(policy)}: budget must be in (0, 1], got {budget}")
     for tokens in _batches(policy):
-        trained = int(policy.choose(tokens, _LATE).trained_BT.sum())
+        trained = int(policy.choose(tokens, _late(policy)).trained_BT.sum())
         number_B = [number for number in tokens.target_BT.sum(1).tolist() if number]
         least = sum(math.floor(budget * number + 1e-9) for number in number_B)
         most = sum(max(1, math.ceil(budget * number - 1e-9)) for number in number_B)
@@ -76,16 +77,16 @@ def _check_budget(policy: TokenSelector) -> None:
 def _check_draws(policy: TokenSelector) -> None:
     def differs(*steps: Step) -> bool:
         return any(
-            not _same(policy.choose(tokens, _LATE), policy.choose(tokens, step))
+            not _same(policy.choose(tokens, _late(policy)), policy.choose(tokens, step))
             for tokens in _batches(policy)
             for step in steps
         )
 
-    if not differs(*(replace(_LATE, draw=draw) for draw in range(1, 9))):
+    if not differs(*(replace(_late(policy), draw=draw) for draw in range(1, 9))):
         return  # not a random policy
     for what in ("index", "micro_batch", "seed", "rank"):
-        first = getattr(_LATE, what)
-        others = [replace(_LATE, **{what: first + number}) for number in range(1, 9)]
+        first = getattr(_late(policy), what)
+        others = [replace(_late(policy), **{what: first + number}) for number in range(1, 9)]
         require(differs(*others), f"{name_of(policy)}: is random but draws the same for every {what} of the step")
 
 
@@ -93,7 +94,7 @@ def _check_exact(policy: TokenSelector) -> None:
     if not policy.exact:
         return
     for tokens in _batches(policy):
-        for step in (Step(0), _LATE):
+        for step in (Step(0, state=first_state(policy)), _late(policy)):
             choice = policy.choose(tokens, step)
             flows = policy.mode == "exact" or torch.equal(choice.carries_BT, tokens.real_BT)
             dense = flows and torch.equal(choice.trained_BT, tokens.target_BT)
@@ -107,7 +108,7 @@ def _check_unbiased(policy: TokenSelector) -> None:
     for tokens in _batches(policy):
         if not tokens.target_BT.any():
             continue
-        choices = [policy.choose(tokens, replace(_LATE, draw=draw)) for draw in range(1, _NUM_DRAWS + 1)]
+        choices = [policy.choose(tokens, replace(_late(policy), draw=draw)) for draw in range(1, _NUM_DRAWS + 1)]
         flows = policy.mode == "exact" or all(torch.equal(c.carries_BT, tokens.real_BT) for c in choices)
         require(flows, f"{name_of(policy)}: says it is unbiased, but some positions carry no gradient")
         parts = torch.stack([c.trained_BT.double() / c.trained_BT.sum() for c in choices])
@@ -119,16 +120,21 @@ def _check_unbiased(policy: TokenSelector) -> None:
 
 def _check_resume(policy: TokenSelector) -> None:
     for tokens in _batches(policy):
-        mine, copied = policy.choose(tokens, _LATE), through_json(policy).choose(tokens, _LATE)
+        mine, copied = policy.choose(tokens, _late(policy)), through_json(policy).choose(tokens, _late(policy))
         require(_same(mine, copied), f"{name_of(policy)}: decides differently after conversion to JSON and back")
-    fresh = [through_json(policy).choose(tokens, _LATE) for tokens in _batches(policy)]
+    fresh = [through_json(policy).choose(tokens, _late(policy)) for tokens in _batches(policy)]
     used = through_json(policy)
     for index in range(3):
         for tokens in _batches(policy):
-            used.choose(tokens, Step(index))
-    later = [used.choose(tokens, _LATE) for tokens in _batches(policy)]
+            used.choose(tokens, Step(index, state=first_state(policy)))
+    later = [used.choose(tokens, _late(policy)) for tokens in _batches(policy)]
     same = all(_same(a, b) for a, b in zip(fresh, later, strict=True))
     require(same, f"{name_of(policy)}: a resumed run decides differently: it keeps its own state")
+
+
+def _late(policy: TokenSelector) -> Step:
+    """Return a step after warm-up schedules."""
+    return Step(100_000, seed=1, num_steps=200_000, state=first_state(policy))
 
 
 def _batches(policy: TokenSelector) -> Iterator[Tokens]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
@@ -79,6 +79,22 @@ class PolicyStates:
             name, before = f"{part}/{site.name}", self._observed.get(f"{part}/{site.name}")
             self._observed[name] = parts[part] if before is None else torch.hypot(before, parts[part])
 
+    def see_block(self, policy: Policy, name: str, gradient: Tensor) -> None:
+        """Add the gradient of what a residual block adds to the stream to the norm of the step."""
+        key, norm = f"block_norm/{name}", choice.norm(gradient.detach().reshape(1, -1), 1)[0]
+        if self.watches(policy, "block_norm"):
+            self._observed[key] = torch.hypot(self._observed[key], norm) if key in self._observed else norm
+
+    def see_losses(self, policy: Policy, part: Literal["example_loss", "token_loss"], loss: Tensor) -> None:
+        """Note the losses that a policy has read before a forward of the step."""
+        if self.watches(policy, part):
+            number = sum(key.startswith(f"{part}/") for key in self._observed)
+            self._observed[f"{part}/{number}"] = loss.detach()
+
+    def watches(self, policy: Policy, part: Observed) -> bool:
+        """Whether a policy observes a part of each step."""
+        return isinstance(policy, Stateful) and not policy.has_trials and part in policy.observes
+
     def see_layer(self, policy: Policy, layer: int, norm_B: Tensor) -> None:
         """Note the norms of the examples' gradients at a layer's output, in a trial pass."""
         if self._trial_step is not None and isinstance(policy, Stateful) and "example_norm" in policy.observes:
@@ -114,7 +130,7 @@ class PolicyStates:
         with torch.no_grad():
             observing = [policy for policy in self._policies.values() if not policy.has_trials]
             seen = self._measure_parameters({part for policy in observing for part in policy.observes})
-            observation = Observation(parts.get("grad_norm", {}), parts.get("column_norm", {}), **seen)
+            observation = Observation(**parts, **seen)
             for number, policy in self._policies.items():
                 self._replace(number, policy.at(step).observe(self._states[number], observation, step))
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 Arguments = Mapping[str, object]
 
@@ -44,7 +45,7 @@ class ExampleExtension:
     loss.
     """
 
-    def __init__(self, policy: ExampleSelector, model: nn.Module) -> None:
+    def __init__(self, policy: ExampleSelector, model: nn.Module, states: PolicyStates) -> None:
         from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
 
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -53,12 +54,12 @@ class ExampleExtension:
                 f"{type(policy).__name__} chooses examples in the forward of a transformers model that is given "
                 f"labels, got {type(model).__name__}"
             )
-        self._policy, self._model, self._patches = policy, found, ForwardPatches()
+        self._policy, self._model, self._states, self._patches = policy, found, states, ForwardPatches()
         head: object = found.get_output_embeddings()
         self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
 
     def install(self, engine: EngineView) -> None:
-        self._override = ExamplesOverride(self._model, self._policy, self._scorer, engine)
+        self._override = ExamplesOverride(self._model, self._policy, self._scorer, engine, self._states)
         self._patches.install(self._model, self._override)
 
     def remove(self) -> None:
@@ -89,10 +90,16 @@ class ExamplesOverride(ForwardOverride):
     """
 
     def __init__(
-        self, model: PreTrainedModel, policy: ExampleSelector, scorer: Scorer | None, engine: EngineView
+        self,
+        model: PreTrainedModel,
+        policy: ExampleSelector,
+        scorer: Scorer | None,
+        engine: EngineView,
+        states: PolicyStates,
     ) -> None:
         self.was_called, self._number = False, 1
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
+        self._states = states
         self._inner: Callable[..., HasLogits] = partial(self.run_covered, model)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
@@ -116,11 +123,12 @@ class ExamplesOverride(ForwardOverride):
                 f"{type(self._policy).__name__} needs the labels among the model's arguments: logits of chosen "
                 "examples do not fit the labels of all of them"
             )
-        step, targets_B = self._engine.now(), _count_targets(labels)
+        step, targets_B = self._states.show(self._policy, self._engine.now()), _count_targets(labels)
         policy, spent, loss_B = self._policy.at(step), ScoringCost(labels.device), None
         if policy.needs_loss(step):
             with spent:
                 loss_B = self._losses(arguments)
+            self._states.see_losses(self._policy, "example_loss", loss_B)
         index_K = policy.choose(Examples(len(labels), loss_B), step)
         if index_K is None:
             self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
@@ -140,7 +148,7 @@ class ExamplesOverride(ForwardOverride):
 
     def kept_share(self) -> float:
         """Return the share of examples that would be chosen of the last batch at this step; scores do not affect it."""
-        step, number = self._engine.now(), self._number
+        step, number = self._states.show(self._policy, self._engine.now()), self._number
         policy = self._policy.at(step)
         loss_B = torch.zeros(number) if policy.needs_loss(step) else None
         index_K = policy.choose(Examples(number, loss_B), step)

@@ -133,6 +133,18 @@ class BlockExtension:
         """Return what the output of a module that runs now is multiplied by, after :meth:`is_dropped`."""
         return self._factors.get(next(iter(part.blocks)), 1.0) if part.is_last else 1.0
 
+    def watch(self, part: BlockPart, output: object) -> None:
+        """Observe the gradient of what blocks add to the residual stream, once a forward, if the policy asks."""
+        if not part.is_last or is_in_backward() or not self._states.watches(self.policy, "block_norm"):
+            return
+        added = output[0] if isinstance(output, tuple) else output
+        if isinstance(added, Tensor) and added.requires_grad:
+            added.register_hook(partial(self._see, part.blocks))
+
+    def _see(self, blocks: Iterable[str], gradient: Tensor) -> None:
+        for name in blocks:
+            self._states.see_block(self.policy, name, gradient)
+
     def claim(self, dense: DensePass) -> PassEstimate:
         """Return the remaining shares of a dense pass, by the choice of the last forward; see
         :class:`~sparsebp_cli.backward.core.extension.EstimatesFlops`.
@@ -213,7 +225,9 @@ class PartOverride(ForwardOverride):
         if not self._is_dropped():
             factor = self._extension.factor(self._part)
             output = self.run_covered(module, *args, **kwargs)
-            return output if factor == 1.0 else scale(self._part, output, factor)
+            output = output if factor == 1.0 else scale(self._part, output, factor)
+            self._extension.watch(self._part, output)
+            return output
         if self._extension.policy.skips_forward:
             return skip(self._part, args, kwargs)
         with torch.no_grad(), _without_cast_cache((*args, *kwargs.values())):

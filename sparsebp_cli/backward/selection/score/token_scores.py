@@ -18,6 +18,7 @@ from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
 OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy"})
@@ -34,10 +35,11 @@ class TokenChooser:
         self,
         policy: TokenSelector,
         model: nn.Module,
+        states: PolicyStates,
         reference: nn.Module | None = None,
     ) -> None:
         what = f"{type(policy).__name__}, which scores tokens,"
-        self._policy, self._has_schedule = policy, bool(policy.schedules)
+        self._policy, self._has_schedule, self._states = policy, bool(policy.schedules), states
         self._count: Callable[[Chosen], None] = _forget
         self._scorer = Scorer(model, what) if policy.needs & OWN_SCORES else None
         self._needs_reference = "reference_loss" in policy.needs
@@ -67,6 +69,8 @@ class TokenChooser:
             with cost:
                 if self._scorer is not None:
                     scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
+                    if "loss" in scores:
+                        self._states.see_losses(self._policy, "token_loss", scores["loss"])
                 if self._reference is not None:
                     scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
@@ -75,7 +79,7 @@ class TokenChooser:
         ids = arguments.get("input_ids")
         tokens = Tokens(ids if isinstance(ids, Tensor) else None, target_BT, real_BT, scores, columns)
         policy = self._policy.at(step) if self._has_schedule else self._policy
-        choice = policy.choose(tokens, step)
+        choice = policy.choose(tokens, self._states.show(self._policy, step))
         counts = (target_BT.sum(), choice.trained_BT.sum(), real_BT.sum(), choice.carries_BT.sum())
         self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))
         return choice

@@ -46,6 +46,7 @@ from sparsebp_cli.policy.token import TokenChoice
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
     from sparsebp_cli.backward.selection.token.loss import ModelOutput
 
 
@@ -261,7 +262,7 @@ def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_r
 
 
 def make_extensions(
-    policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None
+    policies: Iterable[Policy], model: nn.Module, reference: nn.Module | str | None, states: PolicyStates
 ) -> list[TokenExtension]:
     """Return the extension for the token selector among some policies, not yet installed; none without one.
 
@@ -276,4 +277,5 @@ def make_extensions(
     if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry == "trained":
         refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = reference if isinstance(reference, nn.Module) else None
-    return [TokenExtension(policy, decoder, TokenChooser(policy, decoder.model, scores), f"{name}." if name else "")]
+    chooser = TokenChooser(policy, decoder.model, states, scores)
+    return [TokenExtension(policy, decoder, chooser, f"{name}." if name else "")]
