@@ -40,6 +40,7 @@ WAYS: Ways = {
     "frozen, LISA": {"name": "frozen", "turn": "layers", "order": "independent", "at_once": 2, "every": 5},
     "gact 4 bits": {"name": "gact", "bits": 4},
     "grades": {"name": "grades", "threshold": 0.0},
+    "importance 1/3": {"name": "importance", "threshold": 0.0},
     "layerdrop 0.8": {"name": "layerdrop"},
     "lcsb 0.5": {"name": "lcsb", "keep": 0.5},
     "lossless": {"name": "lossless"},

@@ -62,8 +62,10 @@ BY_KIND = {
     "exact; unbiased if the mean over draws is the gradient of every quadratic loss. "
     "[Estimate gradients without a backward](../guide/library.md#estimate-gradients-without-a-backward)\n",
     "ExampleSelector": "Decides before each forward of training, by the losses that it needs, whose cost is counted. "
-    "Exact if all examples are chosen, else biased, because the loss is a mean over the targets of examples of unequal "
-    "length. [Choose tokens and examples](../guide/scoring.md)\n",
+    "Exact if all examples are chosen. Without weights it is biased else, because the loss is a mean over the targets "
+    "of examples of unequal length. With weights it is unbiased if that of each example, 0 where it is left out, is 1 "
+    "in the mean over draws, and the targets of the whole batch divide the loss. "
+    "[Choose tokens and examples](../guide/scoring.md)\n",
 }
 
 

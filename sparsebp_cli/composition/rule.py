@@ -58,6 +58,7 @@ INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 ROUTER: Conditions = {"kind": ("EdgeRouter",)}
 TOKENS: Conditions = {"kind": ("TokenSelector",)}
 CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
+WEIGHING: Conditions = {"kind": ("ExampleSelector",), "weighs": (True,)}  # returns weights of examples
 EPOCHS: Conditions = {"kind": ("EpochSelector",)}
 PACKER: Conditions = {"kind": ("BatchPacker",)}
 DROPPER: Conditions = {"kind": ("BlockDropper",)}

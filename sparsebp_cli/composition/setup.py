@@ -75,6 +75,8 @@ class PolicyFacts:
             facts["sets_rates"] = policy.sets_rates
         if isinstance(policy, BlockDropper):
             facts["skips"] = policy.skips_forward
+        if isinstance(policy, ExampleSelector):
+            facts["weighs"] = policy.weighs
         if isinstance(policy, TokenSelector):
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}

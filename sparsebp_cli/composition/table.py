@@ -26,6 +26,7 @@ from sparsebp_cli.composition.rule import (
     TOKENS,
     TURNING,
     TURNS,
+    WEIGHING,
     Rule,
 )
 
@@ -133,6 +134,17 @@ _POLICY_RULES = (
         "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
         policy=EPOCHS,
         options={"segments": GIVEN},
+    ),
+    Rule(
+        "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
+        policy=WEIGHING,
+        options={"segments": GIVEN},
+    ),
+    Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="The losses that are weighted are those of all positions of an example.",
+        policy=WEIGHING,
+        other=TOKENS,
     ),
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",

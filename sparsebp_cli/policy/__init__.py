@@ -7,7 +7,7 @@ from sparsebp_cli.policy.contract import Budget, GradientSelector, Policy, Site,
 from sparsebp_cli.policy.discovery import FoundPolicy, PolicyLike, find_policies, make_policies, make_policy
 from sparsebp_cli.policy.epoch import Epoch, EpochSelector, Visits
 from sparsebp_cli.policy.estimator import DirectionDraw, GradientEstimator
-from sparsebp_cli.policy.example import Examples, ExampleSelector
+from sparsebp_cli.policy.example import Examples, ExampleSelector, WeightedExamples
 from sparsebp_cli.policy.informed import InformedSelector, Reading, Seen, SplitTypes
 from sparsebp_cli.policy.layer import LayerOutput, LayerSampler
 from sparsebp_cli.policy.packer import BatchPacker, PackedSize
@@ -98,6 +98,7 @@ __all__ = [
     "WeightElements",
     "WeightPart",
     "WeightRows",
+    "WeightedExamples",
     "choice",
     "find_policies",
     "make_policies",

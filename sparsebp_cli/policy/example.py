@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from sparsebp_cli.policy.contract import Policy, Step
 
@@ -23,10 +23,13 @@ class Examples:
         number: B, at least 1.
         loss_B: The mean loss of each example's targets among the positions that were read, nats, float32, finite; of
             an example without any, the mean of the others. None if the policy does not need it.
+        gradient_norm_B: The 2-norm of the gradient of each example's summed loss with respect to its logits at the
+            same positions, float32, at least 0. None unless the policy reads it.
     """
 
     number: int
     loss_B: torch.Tensor | None = None
+    gradient_norm_B: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -34,9 +37,28 @@ class Examples:
         return "examples"
 
 
+@dataclass(frozen=True)
+class WeightedExamples:
+    """Examples that are selected, and how much the loss of each counts.
+
+    Args:
+        index_K: Their numbers in the batch, int64, ascending, each once, at least one.
+        weight_K: Factor of each one's loss, at least 0, finite; 1 / probability makes a random choice unbiased.
+        denominator: What divides the sum of the weighted losses. ``targets``: the number of targets of the whole batch,
+            chosen or not, so that with weights of 1 / probability the gradient is that of all examples in the mean.
+            ``weights``: each chosen example's targets times its weight, so that the loss is a weighted mean; biased,
+            and never larger than the largest loss.
+    """
+
+    index_K: torch.Tensor
+    weight_K: torch.Tensor
+    denominator: Literal["targets", "weights"] = "targets"
+
+
 class ExampleSelector(Policy):
     """Selects the examples of a batch that are backpropagated, before the forward that training differentiates. The
-    engine runs that forward on the selected examples alone; its loss is the mean over their targets."""
+    engine runs that forward on the selected examples alone; its loss is the mean over their targets, or what the
+    policy's weights make of it (:class:`WeightedExamples`)."""
 
     @property
     @abstractmethod
@@ -60,12 +82,23 @@ class ExampleSelector(Policy):
         """Whether ``choose`` reads ``step.num_steps`` with these options."""
 
     @property
+    def reads_gradient_norm(self) -> bool:
+        """Whether ``choose`` reads the norms of the gradients at the logits where it reads losses; they come with the
+        same forward."""
+        return False
+
+    @property
+    def weighs(self) -> bool:
+        """Whether ``choose`` may return weights. The model's loss must then be the cross-entropy of its logits."""
+        return False
+
+    @property
     def scored_share(self) -> float:
         """Share of the batch's positions, from the first, that the forward for the losses reads, in (0, 1]."""
         return 1.0
 
     @abstractmethod
-    def choose(self, examples: Examples, step: Step) -> torch.Tensor | None:
+    def choose(self, examples: Examples, step: Step) -> torch.Tensor | WeightedExamples | None:
         """Select examples.
 
         Args:
@@ -73,5 +106,5 @@ class ExampleSelector(Policy):
             step: When; ``step.generator(examples, device)`` is the only source of randomness allowed.
 
         Returns:
-            Their numbers, int64, (K,), ascending, each once; None: all of them.
+            Their numbers, int64, (K,), ascending, each once, with weights if it ``weighs``; None: all of them.
         """

@@ -29,6 +29,7 @@ Observed = Literal[
     "weight_gradient",
     "block_norm",
     "example_loss",
+    "example_gradient",
     "token_loss",
 ]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
@@ -60,7 +61,8 @@ class Observation:
             no entry; where one module computes several blocks, each has the norm of their sum.
         example_loss: By forward of the step, "0" and on, the losses that an
             :class:`~sparsebp_cli.policy.ExampleSelector` read there, (B,); no entry where it needed none.
-        token_loss: The same of a :class:`~sparsebp_cli.policy.TokenSelector` that needs ``loss``, (B, T), 0 where
+        example_gradient: The same of the norms of gradients at the logits, (B,), where the policy reads these.
+        token_loss: The losses of a :class:`~sparsebp_cli.policy.TokenSelector` that needs ``loss``, (B, T), 0 where
             there is no target.
     """
 
@@ -74,6 +76,7 @@ class Observation:
     weight_gradient: Mapping[str, Tensor] = field(default_factory=dict)
     block_norm: Mapping[str, Tensor] = field(default_factory=dict)
     example_loss: Mapping[str, Tensor] = field(default_factory=dict)
+    example_gradient: Mapping[str, Tensor] = field(default_factory=dict)
     token_loss: Mapping[str, Tensor] = field(default_factory=dict)
 
 

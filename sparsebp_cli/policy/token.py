@@ -18,7 +18,7 @@ from sparsebp_cli.policy.contract import Policy, Step
 if TYPE_CHECKING:
     import torch
 
-Score = Literal["loss", "entropy", "reference_loss"]
+Score = Literal["loss", "entropy", "gradient_norm", "reference_loss"]
 TokenMode = Literal["exact", "detach", "stop"]
 
 
@@ -31,7 +31,8 @@ class Tokens:
         target_BT: Whether the labels train the position's prediction.
         real_BT: Whether the position is no padding.
         scores: Scores that the policy needs, by name, each (B, T) in float32 and 0 where there is no target: ``loss``
-            in nats and ``entropy`` in nats of the model at this step, ``reference_loss`` of the reference model.
+            in nats and ``entropy`` in nats of the model at this step, ``gradient_norm``, the 2-norm of the loss'
+            gradient with respect to the position's logits, and ``reference_loss`` of the reference model.
         columns: Further columns of the batch, by name, each (B, T), as in the data: the entry at t refers to the token
             at t, which the position t - 1 predicts.
     """

@@ -12,11 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Examples, ExampleSelector, Step
+from sparsebp_cli.policy import Examples, ExampleSelector, Step, WeightedExamples
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json, vary
 from sparsebp_cli.testing.state import check_state, first_state
 
 _NUM_STEPS = 24
+_NUM_DRAWS = 1000
 
 
 def check_example_selector(policy: ExampleSelector) -> None:
@@ -27,6 +28,7 @@ def check_example_selector(policy: ExampleSelector) -> None:
     _check_repeatable(policy)
     _check_draws(policy)
     _check_exact(policy)
+    _check_mean_weight(policy)
     _check_resume(policy)
 
 
@@ -34,9 +36,11 @@ def _check_choice(policy: ExampleSelector) -> None:
     name = name_of(policy)
     require(0.0 < policy.scored_share <= 1.0, f"{name}: scored_share must be in (0, 1], got {policy.scored_share}")
     for examples, step in _cases(policy):
-        index_K = policy.choose(examples, step)
-        if index_K is None:
+        choice = policy.choose(examples, step)
+        if choice is None:
             continue
+        index_K = _index(choice)
+        _check_weights(policy, choice)
         good = index_K.dtype == torch.int64 and index_K.ndim == 1 and index_K.numel() > 0
         require(good, f"{name}: chosen examples must be one dimension of int64, at least one")
         numbers = index_K.tolist()
@@ -44,14 +48,25 @@ def _check_choice(policy: ExampleSelector) -> None:
         require(good, f"{name}: must choose numbers in [0, {examples.number}), ascending, each once, got {numbers}")
 
 
+def _check_weights(policy: ExampleSelector, choice: Tensor | WeightedExamples) -> None:
+    if isinstance(choice, Tensor):
+        return
+    require(policy.weighs, f"{name_of(policy)}: returns weights, and weighs is False")
+    weight_K = choice.weight_K
+    good = weight_K.is_floating_point() and weight_K.shape == choice.index_K.shape
+    require(good, f"{name_of(policy)}: must return one weight for each example, of a floating-point dtype")
+    good = bool(weight_K.isfinite().all()) and bool((weight_K >= 0).all())
+    require(good, f"{name_of(policy)}: weights must be finite and at least 0, got {weight_K.tolist()}")
+
+
 def _check_budget(policy: ExampleSelector) -> None:
     name, budget = name_of(policy), policy.budget
     require(0.0 < budget <= 1.0, f"{name}: budget must be in (0, 1], got {budget}")
     for examples, step in _cases(policy):
-        index_K = policy.choose(examples, step)
+        choice = policy.choose(examples, step)
         most = max(1, math.ceil(budget * examples.number - 1e-9))
-        kept = examples.number if index_K is None else index_K.numel()
-        good = index_K is None or kept <= most
+        kept = examples.number if choice is None else _index(choice).numel()
+        good = choice is None or kept <= most
         require(good, f"{name}: chooses {kept} of {examples.number} examples, its budget {budget} allows {most}")
 
 
@@ -60,7 +75,7 @@ def _check_repeatable(policy: ExampleSelector) -> None:
         before, states = None if examples.loss_B is None else examples.loss_B.clone(), random_states()
         first = policy.choose(examples, step)
         require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
-        require(_same(before, examples.loss_B), f"{name_of(policy)}: changes the losses that it receives")
+        require(_equal(before, examples.loss_B), f"{name_of(policy)}: changes the losses that it receives")
         again = policy.choose(examples, step)
         require(_same(first, again), f"{name_of(policy)}: decides differently when called again at the same step")
 
@@ -80,17 +95,42 @@ def _check_draws(policy: ExampleSelector) -> None:
         require(differs(what, range(1, 5)), text)
     for number in {examples.number for examples, _ in _cases(policy) if examples.number > 2}:
         same_batch = [(e, s) for e, s in _cases(policy) if e.number == number]
-        chosen = [policy.choose(replace(e, loss_B=_loss(policy, number, s)), s) for e, s in same_batch]
-        different = {tuple(index_K.tolist()) for index_K in chosen if index_K is not None}
+        chosen = [policy.choose(_examples(policy, number, s), s) for _, s in same_batch]
+        different = {tuple(_index(choice).tolist()) for choice in chosen if choice is not None}
         text = f"{name_of(policy)}: is random but draws the same for every index of the step"
         require(len(different) != 1 or policy.budget * number < 1, text)
 
 
 def _check_exact(policy: ExampleSelector) -> None:
-    require(policy.exact or not policy.unbiased, f"{name_of(policy)}: a mean over targets of chosen examples is biased")
+    good = policy.exact or policy.weighs or not policy.unbiased
+    require(good, f"{name_of(policy)}: a mean over targets of chosen examples is biased")
     for examples, step in _cases(policy):
         dense = not policy.exact or policy.choose(examples, step) is None
         require(dense, f"{name_of(policy)}: says it is exact, but chooses at step {step.index}")
+
+
+def _check_mean_weight(policy: ExampleSelector) -> None:
+    """Check that an unbiased policy's weight of each example, 0 where it is left out, is 1 in the mean over draws."""
+    if policy.exact or not policy.unbiased:
+        return
+    name = name_of(policy)
+    for examples, step in _cases(policy):
+        if examples.number not in (1, 7) or step.index not in (0, _NUM_STEPS // 2):
+            continue
+        total_B, square_B = torch.zeros(examples.number).double(), torch.zeros(examples.number).double()
+        for draw in range(1, _NUM_DRAWS + 1):
+            choice, weight_B = policy.choose(examples, replace(step, draw=draw)), torch.ones(examples.number).double()
+            if choice is not None:
+                good = isinstance(choice, WeightedExamples) and choice.denominator == "targets"
+                require(good, f"{name}: says it is unbiased, and divides by what was drawn")
+                assert isinstance(choice, WeightedExamples)
+                weight_B = torch.zeros_like(weight_B).index_copy_(0, choice.index_K, choice.weight_K.double())
+            total_B += weight_B
+            square_B += weight_B.square()
+        mean_B = total_B / _NUM_DRAWS
+        error_B = ((square_B / _NUM_DRAWS - mean_B.square()).clamp(min=0.0) / _NUM_DRAWS).sqrt()
+        good = bool(((mean_B - 1.0).abs() <= 6.0 * error_B + 1e-6).all())
+        require(good, f"{name}: the weights of examples must be 1 in the mean over draws, got {mean_B.tolist()}")
 
 
 def _check_resume(policy: ExampleSelector) -> None:
@@ -105,17 +145,30 @@ def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
     for index in range(_NUM_STEPS):
         step = Step(index, seed=1, num_steps=_NUM_STEPS if policy.needs_num_steps else None, state=first_state(policy))
         for number in (1, 2, 7, 16):
-            yield Examples(number, _loss(policy, number, step)), step
+            yield _examples(policy, number, step), step
 
 
-def _loss(policy: ExampleSelector, number: int, step: Step) -> Tensor | None:
-    """Return losses of which some are equal."""
+def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
+    """Return a batch with the scores that the policy reads, of which some are equal."""
     if not policy.needs_loss(step):
-        return None
-    return torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
+        return Examples(number)
+    score_B = torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
+    return Examples(number, score_B, score_B + 0.5 if policy.reads_gradient_norm else None)
 
 
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
+def _index(choice: Tensor | WeightedExamples) -> Tensor:
+    return choice if isinstance(choice, Tensor) else choice.index_K
+
+
+def _same(one: Tensor | WeightedExamples | None, other: Tensor | WeightedExamples | None) -> bool:
+    if isinstance(one, WeightedExamples) and isinstance(other, WeightedExamples):
+        return _equal(one.index_K, other.index_K) and _equal(one.weight_K, other.weight_K)
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _equal(one, other)
+    return one is None and other is None
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.equal(one, other)

@@ -78,6 +78,7 @@ def _observe(policy: Stateful[Any], places: Sequence[Named], seed: int = 0) -> O
         },
         "block_norm": sizes,
         "example_loss": {"0": torch.rand(NUM_ROWS, generator=generator)},
+        "example_gradient": {"0": torch.rand(NUM_ROWS, generator=generator)},
         "token_loss": {"0": torch.rand(2, NUM_ROWS, generator=generator)},
     }
     return Observation(**{part: parts[part] for part in policy.observes})

@@ -61,6 +61,7 @@ CHOICES = (
     _policy("layerdrop", "BlockDropper", name="layerdrop", keep=0.5),
     _policy("wta-crs", "InputSaver", name="wta-crs", keep=0.5),
     _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
+    _policy("importance", "ExampleSelector", name="importance", keep=0.5),
     _policy("infobatch", "EpochSelector", name="infobatch"),
     _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
     _policy("mezo", "GradientEstimator", name="mezo"),

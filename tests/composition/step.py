@@ -124,7 +124,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     masks = _find_masks(model, policies)
     for number in range(_num_steps(ways)):
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
-            ids, hooks, saving = all_ids, [], ExitStack()
+            ids, weights, hooks, saving = all_ids, None, [], ExitStack()
             for policy in policies:
                 state = states.get(id(policy), {})
                 step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS, state=state)
@@ -134,7 +134,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                     for name, parameter in trained.items():
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
-                    ids = _choose(model, policy, all_ids, step)
+                    ids, weights = _choose(model, policy, all_ids, step)
                 elif isinstance(policy, BlockDropper):
                     blocks, _ = find_blocks(model, "the reference")
                     first = Step(number, seed=SEED, num_steps=NUM_STEPS)
@@ -147,7 +147,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                 elif isinstance(policy, InputSaver):
                     saving.enter_context(saving_by_hand(model, policy, step))
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
-                loss = model(input_ids=ids, labels=ids).loss * share
+                loss = _loss(model, ids, weights, len(all_ids)) * share
             loss.backward()
             saving.close()
             for hook in hooks:
@@ -277,10 +277,32 @@ def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
     return [(torch.cat([batch(10 * number + i), batch(5 + 10 * number + i)]), 1 / count) for i in range(count)]
 
 
-def _choose(model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step) -> Tensor:
+def _choose(model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+    """Return the chosen examples, and their weights if there are any."""
     model.eval()  # and so without checkpointing
     with torch.no_grad():
-        losses = [model(input_ids=ids_1T, labels=ids_1T).loss.float() for ids_1T in ids_BT[:, None]]
+        logits = model(input_ids=ids_BT).logits.float()
+        loss_BT = _token_losses(logits, ids_BT)
+        share_BTV = logits[:, :-1].softmax(-1) - nn.functional.one_hot(ids_BT[:, 1:], logits.shape[-1])
     model.train()
-    index_K = policy.choose(Examples(len(ids_BT), torch.stack(losses)), step)
-    return ids_BT if index_K is None else ids_BT[index_K]
+    norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
+    choice = policy.choose(Examples(len(ids_BT), loss_BT.mean(1), norm_B), step)
+    if choice is None:
+        return ids_BT, None
+    if isinstance(choice, Tensor):
+        return ids_BT[choice], None
+    assert choice.denominator == "targets"
+    return ids_BT[choice.index_K], choice.weight_K
+
+
+def _loss(model: nn.Module, ids_KT: Tensor, weight_K: Tensor | None, num_examples: int) -> Tensor:
+    """Return the mean loss of the chosen examples, or their weighted sum over the number of all."""
+    if weight_K is None:
+        loss: Tensor = model(input_ids=ids_KT, labels=ids_KT).loss
+        return loss
+    loss_KT = _token_losses(model(input_ids=ids_KT).logits.float(), ids_KT)
+    return (weight_K * loss_KT.mean(1)).sum() / num_examples
+
+
+def _token_losses(logits: Tensor, ids_BT: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids_BT[:, 1:], reduction="none")

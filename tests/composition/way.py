@@ -38,6 +38,7 @@ WAYS = (
     _tokens("detach"),
     _tokens("stop"),
     Way("selective-backprop", "ExampleSelector", {"name": "selective-backprop", **_CHOICE}),
+    Way("importance", "ExampleSelector", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
@@ -97,8 +98,8 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
         if wrapped == "before":
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
-    if way.question == "PartSelector" and composition == "DDP":
-        return "Subnet works in one process, got several (DDP or FSDP)"
+    if composition == "DDP" and (way.question == "PartSelector" or way.label == "importance"):
+        return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
@@ -141,6 +142,14 @@ def _find_part_refusal(other: Way, way: Way, second: Way) -> str:
     }[other.question]
 
 
+def _find_weighing_refusal(first: Way, second: Way) -> str:
+    if "TokenSelector" in (first.question, second.question):
+        return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
+    if second.question == "segments":
+        return "Importance with segments=2 is not built: it weighs the losses of examples outside of the model"
+    return ""
+
+
 def find_pair_refusal(first: Way, second: Way) -> str:
     """Return the one line that is raised; empty where the two go together.
 
@@ -148,6 +157,8 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         first: One of :data:`WAYS`.
         second: Another.
     """
+    if "importance" in (first.label, second.label) and (refusal := _find_weighing_refusal(first, second)):
+        return refusal
     if "PartSelector" in (first.question, second.question):
         return _find_part_refusal(*sorted((first, second), key=lambda way: way.question == "PartSelector"), second)
     return _find_other_refusal(first, second)

@@ -85,11 +85,13 @@ class PolicyStates:
         if self.watches(policy, "block_norm"):
             self._observed[key] = torch.hypot(self._observed[key], norm) if key in self._observed else norm
 
-    def see_losses(self, policy: Policy, part: Literal["example_loss", "token_loss"], loss: Tensor) -> None:
-        """Note the losses that a policy has read before a forward of the step."""
+    def see_scores(
+        self, policy: Policy, part: Literal["example_loss", "example_gradient", "token_loss"], score: Tensor
+    ) -> None:
+        """Note the losses, or norms, that a policy has read before a forward of the step."""
         if self.watches(policy, part):
             number = sum(key.startswith(f"{part}/") for key in self._observed)
-            self._observed[f"{part}/{number}"] = loss.detach()
+            self._observed[f"{part}/{number}"] = score.detach()
 
     def watches(self, policy: Policy, part: Observed) -> bool:
         """Whether a policy observes a part of each step."""

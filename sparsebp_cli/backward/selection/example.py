@@ -1,7 +1,8 @@
 """Example selection: the differentiated forward runs on the chosen examples of a batch alone.
 
 The loss stays a mean over targets: if the caller passes ``num_items_in_batch``, the number of targets of the whole
-step, it is multiplied by the share of this batch's targets that belong to chosen examples.
+step, it is multiplied by the share of this batch's targets that belong to chosen examples. With weights it is the sum
+of the chosen examples' losses, each times its weight, over the number of targets that the policy names.
 
 Shape letters: B examples, T positions, K kept.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +23,30 @@ from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
+from sparsebp_cli.backward.selection.example_loss import check_logits, compare_losses, count_targets, sum_losses
+from sparsebp_cli.backward.selection.model_output import with_changes
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import IGNORED, HasLogits, Scorer, evaluating, next_tokens
+from sparsebp_cli.backward.selection.score.scorer import (
+    IGNORED,
+    HasLogits,
+    Scorer,
+    evaluating,
+    gradient_norm,
+    next_tokens,
+)
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ExampleSelector, Step
+from sparsebp_cli.policy import Examples, ExampleSelector, Score, Step, WeightedExamples
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.selection.model_output import ModelOutput
 
 Arguments = Mapping[str, object]
+_OF_LOSS = ("labels", "num_items_in_batch")
 
 
 @final
@@ -97,7 +109,7 @@ class ExamplesOverride(ForwardOverride):
         engine: EngineView,
         states: PolicyStates,
     ) -> None:
-        self.was_called, self._number = False, 1
+        self.was_called, self._number, self._is_compared = False, 1, False
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
         self._states = states
         self._inner: Callable[..., HasLogits] = partial(self.run_covered, model)
@@ -123,61 +135,102 @@ class ExamplesOverride(ForwardOverride):
                 f"{type(self._policy).__name__} needs the labels among the model's arguments: logits of chosen "
                 "examples do not fit the labels of all of them"
             )
-        step, targets_B = self._states.show(self._policy, self._engine.now()), _count_targets(labels)
-        policy, spent, loss_B = self._policy.at(step), ScoringCost(labels.device), None
-        if policy.needs_loss(step):
-            with spent:
-                loss_B = self._losses(arguments)
-            self._states.see_losses(self._policy, "example_loss", loss_B)
-        index_K = policy.choose(Examples(len(labels), loss_B), step)
-        if index_K is None:
+        step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
+        spent = ScoringCost(labels.device)
+        choice = self._choose(arguments, len(labels), step, spent)
+        if choice is None:
             self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
             return self._inner(**arguments)
+        index_K = choice if isinstance(choice, Tensor) else choice.index_K
         index_K = upload(labels.device, index_K)[0] if index_K.device.type == "cpu" else index_K
         targets, kept = targets_B.sum(), targets_B[index_K].sum()
         self._count(targets, kept, len(labels), len(index_K), spent)
         chosen = {name: _take(name, value, index_K, len(labels)) for name, value in arguments.items()}
         num_items = arguments.get("num_items_in_batch")
+        assert num_items is None or isinstance(num_items, Tensor | int | float)
         if num_items is not None:
-            assert isinstance(num_items, Tensor | int | float)
             chosen["num_items_in_batch"] = (num_items * (kept / targets.clamp(min=1))).clamp(min=1.0)
         if self._engine.batch_sizes is not None:
             self._engine.batch_sizes = frozenset((len(index_K),))
         with self._engine.short_forward(scale=len(labels) / max(1, len(index_K))):
-            return self._inner(**chosen)
+            if isinstance(choice, Tensor):
+                return self._inner(**chosen)
+            return self._run_weighted(chosen, choice, targets if num_items is None else num_items, targets)
+
+    def _choose(
+        self, arguments: Arguments, number: int, step: Step, spent: ScoringCost
+    ) -> Tensor | WeightedExamples | None:
+        """Ask the policy, after the forward for what it reads, whose cost is ``spent``."""
+        policy, examples = self._policy.at(step), Examples(number)
+        if policy.needs_loss(step):
+            with spent:
+                examples = self._score(arguments)
+            if examples.loss_B is not None:
+                self._states.see_scores(self._policy, "example_loss", examples.loss_B)
+            if examples.gradient_norm_B is not None:
+                self._states.see_scores(self._policy, "example_gradient", examples.gradient_norm_B)
+        return policy.choose(examples, step)
+
+    def _run_weighted(
+        self, chosen: dict[str, object], choice: WeightedExamples, num_items: Tensor | float, targets: Tensor
+    ) -> object:
+        """Run the chosen examples; their losses, times their weights, are divided by ``num_items``, or by the share of
+        it that the weighted targets have of the batch's ``targets``."""
+        labels, return_dict = _tensor(chosen, "labels"), chosen.pop("return_dict", None)
+        given = chosen if not self._is_compared else {name: chosen[name] for name in chosen if name not in _OF_LOSS}
+        output = cast("ModelOutput", self._inner(**given, return_dict=True))
+        logits, target_K = check_logits(output.logits, labels), count_targets(labels)
+        sum_K = sum_losses(logits, labels)
+        if not self._is_compared:
+            divisor = chosen.get("num_items_in_batch", target_K.sum())
+            assert isinstance(divisor, Tensor | int | float)
+            compare_losses(float(output.loss.detach()), float(sum_K.detach().sum() / divisor), logits.dtype)
+            self._is_compared = True
+        weight_K = choice.weight_K.to(sum_K)
+        if choice.denominator == "weights":
+            num_items = num_items * ((weight_K * target_K).sum() / targets.clamp(min=1))
+        divisor = torch.as_tensor(num_items, device=sum_K.device).clamp(min=torch.finfo(sum_K.dtype).tiny)
+        output = with_changes(output, loss=(weight_K * sum_K).sum() / divisor)
+        return output.to_tuple() if return_dict is False else output
 
     def kept_share(self) -> float:
         """Return the share of examples that would be chosen of the last batch at this step; scores do not affect it."""
         step, number = self._states.show(self._policy, self._engine.now()), self._number
         policy = self._policy.at(step)
-        loss_B = torch.zeros(number) if policy.needs_loss(step) else None
-        index_K = policy.choose(Examples(number, loss_B), step)
-        return 1.0 if index_K is None else len(index_K) / number
+        none_B = torch.zeros(number) if policy.needs_loss(step) else None
+        choice = policy.choose(Examples(number, none_B, none_B if policy.reads_gradient_norm else None), step)
+        if choice is None:
+            return 1.0
+        return len(choice if isinstance(choice, Tensor) else choice.index_K) / number
 
-    def _losses(self, arguments: Arguments) -> Tensor:
-        """Return the mean loss of each example's targets among the positions that are scored."""
-        labels = _tensor(arguments, "labels")
+    def _score(self, arguments: Arguments) -> Examples:
+        """Return the batch with the scores that the policy reads, of the positions that are scored."""
+        labels, policy = _tensor(arguments, "labels"), self._policy.at(self._engine.now())
         length = _length(arguments)
-        read = max(2, math.ceil(self._policy.at(self._engine.now()).scored_share * length))
+        read = max(2, math.ceil(policy.scored_share * length))
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
         if labels.ndim == 1:
-            return self._classify(part, labels)
+            return self._classify(part, labels, with_norms=policy.reads_gradient_norm)
         assert self._scorer is not None
         next_BT = next_tokens(_tensor(part, "labels"))
-        loss_B = self._scorer.score(part, next_BT, self._inner, {"loss"})["loss"].sum(1)
-        count_B = (next_BT != IGNORED).sum(1)
+        wanted: set[Score] = {"loss", "gradient_norm"} if policy.reads_gradient_norm else {"loss"}
+        scores = self._scorer.score(part, next_BT, self._inner, wanted)
+        loss_B, count_B = scores["loss"].sum(1), (next_BT != IGNORED).sum(1)
         mean_B, has_B = loss_B / count_B.clamp(min=1), count_B > 0
         others = (mean_B * has_B).sum() / has_B.sum().clamp(min=1)
-        return torch.where(has_B, mean_B, others)
+        norm_B = scores["gradient_norm"].norm(dim=1) if policy.reads_gradient_norm else None
+        return Examples(len(labels), torch.where(has_B, mean_B, others), norm_B)
 
-    def _classify(self, arguments: Arguments, label_B: Tensor) -> Tensor:
+    def _classify(self, arguments: Arguments, label_B: Tensor, *, with_norms: bool) -> Examples:
         if label_B.is_floating_point():
             raise UsageError(
                 f"{type(self._policy).__name__} classifies: labels must be whole numbers, got {label_B.dtype}"
             )
         with torch.no_grad(), evaluating(self._model):
             logits = self._inner(**{name: value for name, value in arguments.items() if name != "labels"}).logits
-        return nn.functional.cross_entropy(logits.float(), label_B, reduction="none")
+        logits = logits.float()
+        loss_B = nn.functional.cross_entropy(logits, label_B, reduction="none")
+        return Examples(len(label_B), loss_B, gradient_norm(logits, label_B) if with_norms else None)
 
     def _count(self, targets: Tensor, kept: Tensor, number: int, chosen: int, spent: ScoringCost) -> None:
         # A token selector below sees the chosen examples alone, and counts their targets itself.
@@ -194,11 +247,6 @@ class ExamplesOverride(ForwardOverride):
                 scoring_flops=spent.flops,
             )
         )
-
-
-def _count_targets(labels: Tensor) -> Tensor:
-    """Return the number of predictions of each example that have a label."""
-    return torch.ones_like(labels) if labels.ndim == 1 else (labels[:, 1:] != IGNORED).sum(1)
 
 
 def _count_examples(arguments: Arguments) -> int:

@@ -156,4 +156,17 @@ def _entropy(logits_KV: Tensor, _: Tensor) -> Tensor:
     return -(log_share_KV.exp() * log_share_KV).sum(-1)
 
 
-_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"loss": _loss, "entropy": _entropy}
+def gradient_norm(logits_KV: Tensor, target_K: Tensor) -> Tensor:
+    """Return the 2-norm of the gradient of each row's loss with respect to its logits, (K,): that of the probabilities,
+    less 1 at the target."""
+    share_KV = logits_KV.softmax(-1)
+    share_KV.scatter_add_(1, target_K[:, None], share_KV.new_full((len(target_K), 1), -1.0))
+    norm_K: Tensor = torch.linalg.vector_norm(share_KV, dim=-1)
+    return norm_K
+
+
+_SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "loss": _loss,
+    "entropy": _entropy,
+    "gradient_norm": gradient_norm,
+}

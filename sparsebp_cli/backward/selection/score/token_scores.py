@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
-OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy"})
+OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy", "gradient_norm"})
 
 
 class TokenChooser:
@@ -70,7 +70,7 @@ class TokenChooser:
                 if self._scorer is not None:
                     scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
                     if "loss" in scores:
-                        self._states.see_losses(self._policy, "token_loss", scores["loss"])
+                        self._states.see_scores(self._policy, "token_loss", scores["loss"])
                 if self._reference is not None:
                     scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:

@@ -26,6 +26,7 @@ from sparsebp_cli.backward.patch.forward import (
     check_free,
     uncompiled,
 )
+from sparsebp_cli.backward.selection.model_output import with_changes
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
@@ -36,7 +37,6 @@ from sparsebp_cli.backward.selection.token.loss import (
     row_loss,
     scale,
     spread_logits,
-    with_changes,
 )
 from sparsebp_cli.backward.selection.token.reference import detached, stopped
 from sparsebp_cli.backward.selection.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
@@ -47,7 +47,7 @@ from sparsebp_cli.policy.token import TokenChoice
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.policy_state import PolicyStates
-    from sparsebp_cli.backward.selection.token.loss import ModelOutput
+    from sparsebp_cli.backward.selection.model_output import ModelOutput
 
 
 class TokenChoiceSource(Protocol):

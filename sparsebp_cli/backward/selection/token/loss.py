@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +14,6 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.selection.token.row_plan import IGNORED, PositionMask, RowPlan
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    class ModelOutput(DataclassInstance, Protocol):
-        """What a causal language model of transformers returns."""
-
-        logits: Tensor
-
-        def to_tuple(self) -> tuple[object, ...]:
-            """Return the fields that are not None."""
-
 
 NumItems = Tensor | float | None  # targets in all micro-batches of a step; None: the mean of this batch
 
@@ -84,12 +70,3 @@ def spread_logits(logits_NV: Tensor, marks: PositionMask) -> Tensor:
     index = upload(logits_NV.device, marks.trained.flatten().nonzero().flatten())[0]
     all_rows = logits_NV.new_zeros(marks.trained.numel(), size).index_copy(0, index, logits_NV)
     return all_rows.view(*marks.trained.shape, size)
-
-
-def with_changes(output: ModelOutput, **changes: Tensor | None) -> ModelOutput:
-    """Return a copy of a transformers output with some fields replaced; fields that it does not have are ignored.
-
-    Assigning attributes instead would not change ``output[0]``.
-    """
-    values = {field.name: getattr(output, field.name) for field in fields(output)}
-    return type(output)(**(values | {name: value for name, value in changes.items() if name in values}))
