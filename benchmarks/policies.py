@@ -34,6 +34,8 @@ WAYS: Ways = {
         "optimizer_state": "drop",
         "every": 5,
     },
+    "compact 0.25": {"name": "compact"},
+    "dither": {"name": "dither", **HEAD},
     "freezeout": {"name": "freezeout"},
     "grass": {"name": "grass", "every": 5, "optimizer_state": "drop"},
     "autofreeze": {"name": "autofreeze", "every": 5},
@@ -61,6 +63,7 @@ WAYS: Ways = {
     "topk 0.25 branches": {"name": "topk", "keep": 0.25, "within": "example", "attach": {"sites": "branches"}},
     "uniform 0.5": {"name": "uniform", "keep": 0.5, **BEGIN},
     "vcas, before control": {"name": "vcas", **HEAD},
+    "velora 32": {"name": "velora", "where": ["*v_proj", "*down_proj"]},
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
 LEFT_OUT = {"infobatch": "it chooses the examples of an epoch; its steps are dense ones", "mezo": "it has no backward"}

@@ -49,7 +49,7 @@ a choice works with all others, and the number says with how many. For one proce
 with the worker's own code on a small llama and makes its first step; with two processes the refusals are tested for
 every pair, training for some."""
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
-LETTERS = [*ALPHABET, *(f"a{letter}" for letter in ALPHABET)]
+LETTERS = [*ALPHABET, *(first + second for first in ALPHABET for second in ALPHABET)]
 LOOPS = {"worker": "a recipe", "own": "your own loop", "trainer": "a `transformers.Trainer`"}
 
 

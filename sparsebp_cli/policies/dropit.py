@@ -3,7 +3,10 @@
 Joya Chen, Kai Xu, Yuhui Wang, Yifei Cheng and Angela Yao, "DropIT: Dropping Intermediate Tensors for Memory-Efficient
 DNN Training" (ICLR 2023), https://arxiv.org/abs/2202.13808. We differ: entries are stored with their numbers in 4
 bytes, and linears alone keep less, not convolutions. Back Razor (Ziyu Jiang et al., NeurIPS 2022) has the same rule for
-each example, and for attention's probabilities and the inputs of nonlinear operators as well.
+each example, which is ``within: example`` here, and for attention's probabilities and the inputs of nonlinear operators
+as well.
+
+Shape letters: B examples, E entries of an example.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ class DropIT(InputSaver):
 
     keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.2, description="Share of the entries of each input that stay, in (0, 1]; 1.0 is dense."
+    )
+    within: Literal["input", "example"] = Field(
+        "input", description="Whether the entries are the largest of the whole input, or of each example."
     )
     by: Literal["size", "random"] = Field("size", description="The largest entries, or as many at random, unweighted.")
 
@@ -70,10 +76,33 @@ class DropIT(InputSaver):
         if self.by == "random":
             generator = step.generator(site, x_ND.device)
             score_ND = torch.rand(x_ND.shape, generator=generator, device=x_ND.device)
-        return SavedElements.of(x_ND, choice.largest(score_ND, self.keep))
+        num_kept = choice.count_kept(self.keep, x_ND.numel())
+        num_examples = site.num_examples if self.within == "example" and len(x_ND) % site.num_examples == 0 else 1
+        return SavedElements.of(x_ND, find_largest(score_ND.reshape(num_examples, -1), num_kept))
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         number = num_rows * num_features
         if self.exact:
             return number * itemsize
         return SavedElements.count_bytes(choice.count_kept(self.keep, number), number, itemsize)
+
+
+def find_largest(score_BE: Tensor, num_kept: int) -> Tensor:
+    """Return the numbers of the largest scores of each example, in order.
+
+    Args:
+        score_BE: Any scores.
+        num_kept: K, of all examples together; the first ones keep one more where B does not divide it.
+
+    Returns:
+        int64, (K,), counted example by example.
+    """
+    import torch
+
+    number, length = score_BE.shape
+    base, more = divmod(num_kept, number)
+    order_BE = score_BE.topk(min(length, base + bool(more)), dim=1).indices
+    start_B = torch.arange(number, device=score_BE.device)[:, None] * length
+    found = order_BE + start_B
+    parts = (found[:more].flatten(), found[more:, :base].flatten())
+    return torch.cat(parts).sort().values

@@ -19,7 +19,9 @@ from sparsebp_cli.policy.saved import (
     Saved,
     SavedCodes,
     SavedColumns,
+    SavedDirection,
     SavedElements,
+    SavedProjection,
     SavedRepresentatives,
     SavedRows,
     SavedSketch,
@@ -27,7 +29,7 @@ from sparsebp_cli.policy.saved import (
 from sparsebp_cli.policy.saver import InputSaver
 from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
-from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour
+from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour, Values
 from sparsebp_cli.policy.state import Observation, Observed, Stateful, TrialPass
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 from sparsebp_cli.policy.token_router import RoutedLayer, TokenRouter
@@ -71,7 +73,9 @@ __all__ = [
     "Saved",
     "SavedCodes",
     "SavedColumns",
+    "SavedDirection",
     "SavedElements",
+    "SavedProjection",
     "SavedRepresentatives",
     "SavedRows",
     "SavedSketch",
@@ -92,6 +96,7 @@ __all__ = [
     "TrainedWeight",
     "TrialPass",
     "TwoToFour",
+    "Values",
     "Visits",
     "WeightBlocks",
     "WeightColumns",

@@ -5,7 +5,7 @@ kernel must equal the dense product with ``restore()``. The gradient of the line
 
 All forms are of fixed size, so that the host never waits for a count from the device.
 
-Shape letters: N rows (= B*T), D input width, K kept, G groups.
+Shape letters: N rows (= B*T), D input width, K kept, G groups, C features of a group.
 """
 
 from __future__ import annotations
@@ -225,18 +225,120 @@ class SavedSketch(Saved):
 
     def draw(self) -> Tensor:
         """Return the matrix ``S``, (N, K), the same each time."""
-        import torch
-
-        sketch_KD, size = self.sketch_KD, (self.shape[0], self.sketch_KD.shape[0])
-        generator = torch.Generator(sketch_KD.device).manual_seed(self.seed)
-        if self.entries == "gaussian":
-            drawn = torch.randn(size, generator=generator, device=sketch_KD.device)
-        else:
-            drawn = torch.randint(0, 2, size, generator=generator, device=sketch_KD.device).float() * 2.0 - 1.0
-        return (drawn / sqrt(size[1])).to(sketch_KD.dtype)
+        return _draw_matrix(self.sketch_KD, (self.shape[0], self.sketch_KD.shape[0]), self.seed, self.entries)
 
     def restore(self) -> Tensor:
         return self.draw() @ self.sketch_KD
+
+
+@final
+@dataclass(frozen=True)
+class SavedProjection(Saved):
+    """A random projection of the features, ``z = x P``, which stands for ``z P^T``. ``P`` is drawn again, never stored.
+
+    Args:
+        projection_NK: The projection ``z``.
+        seed: Of the generator that draws ``P`` (D, K), of independent entries with mean 0 and variance 1/K.
+        entries: Whether these are of the normal distribution, or +1 and -1 over the root of K.
+    """
+
+    projection_NK: Tensor
+    seed: int
+    entries: Literal["gaussian", "rademacher"]
+
+    @classmethod
+    def of(cls, x_ND: Tensor, num_kept: int, generator: Generator, entries: Literal["gaussian", "rademacher"]) -> Self:
+        """Project the features of an input on fewer.
+
+        Args:
+            x_ND: The input.
+            num_kept: K, at least 1.
+            generator: Fresh, from ``step.generator(site, x_ND.device)``: its seed draws the same matrix again.
+            entries: How the matrix is drawn.
+
+        Returns:
+            The projection.
+        """
+        empty = cls((x_ND.shape[0], x_ND.shape[1]), x_ND.new_empty(0, num_kept), generator.initial_seed(), entries)
+        return cls(empty.shape, x_ND @ empty.draw(), empty.seed, entries)
+
+    @staticmethod
+    def count_bytes(num_kept: int, num_rows: int, itemsize: int) -> int:
+        """Return the bytes of a projection on so many features."""
+        return num_kept * num_rows * itemsize
+
+    def draw(self) -> Tensor:
+        """Return the matrix ``P``, (D, K), the same each time."""
+        return _draw_matrix(self.projection_NK, (self.shape[1], self.projection_NK.shape[1]), self.seed, self.entries)
+
+    def restore(self) -> Tensor:
+        return self.projection_NK @ self.draw().t()
+
+
+@final
+@dataclass(frozen=True)
+class SavedDirection(Saved):
+    """One number for each group of neighbouring features of a row: how far they go along a direction that all share.
+
+    Args:
+        along_NG: What multiplies the direction in each group.
+        direction_C: The direction, of length 1; the last group may have fewer features than it.
+    """
+
+    along_NG: Tensor
+    direction_C: Tensor
+
+    @classmethod
+    def of(cls, x_ND: Tensor, direction_C: Tensor) -> Self:
+        """Project each group of neighbouring features on a direction.
+
+        Args:
+            x_ND: The input.
+            direction_C: The direction, of length 1, in float32 at least; as many features are a group.
+
+        Returns:
+            The projections.
+        """
+        along_NG = _split_features(x_ND, len(direction_C)).to(direction_C.dtype) @ direction_C
+        return cls((x_ND.shape[0], x_ND.shape[1]), along_NG.to(x_ND.dtype), direction_C.to(x_ND.dtype))
+
+    @staticmethod
+    def mean_direction(x_ND: Tensor, size: int) -> Tensor:
+        """Return the mean of all groups of so many features, scaled to the length 1, in float32 at least; if it is
+        zero, the direction of equal entries.
+        """
+        import torch
+
+        mean_C = _split_features(x_ND, size).to(torch.promote_types(x_ND.dtype, torch.float32)).flatten(0, 1).mean(0)
+        length = torch.linalg.vector_norm(mean_C)
+        return torch.where(length == 0.0, size**-0.5, mean_C / torch.where(length == 0.0, 1.0, length))
+
+    @staticmethod
+    def count_bytes(num_groups: int, size: int, num_rows: int, itemsize: int) -> int:
+        """Return the bytes of so many groups of ``size`` features in each row."""
+        return (num_groups * num_rows + size) * itemsize
+
+    def restore(self) -> Tensor:
+        return (self.along_NG[:, :, None] * self.direction_C).flatten(1)[:, : self.shape[1]]
+
+
+def _split_features(x_ND: Tensor, size: int) -> Tensor:
+    """Return the groups of ``size`` neighbouring features, (N, G, size), the last one filled up with zeros."""
+    from torch.nn.functional import pad
+
+    return pad(x_ND, (0, -x_ND.shape[1] % size)).reshape(x_ND.shape[0], -1, size)
+
+
+def _draw_matrix(like: Tensor, size: tuple[int, int], seed: int, entries: Literal["gaussian", "rademacher"]) -> Tensor:
+    """Draw independent entries with mean 0 and variance 1 over the second number of the size."""
+    import torch
+
+    generator = torch.Generator(like.device).manual_seed(seed)
+    if entries == "gaussian":
+        drawn = torch.randn(size, generator=generator, device=like.device)
+    else:
+        drawn = torch.randint(0, 2, size, generator=generator, device=like.device).float() * 2.0 - 1.0
+    return (drawn / sqrt(size[1])).to(like.dtype)
 
 
 @final

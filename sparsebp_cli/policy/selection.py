@@ -226,6 +226,24 @@ class Groups(Selection):
 
 @final
 @dataclass(frozen=True)
+class Values(Selection):
+    """Another value for every entry, such as a rounded one. They are multiplied densely.
+
+    Args:
+        value_NO: The values, finite, on the gradient's device; 0 where an entry is cut.
+    """
+
+    value_NO: Tensor
+
+    def apply(self, grad_NO: Tensor) -> Tensor:
+        return self.value_NO.to(grad_NO.dtype, copy=True)
+
+    def num_kept(self, grad_NO: Tensor) -> Tensor:  # noqa: ARG002 - the signature of every selection
+        return self.value_NO.count_nonzero()
+
+
+@final
+@dataclass(frozen=True)
 class Split:
     """One selection for the gradient of the input, another for those of weight and bias.
 

@@ -13,7 +13,9 @@ from sparsebp_cli.policy import (
     InputSaver,
     Saved,
     SavedColumns,
+    SavedDirection,
     SavedElements,
+    SavedProjection,
     SavedRepresentatives,
     SavedRows,
     SavedSketch,
@@ -81,8 +83,8 @@ def _count(saved: Saved) -> tuple[int, int]:
             return saved.row_KD.shape[0], num_rows
         case SavedSketch():
             return saved.sketch_KD.shape[0], num_rows
-        case SavedColumns():
-            return saved.column_NK.shape[1], num_features
+        case SavedColumns(column_NK=kept) | SavedProjection(projection_NK=kept) | SavedDirection(along_NG=kept):
+            return kept.shape[1], num_features
         case SavedElements():
             return saved.value_K.numel(), num_rows * num_features
     return 1, 1

@@ -30,6 +30,7 @@ from sparsebp_cli.policy import (
     Stateful,
     Step,
     TwoToFour,
+    Values,
     choice,
 )
 from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
@@ -97,6 +98,9 @@ def _check_part(name: str, selection: Selection | None, declared: type[Selection
         _check_two_to_four(name, selection, grad_NO)
     elif isinstance(selection, Groups):
         _check_groups(name, selection, grad_NO)
+    elif isinstance(selection, Values):
+        good = selection.value_NO.shape == grad_NO.shape and bool(selection.value_NO.isfinite().all())
+        require(good, f"{name}: value_NO must be finite and {tuple(grad_NO.shape)}")
     elif isinstance(selection, Elements):
         _check_index(name, selection.index_K, grad_NO.numel())
         require(math.isfinite(selection.weight), f"{name}: weight must be finite, got {selection.weight}")

@@ -19,7 +19,9 @@ from sparsebp_cli.policy import (
     Saved,
     SavedCodes,
     SavedColumns,
+    SavedDirection,
     SavedElements,
+    SavedProjection,
     SavedRepresentatives,
     SavedRows,
     SavedSketch,
@@ -32,7 +34,16 @@ from tests.saver import saving_by_hand
 
 from .conftest import tiny_model, tokens
 
-FORMS: tuple[type[Saved], ...] = (SavedRows, SavedColumns, SavedElements, SavedSketch, SavedRepresentatives, SavedCodes)
+FORMS: tuple[type[Saved], ...] = (
+    SavedRows,
+    SavedColumns,
+    SavedElements,
+    SavedSketch,
+    SavedProjection,
+    SavedDirection,
+    SavedRepresentatives,
+    SavedCodes,
+)
 
 
 class Save(Nothing, InputSaver):
@@ -68,6 +79,10 @@ class Save(Nothing, InputSaver):
                 saved = SavedElements.of(x_ND, draw(x_ND.numel()))
             case "SavedSketch":
                 saved = SavedSketch.of(x_ND, choice.count_kept(0.25, num_rows), generator, "rademacher")
+            case "SavedProjection":
+                saved = SavedProjection.of(x_ND, choice.count_kept(0.25, num_features), generator, "gaussian")
+            case "SavedDirection":
+                saved = SavedDirection.of(x_ND, SavedDirection.mean_direction(x_ND, 4))
             case "SavedRepresentatives":
                 saved = SavedRepresentatives.of(x_ND, draw(num_rows), 0.9)
             case "SavedCodes":

@@ -65,6 +65,7 @@ ENTRIES = (
     Entry("meprop", (("keep", 0.3), ("unified", False))),
     Entry("meprop", (("keep", 0.3), ("unified", True))),
     Entry("mvue", (("products", "both"),)),
+    Entry("dither"),
     Entry("vcas", (("every", 100),)),
     Entry("crs", (("keep", 0.3), ("products", "wgrad"))),
     Entry("crs", (("keep", 0.3), ("products", "both"), ("draw", "bernoulli"))),

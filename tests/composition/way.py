@@ -56,6 +56,8 @@ WAYS = (
     Way("dropit", "InputSaver", {"name": "dropit", "keep": 0.3}),
     Way("pamm", "InputSaver", {"name": "pamm", "keep": 0.5}),
     Way("sketch", "InputSaver", {"name": "sketch", "keep": 0.5}),
+    Way("compact", "InputSaver", {"name": "compact", "keep": 0.5}),
+    Way("velora", "InputSaver", {"name": "velora", "group": 4}),
     Way("subnet", "PartSelector", {"name": "subnet", "keep": 0.3, "by": "random"}),
     Way("update: eager", "update", options={"update": "eager"}),
     Way("segments: 2", "segments", options={"segments": 2}),

@@ -14,7 +14,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Saved, SavedColumns, SavedRepresentatives, SavedRows, SavedSketch, choice
+from sparsebp_cli.policy import (
+    Saved,
+    SavedColumns,
+    SavedDirection,
+    SavedProjection,
+    SavedRepresentatives,
+    SavedRows,
+    SavedSketch,
+    choice,
+)
 
 
 class WeightProduct(Protocol):
@@ -40,10 +49,12 @@ def find_share(form: type[Saved] | None, budget: float, num_rows: int, num_featu
     rows, features = (choice.count_kept(budget, number) / max(1, number) for number in (num_rows, num_features))
     if form in (SavedRows, SavedRepresentatives):
         return rows
-    if form is SavedColumns:
+    if form in (SavedColumns, SavedDirection):
         return features
     if form is SavedSketch:  # the gradient is projected too: N K O beside K D O, of N D O
         return rows + choice.count_kept(budget, num_rows) / num_features
+    if form is SavedProjection:  # N K O, and the product is projected back: O K D
+        return features + choice.count_kept(budget, num_features) / num_rows
     return 1.0
 
 
@@ -62,6 +73,18 @@ def _sketch(form: WeightProduct, grad_NO: Tensor, saved: SavedSketch) -> Tensor:
     return form.wgrad(saved.draw().t() @ grad_NO, saved.sketch_KD)
 
 
+def _projection(form: WeightProduct, grad_NO: Tensor, saved: SavedProjection) -> Tensor:
+    product, matrix_DK = form.wgrad(grad_NO, saved.projection_NK), saved.draw()
+    return product @ matrix_DK.t() if form.output_dim == 0 else matrix_DK @ product
+
+
+def _direction(form: WeightProduct, grad_NO: Tensor, saved: SavedDirection) -> Tensor:
+    product, num_features = form.wgrad(grad_NO, saved.along_NG), saved.shape[1]
+    if form.output_dim == 0:
+        return (product[:, :, None] * saved.direction_C).flatten(1)[:, :num_features]
+    return (product[:, None, :] * saved.direction_C[:, None]).flatten(0, 1)[:num_features]
+
+
 def _representatives(form: WeightProduct, grad_NO: Tensor, saved: SavedRepresentatives) -> Tensor:
     # The gradients of the rows that one row stands for are summed before they are multiplied, in float32 at least.
     dtype = torch.promote_types(grad_NO.dtype, torch.float32)
@@ -74,5 +97,7 @@ _KERNELS: dict[type[Saved], Callable[[WeightProduct, Tensor, Any], Tensor]] = {
     SavedRows: _rows,
     SavedColumns: _columns,
     SavedSketch: _sketch,
+    SavedProjection: _projection,
+    SavedDirection: _direction,
     SavedRepresentatives: _representatives,
 }
