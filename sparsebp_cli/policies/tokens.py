@@ -3,6 +3,9 @@
 Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://arxiv.org/abs/2404.07965, for ``score:
 excess``. We differ: their share is taken within the batch, ours also within each example, and our backward can skip the
 work for untrained tokens (``mode``), where theirs does all of it.
+
+``draw: proportional`` is importance sampling of tokens, as Angelos Katharopoulos and François Fleuret (ICML 2018),
+https://arxiv.org/abs/1803.00942, sample examples: with ``score: gradient_norm`` by their upper bound of a gradient.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
-from sparsebp_cli.policy import MethodCard, Score, ScoredTokenSelector, Step, Tokens
+from sparsebp_cli.policy import MethodCard, Score, ScoredTokenSelector, Step, Tokens, choice, sampling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +25,7 @@ _NEEDS: dict[str, frozenset[Score]] = {
     "random": frozenset(),
     "loss": frozenset({"loss"}),
     "entropy": frozenset({"entropy"}),
+    "gradient_norm": frozenset({"gradient_norm"}),
     "excess": frozenset({"loss", "reference_loss"}),
 }
 
@@ -42,9 +47,16 @@ class SelectedTokens(ScoredTokenSelector):
         code="microsoft/rho, MIT, without training code.",
     )
 
-    score: Literal["mask", "random", "loss", "excess", "entropy"] = Field(
-        description="mask: all tokens that the data marks; loss, entropy: the model's own at this step; excess: its "
-        "loss minus the reference's; random: the control at the same budget."
+    score: Literal["mask", "random", "loss", "excess", "entropy", "gradient_norm"] = Field(
+        description="mask: all tokens that the data marks; loss, entropy: the model's own at this step; gradient_norm: "
+        "the length of the loss' gradient at the token's logits; excess: the loss minus the reference's; random: the "
+        "control at the same budget."
+    )
+    draw: Literal["largest", "proportional"] = Field(
+        "largest",
+        description="largest: the targets of largest score are trained. proportional: they are drawn with "
+        "probabilities in proportion to the score, each with the weight 1 / probability, so that the gradient is that "
+        "of all targets in the mean.",
     )
 
     @model_validator(mode="after")
@@ -56,13 +68,20 @@ class SelectedTokens(ScoredTokenSelector):
             raise ValueError(f"score: {self.score} needs keep, a share in (0, 1], or band, two quantiles")
         if self.score == "random" and self.band is not None:
             raise ValueError("score: random has no quantiles: give keep in place of band")
+        if self.draw == "proportional":
+            if self.score in ("mask", "random", "excess"):
+                raise ValueError(f"draw: proportional needs a score that is never negative, got score: {self.score}")
+            if self.band is not None or self.within != "batch" or self.mask_column is not None:
+                raise ValueError("draw: proportional needs keep, a share of all targets of the batch")
         if self.score == "excess" and self.reference is None:
             raise ValueError("score: excess needs reference: a model, by name or path")
         return self
 
     @property
     def unbiased(self) -> bool:
-        drawn = self.score == "random" and self.within == "batch" and self.mask_column is None
+        drawn = self.draw == "proportional" or (
+            self.score == "random" and self.within == "batch" and self.mask_column is None
+        )
         return self.exact or (drawn and self.carries_all)
 
     @property
@@ -70,7 +89,7 @@ class SelectedTokens(ScoredTokenSelector):
         if self.score in ("mask", "random"):
             return None
         keep = self.keep if self.band is None else self.band[1] - self.band[0]
-        as_here = self.model_dump(mode="json", exclude={"reference", "reference_scores", "band"})
+        as_here = self.model_dump(mode="json", exclude={"reference", "reference_scores", "band", "draw"})
         return {"name": "tokens", **as_here, "score": "random", "keep": keep}
 
     @property
@@ -88,3 +107,15 @@ class SelectedTokens(ScoredTokenSelector):
         if self.score == "excess":
             return tokens.scores["loss"] - tokens.scores["reference_loss"]
         return tokens.scores[self.score]
+
+    @override
+    def pick(self, score_BT: Tensor, candidate_BT: Tensor, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor | None]:
+        if self.draw == "largest" or not candidate_BT.any():
+            return super().pick(score_BT, candidate_BT, tokens, step)
+        candidate_N = candidate_BT.flatten().nonzero().flatten()  # the host waits for their number
+        num_kept = choice.count_kept(self.keep_at(step), len(candidate_N))
+        probability_N = sampling.water_fill(score_BT.flatten()[candidate_N], num_kept)
+        drawn_K = sampling.draw(probability_N, num_kept, step.generator(tokens, score_BT.device))
+        weight_K = sampling.weigh(probability_N, drawn_K)
+        weight_BT = weight_K.new_zeros(score_BT.numel()).index_copy_(0, candidate_N[drawn_K], weight_K)
+        return weight_BT.view(score_BT.shape) > 0.0, weight_BT.view(score_BT.shape)

@@ -102,18 +102,39 @@ class ScoredTokenSelector(TokenSelector):
         return self.band[1] - self.band[0] if self.band is not None else self.keep or 1.0
 
     def choose(self, tokens: Tokens, step: Step) -> TokenChoice:
-        trained_BT = tokens.target_BT
+        trained_BT, weight_BT = tokens.target_BT, None
         if self.mask_column is not None:
             trained_BT = trained_BT & _at_predictor(tokens.columns[self.mask_column])
         score_BT = self.score_tokens(tokens, step)
         if score_BT is not None:
-            trained_BT = self._largest(score_BT, trained_BT, step)
+            trained_BT, weight_BT = self.pick(score_BT, trained_BT, tokens, step)
         if self.carry == "trained":
-            return TokenChoice(trained_BT, trained_BT)
+            return TokenChoice(trained_BT, trained_BT, weight_BT)
         carries_BT = tokens.real_BT
         if self.carry_column is not None:
             carries_BT = carries_BT & (tokens.columns[self.carry_column] != 0)
-        return TokenChoice(trained_BT, carries_BT | trained_BT)
+        return TokenChoice(trained_BT, carries_BT | trained_BT, weight_BT)
+
+    def pick(
+        self,
+        score_BT: Tensor,
+        candidate_BT: Tensor,
+        tokens: Tokens,  # noqa: ARG002 - for overrides
+        step: Step,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return which candidates are trained, and the weights of their losses; by default those of largest score,
+        without weights.
+
+        Args:
+            score_BT: Of :meth:`score_tokens`.
+            candidate_BT: Targets that may be trained.
+            tokens: The batch.
+            step: When.
+
+        Returns:
+            Boolean, (B, T), and weights as in :class:`~sparsebp_cli.policy.TokenChoice`.
+        """
+        return self._largest(score_BT, candidate_BT, step), None
 
     def _largest(self, score_BT: Tensor, candidate_BT: Tensor, step: Step) -> Tensor:
         """Return the candidates between two ranks, of the whole batch or of each example."""
@@ -126,13 +147,14 @@ class ScoredTokenSelector(TokenSelector):
         order = score.argsort(dim=1, descending=True, stable=True)  # candidates first: their scores are finite
         number = candidate.sum(1, keepdim=True)
         low, high = self.band or (0.0, 1.0)
-        share = self._keep_at(step) if self.band is None else high - low
+        share = self.keep_at(step) if self.band is None else high - low
         count = (share * number.double()).round().clamp(min=1).minimum(number)  # half to even, as Python's round()
         first = ((1.0 - high) * number.double()).round().minimum(number - count)
         rank = torch.arange(candidate.shape[1], device=candidate.device)
         return torch.zeros_like(candidate).scatter(1, order, (rank >= first) & (rank < first + count)).view(shape)
 
-    def _keep_at(self, step: Step) -> float:
+    def keep_at(self, step: Step) -> float:
+        """Return the share that is kept at a step of the warm-up, in (0, 1]."""
         keep, steps = 1.0 if self.keep is None else self.keep, self.keep_warmup_steps
         return keep if step.index >= steps else keep ** (step.index / steps)
 

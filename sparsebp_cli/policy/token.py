@@ -57,10 +57,17 @@ class TokenChoice:
         trained_BT: Positions whose loss counts; only targets.
         carries_BT: Positions that carry gradient, at least the trained ones, and no padding; the modes
             ``detach`` and ``stop`` use it.
+        weight_BT: Factor of the loss of each trained position, (B, T), floating-point, finite, at least 0; what it is
+            elsewhere is ignored. 1 / probability makes a random choice unbiased. None: the loss is the mean of the
+            trained positions. Weights need the model's own loss, so the labels among its arguments.
+        denominator: What divides the sum of the weighted losses: all ``targets``, trained or not, or the ``weights``
+            of the trained ones, which makes it a weighted mean; biased. Without weights it has no meaning.
     """
 
     trained_BT: torch.Tensor
     carries_BT: torch.Tensor
+    weight_BT: torch.Tensor | None = None
+    denominator: Literal["targets", "weights"] = "targets"
 
 
 class TokenSelector(Policy):

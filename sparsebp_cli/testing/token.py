@@ -46,6 +46,17 @@ def _check_choice(policy: TokenSelector) -> None:
             require(inside, f"{name}: padding carries gradient")
             carried = not bool((choice.trained_BT & ~choice.carries_BT).any())
             require(carried, f"{name}: a trained position carries no gradient")
+            _check_weights(name, choice)
+
+
+def _check_weights(name: str, choice: TokenChoice) -> None:
+    if choice.weight_BT is None:
+        return
+    good = choice.weight_BT.shape == choice.trained_BT.shape and choice.weight_BT.is_floating_point()
+    require(good, f"{name}: weight_BT must be floating-point, one for each position")
+    weight_N = choice.weight_BT[choice.trained_BT]
+    good = bool(weight_N.isfinite().all()) and bool((weight_N >= 0.0).all())
+    require(good, f"{name}: weights must be finite and at least 0, got {weight_N.tolist()}")
 
 
 def _check_repeatable(policy: TokenSelector) -> None:
@@ -102,7 +113,8 @@ def _check_exact(policy: TokenSelector) -> None:
 
 
 def _check_unbiased(policy: TokenSelector) -> None:
-    """The loss is a mean over what is trained: each target's part in it must have the dense one as its mean."""
+    """The loss is a mean over what is trained, or a weighted sum: each target's part in it must have the dense one as
+    its mean."""
     if not policy.unbiased:
         return
     for tokens in _batches(policy):
@@ -111,11 +123,19 @@ def _check_unbiased(policy: TokenSelector) -> None:
         choices = [policy.choose(tokens, replace(_late(policy), draw=draw)) for draw in range(1, _NUM_DRAWS + 1)]
         flows = policy.mode == "exact" or all(torch.equal(c.carries_BT, tokens.real_BT) for c in choices)
         require(flows, f"{name_of(policy)}: says it is unbiased, but some positions carry no gradient")
-        parts = torch.stack([c.trained_BT.double() / c.trained_BT.sum() for c in choices])
+        parts = torch.stack([_parts(choice, tokens) for choice in choices])
         wanted = tokens.target_BT.double() / tokens.target_BT.sum()
         bound = _NUM_SIGMAS * parts.std(0) / math.sqrt(_NUM_DRAWS) + 1e-9
         worst = float(((parts.mean(0) - wanted).abs() - bound).max())
         require(worst <= 0, f"{name_of(policy)}: says it is unbiased, but some targets are trained more often")
+
+
+def _parts(choice: TokenChoice, tokens: Tokens) -> Tensor:
+    """Return the factor of each position's loss in the loss of the batch."""
+    if choice.weight_BT is None:
+        return choice.trained_BT.double() / choice.trained_BT.sum()
+    weight_BT = choice.weight_BT.double() * choice.trained_BT
+    return weight_BT / (tokens.target_BT.sum() if choice.denominator == "targets" else weight_BT.sum())
 
 
 def _check_resume(policy: TokenSelector) -> None:
@@ -167,4 +187,7 @@ def _tensors(tokens: Tokens) -> list[Tensor | None]:
 
 
 def _same(one: TokenChoice, other: TokenChoice) -> bool:
-    return torch.equal(one.trained_BT, other.trained_BT) and torch.equal(one.carries_BT, other.carries_BT)
+    same = torch.equal(one.trained_BT, other.trained_BT) and torch.equal(one.carries_BT, other.carries_BT)
+    if one.weight_BT is None or other.weight_BT is None:
+        return same and one.weight_BT is other.weight_BT
+    return same and torch.equal(one.weight_BT, other.weight_BT)

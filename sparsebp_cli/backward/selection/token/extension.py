@@ -27,6 +27,7 @@ from sparsebp_cli.backward.patch.forward import (
     uncompiled,
 )
 from sparsebp_cli.backward.selection.model_output import with_changes
+from sparsebp_cli.backward.selection.score.scorer import next_tokens
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
@@ -37,6 +38,8 @@ from sparsebp_cli.backward.selection.token.loss import (
     row_loss,
     scale,
     spread_logits,
+    token_losses,
+    weighted_loss,
 )
 from sparsebp_cli.backward.selection.token.reference import detached, stopped
 from sparsebp_cli.backward.selection.token.row_plan import PositionMask, RowPlan, make_plan, read_choice
@@ -187,13 +190,25 @@ class DecoderOverride(ForwardOverride):
         assert num_items is None or isinstance(num_items, Tensor | int | float)
         plan = None if marks.is_whole else make_plan(marks, labels, policy.mode, decoder.pair_cost)
         self.extension.remember(plan, labels.shape[1])
+        is_weighted = choice.weight_BT is not None
+        if is_weighted and not given:
+            raise UsageError(
+                f"{type(policy).__name__} weighs the losses of tokens, which are the model's own: pass it the labels"
+            )
+        changes: dict[str, Tensor | None] = {}
         if plan is None or self.engine.reference:
-            all_labels = None if not given else labels if plan is None else masked_labels(labels, marks)
+            all_labels = None if not given or is_weighted else labels if plan is None else masked_labels(labels, marks)
             output = self._run_all(own, all_labels, num_items, marks, is_whole=plan is None)
-            changes: dict[str, Tensor | None] = {}
+            if is_weighted:
+                loss_N = _losses_of_all(output.logits, labels, marks)
+                changes = {"loss": weighted_loss(loss_N, choice, num_items, marks)}
         else:
             output = self._run_rows(own, plan, marks, implementation)
-            changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
+            if is_weighted:
+                loss_N = token_losses(output.logits[0], plan.label_N)
+                changes = {"loss": weighted_loss(loss_N, choice, num_items, marks), "logits": None}
+            else:
+                changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
         # The cache may lack positions, so it must not be used after this forward.
         output = with_changes(output, past_key_values=None, **changes)
         return output.to_tuple() if return_dict is False else output
@@ -252,6 +267,14 @@ class DecoderOverride(ForwardOverride):
             return {"logits": spread_logits(logits[0], marks)}
         # Zeros that depend on the one row that was computed, so that the user's loss has a graph.
         return {"logits": logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()}
+
+
+def _losses_of_all(logits: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:
+    """Return the losses of the trained positions, (N,), from the logits of all; without any, of one placeholder."""
+    trained_BT = marks.trained.to(logits.device)
+    if not bool(marks.trained.any()):
+        return logits[:1, :1].flatten().float()
+    return token_losses(logits[trained_BT], next_tokens(labels_BT)[trained_BT])
 
 
 def _run_head(head: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_rows: int, hidden: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.selection.token.row_plan import IGNORED, PositionMask, RowPlan
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy.token import TokenChoice
 
 NumItems = Tensor | float | None  # targets in all micro-batches of a step; None: the mean of this batch
 
@@ -55,6 +56,30 @@ def row_loss(model: nn.Module, logits: Tensor, plan: RowPlan, num_items: NumItem
     items = scale(num_items, marks) if plan.num_trained else None
     loss = function(logits, labels, logits.shape[-1], num_items_in_batch=items, shift_labels=labels)
     return loss if plan.num_trained else loss * 0.0
+
+
+def weighted_loss(loss_N: Tensor, choice: TokenChoice, num_items: NumItems, marks: PositionMask) -> Tensor:
+    """Return the weighted sum of the trained positions' losses, in the order of the positions, over the number of
+    targets of the step, or over the share of it that the weights have.
+
+    ``num_items`` is the number of targets in all micro-batches of a step, None for those of this batch. Without trained
+    positions ``loss_N`` has one placeholder, which counts nothing.
+    """
+    num_targets = int(marks.target.sum())
+    if not bool(marks.trained.any()):
+        return loss_N.sum() * 0.0
+    assert choice.weight_BT is not None
+    index_N = upload(loss_N.device, marks.trained.flatten().nonzero().flatten())[0]
+    weight_N = choice.weight_BT.flatten().to(loss_N).index_select(0, index_N)
+    divisor = num_targets if num_items is None else num_items
+    if choice.denominator == "weights":
+        divisor = divisor * (weight_N.sum() / num_targets)
+    return (weight_N * loss_N).sum() / divisor
+
+
+def token_losses(logits_NV: Tensor, label_N: Tensor) -> Tensor:
+    """Return the loss of each position, (N,), in float32 at least, as transformers computes it."""
+    return nn.functional.cross_entropy(logits_NV.float(), label_N, ignore_index=IGNORED, reduction="none")
 
 
 def masked_labels(labels_BT: Tensor, marks: PositionMask) -> Tensor:

@@ -68,6 +68,10 @@ def read_choice(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, imp
         if given.dtype != torch.bool or given.shape != labels_BT.shape:
             got = f"{given.dtype} of shape {tuple(given.shape)}"
             raise UsageError(f"{name} of a TokenChoice must be torch.bool of shape {tuple(labels_BT.shape)}, got {got}")
+    weight_BT = choice.weight_BT
+    if weight_BT is not None and not (weight_BT.is_floating_point() and weight_BT.shape == labels_BT.shape):
+        got = f"{weight_BT.dtype} of shape {tuple(weight_BT.shape)}"
+        raise UsageError(f"weight_BT of a TokenChoice must be floating-point of {tuple(labels_BT.shape)}, got {got}")
     real_BT = torch.ones_like(labels_BT) if mask is None or mask.dim() != 2 else mask
     labels, real, trained, carries = _download(labels_BT, real_BT, choice.trained_BT, choice.carries_BT)
     real, trained, carries = real.bool(), trained.bool(), carries.bool()
