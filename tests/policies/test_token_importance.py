@@ -111,7 +111,7 @@ def test_weights_without_labels_and_of_another_shape_are_refused() -> None:
             model(**arguments, labels=labels)
 
 
-def test_the_norm_that_is_drawn_by_is_autograds_and_the_gradient_is_that_of_all_in_the_mean() -> None:
+def test_the_gradient_is_that_of_all_targets_in_the_mean_over_draws() -> None:
     """Over many draws: the mean of the sampled gradients is the dense one, within six of its standard errors."""
     model = tiny_decoder("llama").double()
     arguments = batch(2)
