@@ -193,6 +193,16 @@ def test_norms_are_in_float32_and_do_not_underflow(size: float, dtype: torch.dty
     assert choice.norm(x[:0], 0).tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-7, 1e-5, 1.0, 1e10, 1e18, 1e30])
+def test_norms_of_rows_are_those_of_float64_at_every_scale(scale: float) -> None:
+    """On both sides of the sizes at which rows are read once."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 33, generator=generator) * torch.logspace(0, -6, 9)[:, None] * scale
+    torch.testing.assert_close(choice.norm(x, 1), x.double().norm(dim=1).float(), rtol=1e-5, atol=0.0)
+    x[2, 3] = torch.nan
+    assert choice.norm(x, 1).isnan().tolist() == [row == 2 for row in range(9)]
+
+
 def test_norms_are_the_same_under_checkpointing() -> None:
     torch.manual_seed(0)
     model, x, saw = Attention(), torch.randn(2, 3, 8, requires_grad=True), list[Any]()
