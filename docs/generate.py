@@ -43,6 +43,7 @@ PAGES: dict[str, Callable[[Path], str]] = {
     "docs/audit.schema.json": audit.schema,
     "docs/guide/blocks.md": timing.blocks_page,
     "docs/guide/lossless.md": timing.lossless_page,
+    "docs/reference/times.md": timing.policies_page,
     "docs/guide/study.md": study.page,
     "README.md": readme.page,
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from generator.markdown import head as page_head
 from generator.markdown import table
 
 PLACE = re.compile(r"(<!-- timing: (\w+) -->\n).*?(<!-- end of timing -->)", re.DOTALL)
@@ -81,3 +82,48 @@ def _dropbp(record: Any) -> str:
         "medians over dense in the same round, quartiles in brackets.\n\n"
     )
     return head + table(["way", "whole step", "backward", "FLOPs", "bytes kept"], rows)
+
+
+POLICIES = """Whole training steps of every policy that changes a step, beside dense ones: forward, backward and AdamW.
+Written from `benchmarks/results/policies-cpu.json`, which `python benchmarks/policies.py` measures anew,
+in some ten minutes on two quiet cores.
+
+*Step* and *backward* are how many times as fast, medians over the rounds with quartiles; in each round every way runs
+once, in another order, and a ratio is of one round. *FLOPs* are those of forward and backward in one step without a
+clock, over dense; *ceiling* is one over them, and *realised* the share of the time they would save that whole steps
+save. More than 100 % is the optimizer, which leaves alone what has no gradient. *Kept* are the bytes kept for the
+backward, over dense.
+
+Every token of the batch is trained and every text has full length, so `lossless` has nothing to leave out: its row is
+what attaching costs, and `tokens` with `mode: exact` gains only behind the last attention. Policies that decide late
+(`autofreeze`, `freezeout`, `grades`, `vcas`) are in their first steps, which are dense."""
+VARIES = ("layerdrop", "pld", "dropbp", "lcsb")  # another number of blocks, or others, at each step
+
+
+def policies_page(root: Path) -> str:
+    """Return the page of step times of all policies."""
+    found = json.loads((root / "benchmarks/results/policies-cpu.json").read_text(encoding="utf-8"))
+    versions, model, batch = found["versions"], found["model"], found["batch"]
+    setting = (
+        f"A llama of {model['num_parameters'] / 1e6:.0f} million parameters, {model['num_hidden_layers']} layers, "
+        f"random weights, {batch[0]} texts of {batch[1]} tokens, AdamW, float32; {found['threads']} cores "
+        f"({found['machine']}, load {found['load_before']:.1f} before), torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, {found['rounds']} rounds. A dense step takes "
+        f"{found['ways']['dense']['step_seconds']['median']:.2f} s."
+    )
+    rows = [_way(name, row) for name, row in found["ways"].items() if name != "dense"]
+    columns = ("policy", "step", "backward", "FLOPs", "ceiling", "realised", "kept")
+    note = (
+        "Of policies that leave out other blocks at each step, FLOPs and ceiling are those of one step and times of "
+        "others; what is realised is not told.\n"
+    )
+    return "\n".join([page_head("Step times of all policies", POLICIES), f"{setting}\n", table(columns, rows), note])
+
+
+def _way(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    speeds = (row[key] for key in ("step_speedup", "backward_speedup"))
+    step, backward = (f"{speed['median']:.2f}x ({speed['low']:.2f} to {speed['high']:.2f})" for speed in speeds)
+    is_told = row["realised"] is not None and not name.startswith(VARIES)
+    realised = f"{row['realised']:.0%}" if is_told else ""
+    shares = f"{row['flops_share']:.0%}", f"{row['ceiling']:.2f}x"
+    return name, step, backward, *shares, realised, f"{row['saved_share']:.0%}"
