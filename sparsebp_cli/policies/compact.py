@@ -24,8 +24,8 @@ class CompAct(InputSaver):
     """Mix all features of an input into fewer. The mixing is drawn again in the backward, and undone in the mean."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
-        use="Where few features are kept, and rows are many. As noisy as sketch at the same share; wta-crs, which "
-        "chooses rows, is less so.",
+        use="To compare with: the squared error of a gradient is 1 / keep times its own square, whatever the data. "
+        "That of wta-crs, which chooses rows, falls where rows differ.",
         year=2025,
         saves=("memory",),
         work="(2 + keep * (1 + D / N + D / O)) / 3",
