@@ -35,6 +35,7 @@ from sparsebp_cli.backward.selection.layer import LayerExtension
 from sparsebp_cli.backward.selection.learning_rate import LearningRates
 from sparsebp_cli.backward.selection.parameter import ParameterExtension, find_parameters, refuse_lazy
 from sparsebp_cli.backward.selection.part import Linears, PartExtension, find_divisible, show_weights
+from sparsebp_cli.backward.selection.tile.extension import TileExtension
 from sparsebp_cli.backward.selection.token.extension import make_extensions
 from sparsebp_cli.backward.selection.token.routing import RoutingExtension
 from sparsebp_cli.composition import BackwardChoices, BackwardOptions, PolicyFacts, Setup, refuse
@@ -55,6 +56,7 @@ from sparsebp_cli.policy import (
     Site,
     Stateful,
     Step,
+    TileSelector,
     TokenRouter,
     TokenSelector,
     make_policies,
@@ -190,7 +192,8 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
-_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TokenRouter)  # no site decides or counts
+# No site decides or counts.
+_ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TileSelector, TokenRouter)
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
     "linears": LinearAdapter,
     "branches": BranchAdapter,
@@ -224,6 +227,7 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
     GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
     TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),
+    TileSelector: lambda policy, model, _: TileExtension(policy, model),
     PartSelector: lambda policy, model, given: PartExtension(
         policy, model, given.divisible, given.states, given.trained_by, given.first
     ),

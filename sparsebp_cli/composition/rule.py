@@ -53,6 +53,7 @@ KINDS = (
     "GradientEstimator",
     "TokenRouter",
     "PartSelector",
+    "TileSelector",
 )
 INFORMED: Conditions = {"kind": ("GradientSelector",), "informed": (True,)}
 ROUTER: Conditions = {"kind": ("EdgeRouter",)}
@@ -66,6 +67,7 @@ SKIPPER: Conditions = {**DROPPER, "skips": (True,)}  # leaves blocks out of the 
 SAVER: Conditions = {"kind": ("InputSaver",)}
 ESTIMATOR: Conditions = {"kind": ("GradientEstimator",)}
 PARTS: Conditions = {"kind": ("PartSelector",)}
+TILES: Conditions = {"kind": ("TileSelector",)}
 LAYERS: Conditions = {"kind": ("TokenRouter",)}
 SHORTENS: Conditions = {"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")}
 TURNS: Conditions = {"kind": ("ParameterSelector",), "changes": (True,)}

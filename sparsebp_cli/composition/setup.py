@@ -24,6 +24,7 @@ from sparsebp_cli.policy import (
     PartSelector,
     Policy,
     Stateful,
+    TileSelector,
     TokenRouter,
     TokenSelector,
 )
@@ -43,6 +44,7 @@ _CONTRACT: dict[str, type[Policy]] = {
         GradientEstimator,
         TokenRouter,
         PartSelector,
+        TileSelector,
     )
 }
 _UNKNOWN = object()  # the value of an option that this caller does not have: no rule about it applies

@@ -23,6 +23,7 @@ from sparsebp_cli.composition.rule import (
     SEVERAL,
     SHORTENS,
     SKIPPER,
+    TILES,
     TOKENS,
     TURNING,
     TURNS,
@@ -83,7 +84,7 @@ _POLICY_RULES = (
     ),
     Rule(
         "{policy} keeps a state, which a {kind} is not given",
-        policy={"stateful": (True,), "kind": ("EdgeRouter", "BatchPacker", "TokenRouter")},
+        policy={"stateful": (True,), "kind": ("EdgeRouter", "BatchPacker", "TokenRouter", "TileSelector")},
     ),
     Rule(
         "{policy} asks for trial passes, which are built for block droppers, layer samplers and part selectors alone",
@@ -329,6 +330,24 @@ _POLICY_RULES = (
     Rule(
         "{policy} keeps a state, which is not built for a policy that routes tokens",
         policy={**LAYERS, "stateful": (True,)},
+    ),
+    Rule(
+        "{other} and {policy} in one forward is not built: give one of them",
+        why="Tiles are those of an example's positions, and rows that are left out, packed or routed have others.",
+        policy=TILES,
+        other={"kind": ("EdgeRouter", "TokenSelector", "BatchPacker", "TokenRouter")},
+    ),
+    Rule(
+        "{policy} needs {sites:linears}, got {sites:=}",
+        why="Branches run attention again for the rows that they keep, and nodes are those of the model's backward.",
+        policy=TILES,
+        options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} needs {attention:sdpa}, got {attention:=}",
+        why="Eager attention keeps its weights for the backward, where tiles would be computed again.",
+        policy=TILES,
+        options={"attention": ("eager",)},
     ),
     Rule(
         "{policy} has no backward, and so no sites: needs {sites:linears}, got {sites:=}",

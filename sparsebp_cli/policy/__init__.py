@@ -31,10 +31,12 @@ from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Groups, Rows, Selection, Split, TwoToFour, Values
 from sparsebp_cli.policy.state import Observation, Observed, Stateful, TrialPass
+from sparsebp_cli.policy.tile import AttentionTiles, TileSelector
 from sparsebp_cli.policy.token import Score, TokenChoice, Tokens, TokenSelector
 from sparsebp_cli.policy.token_router import RoutedLayer, TokenRouter
 
 __all__ = [
+    "AttentionTiles",
     "BatchPacker",
     "BlockDropper",
     "Blocks",
@@ -89,6 +91,7 @@ __all__ = [
     "SplitTypes",
     "Stateful",
     "Step",
+    "TileSelector",
     "TokenChoice",
     "TokenRouter",
     "TokenSelector",

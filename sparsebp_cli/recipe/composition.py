@@ -25,6 +25,7 @@ PLACES: dict[str, Location] = {
     "optim": ("training", "optim"),
     "mixed_precision": ("training", "mixed_precision"),
     "dtype": ("model", "dtype"),
+    "attention": ("model", "attention"),
     "float8": ("model", "float8"),
     "lora": ("model", "lora"),
     "format": ("dataset", "format"),

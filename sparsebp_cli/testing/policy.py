@@ -24,6 +24,7 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     PartSelector,
     Policy,
+    TileSelector,
     TokenRouter,
     TokenSelector,
     find_policies,
@@ -41,6 +42,7 @@ from sparsebp_cli.testing.promise import require, through_json
 from sparsebp_cli.testing.router import check_router
 from sparsebp_cli.testing.saver import check_input_saver
 from sparsebp_cli.testing.selector import check_keep_all, check_selector
+from sparsebp_cli.testing.tile_selector import check_tile_selector
 from sparsebp_cli.testing.token import check_token_selector
 from sparsebp_cli.testing.token_router import check_token_router
 
@@ -75,6 +77,7 @@ _SUITES: tuple[tuple[type[Policy], Callable[[Any], None]], ...] = (
     (InputSaver, check_input_saver),
     (TokenSelector, check_token_selector),
     (TokenRouter, check_token_router),
+    (TileSelector, check_tile_selector),
     (EpochSelector, check_epoch_selector),
     (ExampleSelector, check_example_selector),
     (GradientEstimator, check_gradient_estimator),

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -47,6 +49,13 @@ def tiny_model(family: str, **options: Any) -> PreTrainedModel:
     config = AutoConfig.for_model(family, **(FAMILIES[family] | options))
     model = AutoModelForCausalLM.from_config(config)
     return model.train()
+
+
+def filled_cache(model: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Return the key/value cache after a forward, as an argument of the next one, by transformers' name for it."""
+    with torch.no_grad():
+        output = model(input_ids=ids, use_cache=True)
+    return {name: output[name] for name in CACHE_NAMES if name in output.keys()}  # noqa: SIM118 - old names are in it, too
 
 
 def tokens(number: int, batch: int = 2, length: int = 16) -> torch.Tensor:

@@ -20,7 +20,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError, UsageError
 
 from .branch_case import IDS, LEFT, ROWS, assert_fast_is_reference, assert_same, step
-from .conftest import tokens
+from .conftest import filled_cache, tokens
 from .families import tiny_decoder
 
 
@@ -88,13 +88,12 @@ def test_training_with_a_cache_that_is_returned_is_its_reference() -> None:
 def test_a_cache_that_holds_something_is_refused(family: str) -> None:
     """Its keys and values would be left out."""
     model = _double(family)
-    with torch.no_grad():
-        cache = model(input_ids=IDS, use_cache=True).past_key_values
+    cache = filled_cache(model, IDS)
     with (
         sbp.attach(model, [ROWS], sites="branches"),
         pytest.raises(UnsupportedError, match=r"got a key.value cache with earlier positions"),
     ):
-        model(input_ids=IDS, past_key_values=cache)
+        model(input_ids=IDS, **cache)
 
 
 def test_a_backward_from_outside_is_refused_and_disabled_it_is_dense() -> None:

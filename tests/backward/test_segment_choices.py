@@ -13,7 +13,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.policy import Rows, Selection, Site, Step
 from tests.selector import Promises
 
-from .conftest import tokens
+from .conftest import filled_cache, tokens
 from .live_bytes import live_bytes
 from .segment_case import (
     NUM_LAYERS,
@@ -154,7 +154,8 @@ def test_evaluation_and_generation_are_the_models_own() -> None:
     plain = model.eval().generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     with sbp.attach(model, [], segments=3), torch.no_grad():
         assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0), plain)
-        assert model(ids, use_cache=True).past_key_values.get_seq_length() == 6
+        (cache,) = filled_cache(model, ids).values()
+        assert cache.get_seq_length() == 6
 
 
 @pytest.mark.compiles

@@ -14,7 +14,7 @@ import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.errors import SparseBPError, UnsupportedError, UsageError
 
-from .conftest import FAMILIES, tokens
+from .conftest import FAMILIES, filled_cache, tokens
 from .segment_case import assert_same, gradients_of, loss_of, make_model, run
 
 
@@ -131,13 +131,12 @@ def test_between_segments_a_model_may_compute_and_after_a_failure_it_begins_anew
 
 def test_a_filled_cache_is_refused() -> None:
     model = make_model()
-    with torch.no_grad():
-        cache = model(tokens(0), use_cache=True).past_key_values
+    cache = filled_cache(model, tokens(0))
     with (
         sbp.attach(model, [], segments=2),
         pytest.raises(UnsupportedError, match=r"'model.layers.0' got a key.value cache with earlier positions"),
     ):
-        loss_of(model, past_key_values=cache)
+        loss_of(model, **cache)
 
 
 REFUSED: list[tuple[dict[str, Any], type[SparseBPError], str]] = [

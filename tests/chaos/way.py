@@ -76,6 +76,8 @@ WAYS: dict[str, Sections] = {
     "grass": _policy("grass", every=2, at_once=1),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "subnet": _policy("subnet", keep=0.3, batches=2),
+    "backlite": _policy("backlite", negligible=0.3, tile=8),
+    "backlite at random": _policy("backlite", negligible=0.3, tile=8, score="random"),
     "mezo": _policy("mezo", scale=1e-2)
     | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},
     "random-ltd": _policy("random-ltd", min_tokens=4, increase_step=1)

@@ -64,6 +64,7 @@ CHOICES = (
     _policy("importance", "ExampleSelector", name="importance", keep=0.5),
     _policy("infobatch", "EpochSelector", name="infobatch"),
     _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
+    _policy("backlite", "TileSelector", name="backlite", negligible=0.3, tile=4),
     _policy("mezo", "GradientEstimator", name="mezo"),
     _policy("subnet", "PartSelector", name="subnet"),
     _policy("frozen (freeze)", "ParameterSelector", name="frozen", freeze=["*.layers.0.*"]),

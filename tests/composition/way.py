@@ -59,6 +59,7 @@ WAYS = (
     Way("compact", "InputSaver", {"name": "compact", "keep": 0.5}),
     Way("velora", "InputSaver", {"name": "velora", "group": 4}),
     Way("subnet", "PartSelector", {"name": "subnet", "keep": 0.3, "by": "random"}),
+    Way("backlite", "TileSelector", {"name": "backlite", "negligible": 0.4, "tile": 2}),
     Way("update: eager", "update", options={"update": "eager"}),
     Way("segments: 2", "segments", options={"segments": 2}),
 )

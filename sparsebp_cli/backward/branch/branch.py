@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.dropout import DropoutRecorder, DropoutTape
-from sparsebp_cli.backward.decoder.decoder import attention_name
+from sparsebp_cli.backward.decoder.decoder import argument_names, attention_name
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
 from sparsebp_cli.backward.decoder.layout import AttentionLayout
 from sparsebp_cli.backward.linear.function import WeightLayout, weight_of
@@ -75,7 +75,8 @@ class Branch:
         layer: int | None,
     ) -> None:
         self.name, self.core, self.before, self.after = name, core, before, after
-        self.last, self.attention, self.layer = last, attention, layer
+        self.last, self.layer = last, layer
+        self.attention = None if attention is None else attention.fitted(argument_names(core))
         self.linears = find_linears(core).covered
         self.keeps_keys = attention is not None and self._keys_are_narrow(attention)
         self.parts = [part for part in (before, core, after) if part is not None]

@@ -89,7 +89,8 @@ def find_decoder(model: nn.Module) -> Decoder:
                 f"BranchLayout under the entry-point group {GROUP} with the name {_name(module)}"
             )
         norm = getattr(module, found.before) if found.before else None
-        layers.append(Layer(numbers.names[number], module, core, found.attention, argument_names(module), norm))
+        arguments = argument_names(module)
+        layers.append(Layer(numbers.names[number], module, core, found.attention.fitted(arguments), arguments, norm))
     if not layers:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
     decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))

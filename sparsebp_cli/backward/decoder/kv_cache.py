@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import NoReturn, Protocol, cast
 
 from torch import Tensor, nn
+
+# What transformers calls the cache among arguments and outputs: since 5.24, and before. The later one is the older.
+CACHE_NAMES = ("cache", "past_key_values")
 
 
 class RecordedKV(Exception):  # noqa: N818 - not an error: it ends a forward early and carries its result
@@ -75,6 +78,11 @@ class SizedCache(Protocol):
 
     def get_seq_length(self, layer_idx: int, /) -> int:
         """Return the number of positions that it holds of a layer."""
+
+
+def find_cache(arguments: Mapping[str, object]) -> object:
+    """Return the key/value cache among a model's arguments by either name, or None."""
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def is_filled(cache: object, core: nn.Module) -> bool:

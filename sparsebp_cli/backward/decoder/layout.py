@@ -7,8 +7,10 @@ its object a tuple of :class:`BranchLayout`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UnsupportedError
 
@@ -23,20 +25,31 @@ class AttentionLayout:
         query: Children that compute only queries: linears, and norms over their whole width; empty if one linear
             computes queries, keys and values.
         key_value: Children that compute keys or values, or the one linear that computes all three.
-        cache: The argument of ``forward`` that takes a key/value cache.
+        cache: The argument of ``forward`` that takes a key/value cache, if it has neither of transformers' names.
         some_queries: Whether its forward can compute the queries of some positions only; not where it takes their
             number from its own input. Such an attention is recomputed whole.
     """
 
     query: tuple[str, ...]
     key_value: tuple[str, ...]
-    cache: str = "past_key_values"
+    cache: str = CACHE_NAMES[0]
     some_queries: bool = True
 
     @property
     def fused(self) -> bool:
         """Whether one linear computes queries, keys and values."""
         return not self.query
+
+    def fitted(self, arguments: Collection[str]) -> AttentionLayout:
+        """Return the layout with the name that one ``forward`` has for the cache.
+
+        Args:
+            arguments: Names of its arguments.
+
+        Returns:
+            The layout; as it is if the forward names none.
+        """
+        return replace(self, cache=next((name for name in (self.cache, *CACHE_NAMES) if name in arguments), self.cache))
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import argument_names, find_reentrant
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.packing.attention import LooksAheadError, Switch, packed
 from sparsebp_cli.backward.packing.batch import (
@@ -512,4 +513,4 @@ def _spread_first(stack: nn.Module, batch: PackedBatch) -> list[tuple[nn.Module,
 
 def _changed(output: Any, **changes: Tensor | None) -> Any:
     """Return a copy of a transformers output with other values, without what has the shape of the packed rows."""
-    return replace(output, **changes, **({"past_key_values": None} if "past_key_values" in output else {}))
+    return replace(output, **changes, **{name: None for name in CACHE_NAMES if name in vars(output)})

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import bind_arguments, find_reentrant
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.packing.across import PackedMemory
 from sparsebp_cli.backward.packing.attention import packed
@@ -224,7 +225,7 @@ class PairPacking:
         run_encoder = partial(run, self.encoder, partial(packed, source, shortens=False))
         with replace_forwards([(self.encoder, run_encoder), (self.decoder, run_decoder)]):
             output = call_module(self.model, **options | named | target, decoder_input_ids=batch.decoder_ids)
-        changes: dict[str, Any] = {"past_key_values": None}
+        changes: dict[str, Any] = {name: None for name in CACHE_NAMES if name in vars(output)}
         if (states := getattr(output, "encoder_last_hidden_state", None)) is not None:
             changes["encoder_last_hidden_state"] = source.spread(states[0])
         if labels is None:

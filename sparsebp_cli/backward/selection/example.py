@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
-from sparsebp_cli.backward.decoder.kv_cache import is_filled
+from sparsebp_cli.backward.decoder.kv_cache import find_cache, is_filled
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.backward.selection.example_loss import check_logits, compare_losses, count_targets, sum_losses
@@ -125,9 +125,9 @@ class ExamplesOverride(ForwardOverride):
             raise UnsupportedError("choosing examples is not built for torch.compile: what is chosen differs by step")
         self.was_called = True
         arguments = bind_arguments(self._model, args, kwargs)
-        if is_filled(arguments.get("past_key_values"), self._model):
+        if is_filled(find_cache(arguments), self._model):
             raise UnsupportedError(
-                f"{type(self._policy).__name__} does not know what to do with past_key_values in training"
+                f"{type(self._policy).__name__} does not know what to do with a cache of earlier positions in training"
             )
         labels = arguments.get("labels")
         if not isinstance(labels, Tensor):

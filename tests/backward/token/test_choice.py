@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.policy import Step, TokenChoice, Tokens
 from sparsebp_cli.policy.token import TokenMode
@@ -153,4 +154,4 @@ def test_the_loss_comes_first_however_the_output_is_read(mode: Any, engine: Any)
     for loss in (output[0], output["loss"], next(iter(output.values())), parts[0]):
         assert torch.equal(loss, output.loss)
     assert ("logits" in output) == (output.logits is not None) == (engine == "reference")
-    assert "past_key_values" not in output
+    assert not set(CACHE_NAMES) & set(output.keys())

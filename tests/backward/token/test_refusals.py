@@ -20,6 +20,7 @@ from transformers import (
 
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import UnsupportedError, UsageError
+from tests.backward.conftest import filled_cache
 from tests.backward.families import tiny_decoder
 
 from .case import Marked, make_batch, random_ids
@@ -116,10 +117,9 @@ def test_an_argument_that_cannot_be_cut_is_refused(extra: dict[str, Any], compla
 
 def test_keys_and_values_of_earlier_positions_are_refused() -> None:
     model, batch = decoder("llama"), make_batch("scattered")
-    with torch.no_grad():
-        filled = model(input_ids=random_ids(), use_cache=True).past_key_values
-    with sbp.attach(model, [Marked()]), pytest.raises(UnsupportedError, match="past_key_values"):
-        model(**batch.arguments, past_key_values=filled)
+    filled = filled_cache(model, random_ids())
+    with sbp.attach(model, [Marked()]), pytest.raises(UnsupportedError, match=" and ".join(filled)):
+        model(**batch.arguments, **filled)
 
 
 def test_labels_of_another_shape_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -66,8 +67,10 @@ class _Masked:
         self.layer, self.kept_BT = layer, kept_BT
 
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        names = ("past_key_values", "attention_mask") if type(self.layer).__name__ == "GPT2Block" else ()
+        names = ("cache", "attention_mask") if type(self.layer).__name__ == "GPT2Block" else ()
         kwargs |= dict(zip(names, args, strict=False))
+        if "past_key_values" in signature(type(self.layer).forward).parameters and "cache" in kwargs:
+            kwargs["past_key_values"] = kwargs.pop("cache")
         given = kwargs.get("attention_mask")
         allowed = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None]
         if given is not None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from sparsebp_cli.backward.core.extension import EstimatesFlops, refuse_uncalled
 from sparsebp_cli.backward.decoder.decoder import Decoder, argument_names, find_decoder, refuse_prompt
+from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import (
     ForwardOverride,
@@ -80,7 +81,7 @@ _NO_LABELS = (
     "{} chooses positions by the labels, and the model was called in training without any: pass labels, or give them "
     "by engine.columns(labels=...) where your own loss takes them out of the batch, or use engine.disabled()"
 )
-_UNKNOWN = ("past_key_values", "output_hidden_states", "output_attentions", "logits_to_keep", "shift_labels")
+_UNKNOWN = (*CACHE_NAMES, "output_hidden_states", "output_attentions", "logits_to_keep", "shift_labels")
 
 
 @final
@@ -210,7 +211,7 @@ class DecoderOverride(ForwardOverride):
             else:
                 changes = self._finish(output.logits, plan, num_items, marks, with_loss=given)
         # The cache may lack positions, so it must not be used after this forward.
-        output = with_changes(output, past_key_values=None, **changes)
+        output = with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
         return output.to_tuple() if return_dict is False else output
 
     def _check(self, own: Mapping[str, object], labels: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""Skipping tiles of attention in the backward, by a tile selector."""
