@@ -58,7 +58,9 @@ class _ByHand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (query, key, value), (_, policy, step, choices) = ctx.saved_tensors, ctx.given
+        saved, (_, policy, step, choices) = ctx.saved_tensors, ctx.given  # checkpointing unpacks them once
+        dtypes = [part.dtype for part in saved]
+        query, key, value, grad = (part.double() for part in (*saved, grad))
         score = ctx.scale * query @ key.mT
         if ctx.mask is not None and ctx.mask.dtype == torch.bool:
             score = score.masked_fill(~ctx.mask, -torch.inf)
@@ -83,4 +85,5 @@ class _ByHand(torch.autograd.Function):
                 kept[tile] = weight[tile]
         subtracted = (weight * (grad @ value.mT)).sum(-1, keepdim=True)
         of_score = ctx.scale * kept * (grad @ value.mT - subtracted)
-        return of_score @ key, of_score.mT @ query, kept.mT @ grad, None, None, None
+        grads = of_score @ key, of_score.mT @ query, kept.mT @ grad
+        return *(part.to(dtype) for part, dtype in zip(grads, dtypes, strict=True)), None, None, None

@@ -48,6 +48,9 @@ BY_KIND = {
     "PartSelector": "Decides once, before the first step. Never exact: what is outside of the parts is not trained. "
     "The gradient of a part is the dense one of its entries. "
     "[Train a part of each weight](../guide/frozen.md#train-a-part-of-each-weight)\n",
+    "TileSelector": "Decides in the backward, example by example, by the attention weights in each tile. Exact if "
+    "every tile has a backward. Claims no FLOPs beforehand, since they depend on the weights; the run counts them. "
+    "[Skip tiles of attention](../guide/attention.md)\n",
     "TokenRouter": "Decides in the forward of training, layer by layer, for the examples of the micro-batch. Exact if "
     "all positions go through every layer, else biased: what is trained is another model than the one that is "
     "evaluated. [Send some positions through each layer](../guide/tokens.md#send-some-positions-through-each-layer)\n",

@@ -162,9 +162,18 @@ def find_pair_refusal(first: Way, second: Way) -> str:
     """
     if "importance" in (first.label, second.label) and (refusal := _find_weighing_refusal(first, second)):
         return refusal
+    if "TileSelector" in (first.question, second.question) and (refusal := _find_tile_refusal(first, second)):
+        return refusal
     if "PartSelector" in (first.question, second.question):
         return _find_part_refusal(*sorted((first, second), key=lambda way: way.question == "PartSelector"), second)
     return _find_other_refusal(first, second)
+
+
+def _find_tile_refusal(first: Way, second: Way) -> str:
+    other = first.question if second.question == "TileSelector" else second.question
+    if other not in ("TokenSelector", "BatchPacker"):
+        return ""
+    return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
 
 
 def _find_other_refusal(first: Way, second: Way) -> str:

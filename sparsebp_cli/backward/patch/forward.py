@@ -10,13 +10,16 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
 from sparsebp_cli.errors import UnsupportedError
 
+Forward: TypeAlias = Callable[..., object]
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -48,11 +51,51 @@ class ForwardOverride(NotCopyable, ABC):
         return call_module(module, *args, **kwargs) if self.covered is None else self.covered(*args, **kwargs)
 
 
+class CheckpointedForward(ForwardOverride):
+    """An override that runs inside of the activation checkpointing of its module, and again where that is run again.
+
+    Before transformers 5.24, a layer called its forward inside of checkpointing. Since then its class's forward has
+    checkpointing inside, and would run again without the override.
+    """
+
+    def __init__(self, module: nn.Module, forward: Forward) -> None:
+        self._module, self._forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        module: Any = self._module
+        is_on = module.gradient_checkpointing and module.training and torch.is_grad_enabled()
+        if not is_on or id(module) in _checkpointed.get():
+            return self._forward(*args, **kwargs)
+        if not getattr(module, "_can_checkpoint_with_cache", False):  # as its class does
+            kwargs |= {name: None for name in ("cache", "layer_past") if name in kwargs}
+            kwargs |= {name: False for name in ("use_cache",) if name in kwargs}
+        return module._gradient_checkpointing_func(partial(self._run, **kwargs), *args)  # noqa: SLF001
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        token = _checkpointed.set(_checkpointed.get() | {id(self._module)})
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _checkpointed.reset(token)
+
+
+_checkpointed: ContextVar[frozenset[int]] = ContextVar("checkpointed", default=frozenset())  # modules that are running
+
+
+def checkpoints_in_forward(module: nn.Module) -> bool:
+    """Whether the forward of a module's class has activation checkpointing inside, as layers of transformers have it
+    since 5.24."""
+    base = next((kind for kind in type(module).__mro__ if kind.__name__ == "GradientCheckpointingLayer"), None)
+    return base is not None and "__call__" not in vars(base)
+
+
 class ForwardPatches:
     """The forwards that one adapter or extension has overridden."""
 
     def __init__(self) -> None:
-        self._installed: list[tuple[nn.Module, Callable[..., object], Callable[..., object] | None]] = []
+        # The module, what was given, what is its forward now, and what was before.
+        self._installed: list[tuple[nn.Module, Forward, Forward, Forward | None]] = []
 
     def install(self, module: nn.Module, forward: Callable[..., object]) -> None:
         """Override a module's forward."""
@@ -61,16 +104,18 @@ class ForwardPatches:
             forward.covered = covered
             # transformers' generate passes what the forward takes: without position_ids it miscounts left padding.
             forward.__signature__ = inspect.signature(module.forward)
-        self._installed.append((module, forward, covered))
-        module.forward = forward
+        installed = CheckpointedForward(module, forward) if checkpoints_in_forward(module) else forward
+        self._installed.append((module, forward, installed, covered))
+        module.forward = installed
 
     def remove(self) -> None:
         """Restore all forwards, the latest first; one that another library has wrapped since is left in place."""
         while self._installed:
-            module, forward, covered = self._installed.pop()
-            if isinstance(forward, ForwardOverride):
-                forward.is_removed = True
-            if module.__dict__.get("forward") is not forward:  # deleting it would drop the other library's wrapper
+            module, forward, installed, covered = self._installed.pop()
+            for override in (forward, installed):
+                if isinstance(override, ForwardOverride):
+                    override.is_removed = True
+            if module.__dict__.get("forward") is not installed:  # deleting it would drop the other library's wrapper
                 continue
             if covered is None:
                 del module.__dict__["forward"]
@@ -98,8 +143,11 @@ def uncompiled(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, 
 
 
 def call_module(module: nn.Module, *args: object, **kwargs: object) -> Any:
-    """Run a module by its class's forward, whatever overrides it."""
-    return type(module).forward(module, *args, **kwargs)
+    """Run a module by its class's forward, whatever overrides it, without activation checkpointing of the module."""
+    forward: Callable[..., Any] = type(module).forward
+    if checkpoints_in_forward(module):
+        forward = forward.__wrapped__  # type: ignore[attr-defined]
+    return forward(module, *args, **kwargs)
 
 
 def check_free(name: str, module: nn.Module) -> None:

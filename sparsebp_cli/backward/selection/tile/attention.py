@@ -113,27 +113,32 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output = ctx.saved_tensors
-        attention, tiles = cast("Attention", ctx.attention), cast("ChoosesTiles", ctx.tiles)
-        grads = tuple(torch.empty_like(part) for part in (query, key, value))
-        groups, size = query.shape[1] // key.shape[1], tiles.size()
-        wide = _widen(query, key, value, output.transpose(1, 2), grad.transpose(1, 2))
-        for example, (query_HTD, key_HSD, value_HSE, output_HTE, grad_HTE) in enumerate(zip(*wide, strict=True)):
-            rows = query_HTD, _repeat(key_HSD, groups), _repeat(value_HSE, groups), output_HTE
-            weight_HTS, allowed = attention.weights(rows[0], rows[1], example)
-            length = size or max(weight_HTS.shape[1:])  # all in one tile
-            left_HQK = _find_left(weight_HTS, allowed, length)
-            keep_HQK = left_HQK
-            if size is not None:
-                keep_HQK = left_HQK & tiles.choose(sum_tiles(weight_HTS, length), example)
-            given = weight_HTS, grad_HTE, rows, keep_HQK, length, attention.scale
-            if tiles.is_reference:
-                found = masked_gradients(*given)
-            else:
-                found = tiled_gradients(*given, num_tiles=int(left_HQK.sum()))
-            for whole, part in zip(grads, found, strict=True):
-                whole[example] = part.unflatten(0, (len(whole[example]), -1)).sum(1)
-        return (*grads, None, None, None)
+        with torch.autocast(grad.device.type, enabled=False):
+            return *_differentiate(ctx, grad), None, None, None
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    query, key, value, output = ctx.saved_tensors
+    attention, tiles = cast("Attention", ctx.attention), cast("ChoosesTiles", ctx.tiles)
+    grads = tuple(torch.empty_like(part) for part in (query, key, value))
+    groups, size = query.shape[1] // key.shape[1], tiles.size()
+    wide = _widen(query, key, value, output.transpose(1, 2), grad.transpose(1, 2))
+    for example, (query_HTD, key_HSD, value_HSE, output_HTE, grad_HTE) in enumerate(zip(*wide, strict=True)):
+        rows = query_HTD, _repeat(key_HSD, groups), _repeat(value_HSE, groups), output_HTE
+        weight_HTS, allowed = attention.weights(rows[0], rows[1], example)
+        length = size or max(weight_HTS.shape[1:])  # all in one tile
+        left_HQK = _find_left(weight_HTS, allowed, length)
+        keep_HQK = left_HQK
+        if size is not None:
+            keep_HQK = left_HQK & tiles.choose(sum_tiles(weight_HTS, length), example)
+        given = weight_HTS, grad_HTE, rows, keep_HQK, length, attention.scale
+        if tiles.is_reference:
+            found = masked_gradients(*given)
+        else:
+            found = tiled_gradients(*given, num_tiles=int(left_HQK.sum()))
+        for whole, part in zip(grads, found, strict=True):
+            whole[example] = part.unflatten(0, (len(whole[example]), -1)).sum(1)
+    return grads
 
 
 def _find_left(weight_HTS: Tensor, allowed: Tensor | None, size: int) -> Tensor:

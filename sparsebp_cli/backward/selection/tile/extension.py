@@ -102,7 +102,7 @@ class TileExtension:
             What the function returns.
         """
         self._was_called = True
-        if not self.engine.enabled or self.policy.at(self.engine.now()).exact:
+        if not torch.is_grad_enabled() or not self.engine.enabled or self.policy.at(self.engine.now()).exact:
             return own(module, *tensors, mask, **options)
         attention = self._describe(module, tensors, mask, options)
 
@@ -245,6 +245,6 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
 ) -> tuple[Tensor, Tensor | None]:
     extension = _extensions.get(module)
-    if extension is None or not (module.training and torch.is_grad_enabled()):
+    if extension is None or not module.training:
         return _before[0](module, query, key, value, attention_mask, **kwargs)
     return uncompiled(extension.attend)(_before[0], module, (query, key, value), attention_mask, kwargs)
