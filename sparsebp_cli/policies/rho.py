@@ -27,10 +27,11 @@ class Rho(ExampleSelector, ReferenceReader):
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where part of the data is noise or known already, and a model trained on other data of the kind is at "
-        "hand, which may be smaller. Its training is a cost of its own. Compare with uniform.",
+        "hand, which may be smaller. Not in the work: its training, and its forward, once for each example of the data or "
+        "for each batch. Compare with uniform.",
         year=2022,
         saves=("time", "memory"),
-        work="keep + 1 / 3; the reference's forward once for each example of the data, or for each batch.",
+        work="keep + 1 / 3",
         memory="keep of the examples; with reference_scores: fly the reference.",
         claimed="18 times fewer steps and 2 % more accuracy on images from the web, Clothing-1M (abstract).",
         code="OATML/RHO-Loss, Apache-2.0; not read.",
