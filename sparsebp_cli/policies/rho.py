@@ -27,8 +27,8 @@ class Rho(ExampleSelector, ReferenceReader):
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="Where part of the data is noise or known already, and a model trained on other data of the kind is at "
-        "hand, which may be smaller. Not in the work: its training, and its forward, once for each example of the data or "
-        "for each batch. Compare with uniform.",
+        "hand, which may be smaller. Not in the work: its training, and its forward, once for each example of the "
+        "data or for each batch. Compare with uniform.",
         year=2022,
         saves=("time", "memory"),
         work="keep + 1 / 3",
