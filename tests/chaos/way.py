@@ -19,6 +19,7 @@ def _phases(first: Sections, second: Sections) -> Sections:
 
 
 _NODES = {"backward": {"sites": "nodes"}}
+_NO_DROPOUT = {"model": {"config": LLAMA}}  # what is refused with these policies
 _TURNS = {"freeze": ["model.embed_tokens", "model.norm"], "turn": "layers", "every": 3}
 _LORA = {"lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
 
@@ -62,7 +63,7 @@ WAYS: dict[str, Sections] = {
     "velora": _policy("velora", group=4),
     "backrazor": _policy("dropit", keep=0.3, within="example"),
     "dither": _policy("dither"),
-    "lossless": _policy("lossless"),
+    "lossless": _policy("lossless") | _NO_DROPOUT,
     "frozen": _policy("frozen", freeze=["*.layers.0.*"]),
     "frozen in turn, at random": _policy("frozen", order="random", **_TURNS),
     "frozen in turn, independent, state dropped": _policy(
@@ -76,8 +77,8 @@ WAYS: dict[str, Sections] = {
     "grass": _policy("grass", every=2, at_once=1),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "subnet": _policy("subnet", keep=0.3, batches=2),
-    "backlite": _policy("backlite", negligible=0.3, tile=8),
-    "backlite at random": _policy("backlite", negligible=0.3, tile=8, score="random"),
+    "backlite": _policy("backlite", negligible=0.3, tile=8) | _NO_DROPOUT,
+    "backlite at random": _policy("backlite", negligible=0.3, tile=8, score="random") | _NO_DROPOUT,
     "mezo": _policy("mezo", scale=1e-2)
     | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},
     "random-ltd": _policy("random-ltd", min_tokens=4, increase_step=1)
