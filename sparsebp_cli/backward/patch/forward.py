@@ -88,7 +88,7 @@ _checkpointed: ContextVar[frozenset[int]] = ContextVar("checkpointed", default=f
 
 
 def checkpoints_in_forward(module: nn.Module) -> bool:
-    """Whether a module's class has activation checkpointing inside of its forward, as layers of transformers 5.24 do."""
+    """Whether a module's class has checkpointing inside of its forward, as layers of transformers 5.24 have it."""
     base = next((kind for kind in type(module).__mro__ if kind.__name__ == "GradientCheckpointingLayer"), None)
     return base is not None and "__call__" not in vars(base)
 
