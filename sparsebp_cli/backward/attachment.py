@@ -132,9 +132,11 @@ def attach(
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
     divisible = find_divisible(model, options.exclude) if any(isinstance(p, PartSelector) for p in policies) else {}
     states = PolicyStates(
-        [(policy, _find_places(policy, model, decisions, linears, divisible)) for policy in policies],
+        [(policy, _find_places(policy, model, decisions, savers, linears, divisible)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
+    for saver in savers:
+        saver.states = states
     given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible)
     tokens = make_extensions(policies, model, reference, states)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
@@ -172,13 +174,20 @@ def attach(
 
 
 def _find_places(
-    policy: Policy, model: nn.Module, decisions: SiteDecisions, linears: Sequence[Site], divisible: Linears
+    policy: Policy,
+    model: nn.Module,
+    decisions: SiteDecisions,
+    savers: Sequence[InputSaving],
+    linears: Sequence[Site],
+    divisible: Linears,
 ) -> Sequence[object]:
     """Return where a policy with state decides."""
     if not isinstance(policy, Stateful):
         return ()
     if isinstance(policy, GradientSelector):
         return decisions.sites_of(policy, linears)
+    if isinstance(policy, InputSaver):
+        return [site for site in linears if savers[0].scope.contains(site.name, site.layer)]  # of the one saver
     if isinstance(policy, ParameterSelector):
         return find_parameters(model)[0]
     if isinstance(policy, PartSelector):
