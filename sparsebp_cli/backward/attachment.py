@@ -53,7 +53,6 @@ from sparsebp_cli.policy import (
     PartSelector,
     Policy,
     PolicyLike,
-    Site,
     Stateful,
     Step,
     TileSelector,
@@ -198,7 +197,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
-_Places: TypeAlias = Mapping[type[Policy], Callable[[Any], Sequence[object]]]  # by kind, of one policy
+_Places: TypeAlias = Mapping[Any, Callable[[Any], Sequence[object]]]  # by kind, of one policy
 # No site decides or counts.
 _ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TileSelector, TokenRouter)
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
