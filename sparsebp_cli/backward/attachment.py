@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -54,7 +54,6 @@ from sparsebp_cli.policy import (
     Policy,
     PolicyLike,
     ReferenceReader,
-    Site,
     Stateful,
     Step,
     TileSelector,
@@ -81,7 +80,8 @@ def attach(
 
     Args:
         model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are. It may be
-            wrapped by DDP or ``torch.compile`` before or afterwards.
+            wrapped by DDP or ``torch.compile`` before or afterwards; with gradient policies at ``sites="linears"`` it
+            compiles to one graph (``fullgraph=True``), in which the policies are asked at every backward.
         policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one answers
             each question; none is dense.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
@@ -135,10 +135,20 @@ def attach(
             decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
     divisible = find_divisible(model, options.exclude) if any(isinstance(p, PartSelector) for p in policies) else {}
+    places: _Places = {  # of a policy with state
+        GradientSelector: lambda policy: decisions.sites_of(policy, linears),
+        InputSaver: lambda _: [site for site in linears if savers[0].scope.contains(site.name, site.layer)],  # the one
+        ParameterSelector: lambda _: find_parameters(model)[0],
+        PartSelector: lambda _: show_weights(model, divisible),
+        ExampleSelector: lambda policy: range(num_examples or 0) if policy.reads_rows else (),
+        BlockDropper: lambda policy: find_blocks(model, type(policy).__name__)[0],
+    }
     states = PolicyStates(
-        [(policy, _find_places(policy, model, decisions, linears, divisible, num_examples)) for policy in policies],
+        [(policy, _find_places(policy, places)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
+    for saver in savers:
+        saver.states = states
     given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible, num_examples, reference)
     tokens = make_extensions(policies, model, reference, states)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
@@ -175,26 +185,11 @@ def attach(
     return attached
 
 
-def _find_places(
-    policy: Policy,
-    model: nn.Module,
-    decisions: SiteDecisions,
-    linears: Sequence[Site],
-    divisible: Linears,
-    num_examples: int | None,
-) -> Sequence[object]:
+def _find_places(policy: Policy, places: _Places) -> Sequence[object]:
     """Return where a policy with state decides."""
     if not isinstance(policy, Stateful):
         return ()
-    if isinstance(policy, GradientSelector):
-        return decisions.sites_of(policy, linears)
-    if isinstance(policy, ParameterSelector):
-        return find_parameters(model)[0]
-    if isinstance(policy, PartSelector):
-        return show_weights(model, divisible)
-    if isinstance(policy, ExampleSelector):
-        return range(num_examples or 0) if policy.reads_rows else ()
-    return find_blocks(model, type(policy).__name__)[0] if isinstance(policy, BlockDropper) else ()
+    return next((find(policy) for kind, find in places.items() if isinstance(policy, kind)), ())
 
 
 def _names_layers(policy: Policy) -> bool:
@@ -203,6 +198,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
+_Places: TypeAlias = Mapping[Any, Callable[[Any], Sequence[object]]]  # by kind, of one policy
 # No site decides or counts.
 _ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TileSelector, TokenRouter)
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {

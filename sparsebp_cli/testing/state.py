@@ -76,6 +76,8 @@ def _observe(policy: Stateful[Any], places: Sequence[Named | int], seed: int = 0
         "weight_gradient": {
             p.name: torch.rand(p.matrix_OD.shape, generator=generator) for p in places if isinstance(p, TrainedWeight)
         },
+        "reader_gradient": rows,
+        "input_entries": {name: torch.tensor(float(NUM_ROWS)) for name in rows},
         "block_norm": sizes,
         "example_loss": {"0": torch.rand(NUM_ROWS, generator=generator)},
         "example_gradient": {"0": torch.rand(NUM_ROWS, generator=generator)},
