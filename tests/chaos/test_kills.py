@@ -33,7 +33,7 @@ def reference(tiny_folder: Path, tiny_recipe: Callable[..., Recipe]) -> str:
     return str(tiny_folder / "reference")
 
 
-def sections(way: str, reference: str) -> dict[str, Any]:
+def sections(way: str, reference: str = "") -> dict[str, Any]:
     """Return the recipe's sections of one way: 40 steps, a checkpoint every two, all measurements under way."""
     given = dict(WAYS[way])
     if "policy" in given:
