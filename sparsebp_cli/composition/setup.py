@@ -82,6 +82,7 @@ class PolicyFacts:
         if isinstance(policy, TokenSelector):
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}
+            facts["differentiates"] = "last_gradient" in policy.needs
         return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)
 
 
