@@ -192,6 +192,11 @@ _POLICY_RULES = (
         options={"sites": ("branches", "nodes")},
     ),
     Rule(
+        "{policy} needs {sharding:none}: its score differentiates the last layer inside of the forward",
+        policy={**TOKENS, "differentiates": (True,)},
+        options={"sharding": ("fsdp2",)},
+    ),
+    Rule(
         "{policy} with {segments} is not built: it runs layers for some positions only",
         policy=TOKENS,
         options={"segments": GIVEN},
