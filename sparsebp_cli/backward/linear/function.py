@@ -23,6 +23,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import pad
 
 from sparsebp_cli.backward.core.report import FlopEstimate
+from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.saved import multiply_saved
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Saved, Selection, Split, TwoToFour
 
@@ -110,19 +111,23 @@ class LinearCost:
     needs: Needs
     form: WeightLayout
     saved_share: float = 1.0  # of wgrad's multiplications, with what was saved of the input
+    masked: frozenset[type[Selection]] = frozenset()  # kinds that this device multiplies densely
     pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return the dense work, and the part that the kernel for this kind of selection executes."""
         flops = self.product_flops * (self.needs.dgrad + self.needs.wgrad)
         left = self.product_flops * (self.needs.dgrad + self.needs.wgrad * self.saved_share)
-        return FlopEstimate(flops, left * self.form.share(selection, budget))
+        return FlopEstimate(flops, left * self._share(selection, budget))
 
     def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
         """Return the same if dgrad and wgrad are selected apart."""
         parts = [part for part, needed in ((dgrad, self.needs.dgrad), (wgrad, self.needs.wgrad)) if needed]
-        left = sum(self.form.share(*part) for part in parts)
+        left = sum(self._share(*part) for part in parts)
         return FlopEstimate(self.product_flops * len(parts), self.product_flops * left)
+
+    def _share(self, selection: type[Selection] | None, budget: float) -> float:
+        return 1.0 if selection in self.masked else self.form.share(selection, budget)
 
 
 @final
@@ -354,7 +359,7 @@ def run_kernel(
 
     ``x_ND`` is None without wgrad, ``weight`` without dgrad. Returns None if only the masked reference applies.
     """
-    kernel = _KERNELS.get(type(selection))
+    kernel = cuda.find_form(type(selection), grad_NO) or _KERNELS.get(type(selection))
     return None if kernel is None else kernel(form, grad_NO, x_ND, weight, selection, needs)
 
 

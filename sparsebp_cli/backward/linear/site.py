@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.compiled import LAYOUTS, READABLE, register, run_in_graph
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
 from sparsebp_cli.backward.linear.function import (
@@ -269,7 +270,8 @@ class LinearOverride(ForwardOverride):
         own. ``saved_share`` is the share of wgrad's multiplications with what was saved of the input.
         """
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
-        work = LinearCost(2.0 * grad_NO.numel() * num_inputs, needs, self.form, saved_share)
+        flops, masked = 2.0 * grad_NO.numel() * num_inputs, cuda.find_masked(grad_NO)
+        work = LinearCost(flops, needs, self.form, saved_share, masked)
         seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or {})
         return self.engine.decisions.decide_linear(site, seen, work, dense_rows)
 
