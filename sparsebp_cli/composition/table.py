@@ -5,7 +5,7 @@ What no rule refuses works; ``tests/composition`` checks both.
 
 from __future__ import annotations
 
-from sparsebp_cli.composition.loop_table import OWN_LOOP, TRAINER
+from sparsebp_cli.composition.loop_table import COMPILED, OWN_LOOP, TRAINER
 from sparsebp_cli.composition.rule import (
     ABSENT,
     DROPPER,
@@ -549,4 +549,4 @@ _OPTION_RULES = (
         blame="optim",
     ),
 )
-RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *TRAINER)
+RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *COMPILED, *TRAINER)
