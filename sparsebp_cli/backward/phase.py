@@ -172,6 +172,7 @@ def attach_phases(
     *,
     optimizer: torch.optim.Optimizer,
     num_steps: int,
+    num_examples: int | None = None,
     max_grad_norm: float | None = None,
     seed: int = 0,
     reference: nn.Module | Literal["batch"] | None = None,
@@ -187,6 +188,7 @@ def attach_phases(
             at the step that is nearest to its share of ``num_steps``.
         optimizer: Its steps end the phases.
         num_steps: Optimizer steps of the whole training, at least 1.
+        num_examples: As for :func:`attach`.
         max_grad_norm: As for :func:`attach`.
         seed: As for :func:`attach`.
         reference: As for :func:`attach`; one for all phases that compare.
@@ -211,6 +213,7 @@ def attach_phases(
             max_grad_norm=max_grad_norm,
             seed=seed,
             num_steps=num_steps,
+            num_examples=num_examples,
             reference=reference if needs_reference(policies, made) else None,
             **choices,
         )

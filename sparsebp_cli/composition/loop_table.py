@@ -43,6 +43,12 @@ OWN_LOOP = (
         options={"loop": ("trainer",)},
     ),
     Rule(
+        "{policy} keeps something for each example of the data, and a Trainer's batches do not say which these are; "
+        "run a recipe, or your own loop with attach(num_examples=...)",
+        policy={"reads_rows": (True,)},
+        options={"loop": ("trainer",)},
+    ),
+    Rule(
         "{policy} estimates gradients without a backward, which a Trainer cannot; run a recipe, or your own loop with "
         "engine.estimate",
         policy=ESTIMATOR,

@@ -79,6 +79,7 @@ class PolicyFacts:
             facts["skips"] = policy.skips_forward
         if isinstance(policy, ExampleSelector):
             facts["weighs"] = policy.weighs
+            facts["reads_rows"] = policy.reads_rows
         if isinstance(policy, TokenSelector):
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}

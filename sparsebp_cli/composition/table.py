@@ -87,11 +87,12 @@ _POLICY_RULES = (
         policy={"stateful": (True,), "kind": ("EdgeRouter", "BatchPacker", "TokenRouter", "TileSelector")},
     ),
     Rule(
-        "{policy} asks for trial passes, which are built for block droppers, layer samplers and part selectors alone",
+        "{policy} asks for trial passes, which are built for block droppers, layer samplers, part selectors and input "
+        "savers alone",
         policy={
             "has_trials": (True,),
             "samples_layers": (False,),
-            "kind": tuple(kind for kind in KINDS if kind not in {"BlockDropper", "PartSelector"}),
+            "kind": tuple(kind for kind in KINDS if kind not in {"BlockDropper", "PartSelector", "InputSaver"}),
         },
     ),
     Rule(

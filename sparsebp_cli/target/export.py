@@ -15,13 +15,14 @@ import yaml
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
-from sparsebp_cli.recipe.schema import TargetSection
+from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.run import home
 from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.container import ContainerOptions, container_name, run_folder
 from sparsebp_cli.target.manifest import KubernetesOptions, as_literal, make_job
 
 END = "END_OF_PLAN"
+SHARED = set(TargetOptions.model_fields) - {"worker"}  # of a target's options, those that the worker reads
 
 
 def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
@@ -112,7 +113,8 @@ def _only(plans: Sequence[Plan], form: str) -> Plan:
 def _plan_text(plan: Plan) -> str:
     """Return the plan with the target ``local``, for its new machine, and without the text of uncommitted changes."""
     target = plan.recipe.target
-    local = TargetSection(kind="local", threads=target.threads, device=target.device)
+    shared = {name: value for name, value in target.options.items() if name in SHARED}
+    local = TargetSection(kind="local", threads=target.threads, device=target.device, **shared)
     provenance = plan.provenance.model_copy(update={"git_diff": ""})
     recipe = plan.recipe.model_copy(update={"target": local})
     changed = plan.model_copy(update={"recipe": recipe, "provenance": provenance})

@@ -22,8 +22,7 @@ DROPOUT = {"attention_dropout": 0.1}
 def sections(way: str) -> dict[str, Any]:
     """Return the recipe's sections of one way: 40 steps, a checkpoint every two, all measurements under way."""
     given = dict(WAYS[way])
-    config = LLAMA if way == "lossless" else LLAMA | DROPOUT  # it refuses dropout
-    model = {"config": config} | given.pop("model", {})
+    model = {"config": LLAMA | DROPOUT} | given.pop("model", {})
     training = {"max_steps": 40} | given.pop("training", {})
     return given | {"model": model, "training": training, "checkpoint": {"every": 2}, "measure": MEASURED}
 

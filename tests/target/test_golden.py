@@ -127,6 +127,7 @@ GOLDEN: dict[str, Callable[[], str]] = {
     ),
     "slurm-apptainer.txt": lambda: show_slurm(container="apptainer", image="/images/sparsebp.sif", gpus=1),
     "slurm-array.txt": lambda: render_script(SlurmOptions(), [f"/scratch/runs/{name}" for name in ("a", "b", "c")], 2),
+    "slurm-nodes.txt": lambda: show_slurm(nodes=2, processes=8, gpus=4, cpus=16, container="apptainer"),
     "kubernetes-plain.txt": show_kubernetes,
     "kubernetes-rich.txt": lambda: show_kubernetes(**RICH_POD),
     "kubernetes-reader.txt": lambda: to_text(make_reader(KubernetesOptions(**RICH_POD), "0123456789ab")),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast, final
 
@@ -37,6 +38,7 @@ from sparsebp_cli.backward.selection.score.scorer import (
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError, UsageError
 from sparsebp_cli.policy import Examples, ExampleSelector, Score, Step, WeightedExamples
+from sparsebp_cli.policy.example import EXAMPLE_ROW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +59,9 @@ class ExampleExtension:
     loss.
     """
 
-    def __init__(self, policy: ExampleSelector, model: nn.Module, states: PolicyStates) -> None:
+    def __init__(
+        self, policy: ExampleSelector, model: nn.Module, states: PolicyStates, num_examples: int | None = None
+    ) -> None:
         from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
 
         found = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
@@ -67,11 +71,14 @@ class ExampleExtension:
                 f"labels, got {type(model).__name__}"
             )
         self._policy, self._model, self._states, self._patches = policy, found, states, ForwardPatches()
+        self._num_examples = num_examples
         head: object = found.get_output_embeddings()
         self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
 
     def install(self, engine: EngineView) -> None:
-        self._override = ExamplesOverride(self._model, self._policy, self._scorer, engine, self._states)
+        self._override = ExamplesOverride(
+            self._model, self._policy, self._scorer, engine, self._states, self._num_examples
+        )
         self._patches.install(self._model, self._override)
 
     def remove(self) -> None:
@@ -98,7 +105,7 @@ class ExampleExtension:
 
 class ExamplesOverride(ForwardOverride):
     """The model's ``forward``: its own, on the examples that the policy chooses; ``scorer`` is None for a
-    classification.
+    classification. ``num_examples`` is the number of rows of the training data, of a policy that reads these.
     """
 
     def __init__(
@@ -108,16 +115,18 @@ class ExamplesOverride(ForwardOverride):
         scorer: Scorer | None,
         engine: EngineView,
         states: PolicyStates,
+        num_examples: int | None,
     ) -> None:
         self.was_called, self._number, self._is_compared = False, 1, False
         self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
-        self._states = states
+        self._states, self._num_examples = states, num_examples
         self._inner: Callable[..., HasLogits] = partial(self.run_covered, model)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         training = self._model.training and torch.is_grad_enabled()
         if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
+        row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
         if self.is_removed or not (training and self._engine.enabled):
             self._number = _count_examples(bind_arguments(self._model, args, kwargs))
             return self._inner(*args, **kwargs)
@@ -137,7 +146,7 @@ class ExamplesOverride(ForwardOverride):
             )
         step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
         spent = ScoringCost(labels.device)
-        choice = self._choose(arguments, len(labels), step, spent)
+        choice = self._choose(arguments, self._check_rows(row_B, len(labels)), len(labels), step, spent)
         if choice is None:
             self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
             return self._inner(**arguments)
@@ -158,18 +167,39 @@ class ExamplesOverride(ForwardOverride):
             return self._run_weighted(chosen, choice, targets if num_items is None else num_items, targets)
 
     def _choose(
-        self, arguments: Arguments, number: int, step: Step, spent: ScoringCost
+        self, arguments: Arguments, row_B: Tensor | None, number: int, step: Step, spent: ScoringCost
     ) -> Tensor | WeightedExamples | None:
         """Ask the policy, after the forward for what it reads, whose cost is ``spent``."""
-        policy, examples = self._policy.at(step), Examples(number)
+        policy, examples = self._policy.at(step), Examples(number, row_B=row_B)
+        if row_B is not None:
+            self._states.see_scores(self._policy, "example_row", row_B)
         if policy.needs_loss(step):
             with spent:
-                examples = self._score(arguments)
+                examples = replace(self._score(arguments), row_B=row_B)
             if examples.loss_B is not None:
                 self._states.see_scores(self._policy, "example_loss", examples.loss_B)
             if examples.gradient_norm_B is not None:
                 self._states.see_scores(self._policy, "example_gradient", examples.gradient_norm_B)
         return policy.choose(examples, step)
+
+    def _check_rows(self, row_B: object, number: int) -> Tensor | None:
+        """Return the rows of a batch's examples; None unless the policy reads them."""
+        if not self._policy.reads_rows:
+            return None
+        name, most = type(self._policy).__name__, self._num_examples
+        assert most is not None
+        if row_B is None:
+            raise UsageError(
+                f"{name} keeps something for each example of the data, and the batch does not say which these are: add "
+                f"the column {EXAMPLE_ROW!r}, the row of each in the data, (B,), int64"
+            )
+        if not isinstance(row_B, Tensor) or row_B.shape != (number,) or row_B.dtype != torch.int64:
+            got = f"{row_B.dtype} {tuple(row_B.shape)}" if isinstance(row_B, Tensor) else type(row_B).__name__
+            raise UsageError(f"{EXAMPLE_ROW} must be int64 of shape {(number,)}, got {got}")
+        if not 0 <= int(row_B.min()) <= int(row_B.max()) < most:
+            got = f"{int(row_B.min())} to {int(row_B.max())}"
+            raise UsageError(f"{EXAMPLE_ROW} must be in [0, {most}), as attach(num_examples={most}) says, got {got}")
+        return row_B
 
     def _run_weighted(
         self, chosen: dict[str, object], choice: WeightedExamples, num_items: Tensor | float, targets: Tensor
@@ -198,7 +228,9 @@ class ExamplesOverride(ForwardOverride):
         step, number = self._states.show(self._policy, self._engine.now()), self._number
         policy = self._policy.at(step)
         none_B = torch.zeros(number) if policy.needs_loss(step) else None
-        choice = policy.choose(Examples(number, none_B, none_B if policy.reads_gradient_norm else None), step)
+        row_B = torch.zeros(number, dtype=torch.int64) if policy.reads_rows else None
+        examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, row_B)
+        choice = policy.choose(examples, step)
         if choice is None:
             return 1.0
         return len(choice if isinstance(choice, Tensor) else choice.index_K) / number
