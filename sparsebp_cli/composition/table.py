@@ -5,7 +5,7 @@ What no rule refuses works; ``tests/composition`` checks both.
 
 from __future__ import annotations
 
-from sparsebp_cli.composition.loop_table import OWN_LOOP, TRAINER
+from sparsebp_cli.composition.loop_table import COMPILED, OWN_LOOP, TRAINER
 from sparsebp_cli.composition.rule import (
     ABSENT,
     DROPPER,
@@ -190,6 +190,11 @@ _POLICY_RULES = (
         why="Branches and nodes store tensors by their index among all positions.",
         policy=TOKENS,
         options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} needs {sharding:none}: its score differentiates the last layer inside of the forward",
+        policy={**TOKENS, "differentiates": (True,)},
+        options={"sharding": ("fsdp2",)},
     ),
     Rule(
         "{policy} with {segments} is not built: it runs layers for some positions only",
@@ -544,4 +549,4 @@ _OPTION_RULES = (
         blame="optim",
     ),
 )
-RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *TRAINER)
+RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *COMPILED, *TRAINER)

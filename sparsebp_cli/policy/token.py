@@ -19,7 +19,7 @@ from sparsebp_cli.policy.reference import ReferenceReader
 if TYPE_CHECKING:
     import torch
 
-Score = Literal["loss", "entropy", "gradient_norm", "reference_loss"]
+Score = Literal["loss", "entropy", "gradient_norm", "reference_loss", "attention", "last_gradient", "update"]
 TokenMode = Literal["exact", "detach", "stop"]
 
 
@@ -33,7 +33,10 @@ class Tokens:
         real_BT: Whether the position is no padding.
         scores: Scores that the policy needs, by name, each (B, T) in float32 and 0 where there is no target: ``loss``
             in nats and ``entropy`` in nats of the model at this step, ``gradient_norm``, the 2-norm of the loss'
-            gradient with respect to the position's logits, and ``reference_loss`` of the reference model.
+            gradient with respect to the position's logits, and ``reference_loss`` of the reference model; ``attention``
+            that all positions but padding give to this one in the last layer, in the mean over its heads;
+            ``last_gradient``, the 2-norm of the gradient of the batch's summed loss at the input of the last layer; and
+            ``update``, the sum over layers of the 2-norm of what a layer adds to the residual stream.
         columns: Further columns of the batch, by name, each (B, T), as in the data: the entry at t refers to the token
             at t, which the position t - 1 predicts.
     """

@@ -24,6 +24,7 @@ PLACES: dict[str, Location] = {
     "max_grad_norm": ("training", "max_grad_norm"),
     "optim": ("training", "optim"),
     "mixed_precision": ("training", "mixed_precision"),
+    "compile": ("training", "compile"),
     "dtype": ("model", "dtype"),
     "attention": ("model", "attention"),
     "float8": ("model", "float8"),
@@ -75,7 +76,8 @@ def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Set
         words["max_grad_norm"] = f"{_format_key('max_grad_norm', values['max_grad_norm'])}, the default,"
     with suppress(UsageError):  # _find_arguments reports an unknown optimizer
         values["optim_is_sharded"] = find_optimizer(recipe.training.optim).is_sharded
-    return Setup(policies, values | {"loop": "worker"}, _format_key, words)
+    values |= {"loop": "worker", "wrapped": "compiled" if values["compile"] else None}
+    return Setup(policies, values, _format_key, words)
 
 
 def _count_references(recipe: Recipe) -> int:
