@@ -70,8 +70,9 @@ def test_a_cancelled_job_of_two_nodes_makes_a_checkpoint(slurm_options: Options)
     job = target.submit(run)
     wait_for_step(run, 3)
     assert job.cancel(60) is State.CANCELLED
-    assert last_end(run)["text"] == f"SIGTERM: stopped after step {last_end(run)['step']}"
-    assert (run.path / "checkpoints" / f"step-{last_end(run)['step']:08d}").is_dir()
+    ends = History.load(run.path).ends
+    assert ends[0]["text"] == f"SIGTERM: stopped after step {ends[0]['step']}"
+    assert (run.path / "checkpoints" / f"step-{ends[0]['step']:08d}").is_dir()
 
 
 PROGRAM = """
