@@ -107,7 +107,7 @@ def test_two_processes_train_as_one_does(trained, name, way) -> None:
     one, two = trained[name, "one"], trained[name, way]
     expected, found = History.load(one.path), History.load(two.path)
     compared = ["train/loss", "train/grad_norm", "eval/loss", "policy/kept_share", "train/tokens"]
-    compared += ["eval/accuracy"] if name == "classification" else []
+    compared += ["eval/accuracy", "eval/macro_f1"] if name == "classification" else []
     compared += ["fidelity/cosine", "fidelity/relative_error"] if "policy" in CASES[name] else []
     for metric in compared:
         assert found.series(metric) == pytest.approx(expected.series(metric), rel=RELATIVE), metric
