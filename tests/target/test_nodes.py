@@ -85,7 +85,7 @@ sys.exit(4 if count.read_text() == "1" else 0)
 """
 
 
-def test_only_the_relay_of_the_first_pod_writes_and_each_starts_again_after_a_lost_node(tmp_path: Path) -> None:
+def test_only_the_first_pods_relay_writes_and_all_restart_after_a_lost_node(tmp_path: Path) -> None:
     (tmp_path / "lost_once.py").write_text(PROGRAM)
     folder = tmp_path / "run"
     folder.mkdir()
