@@ -130,7 +130,10 @@ def attach(
         if selectors and adapter.names:  # at nodes they are known after the first backward only
             decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
-    divisible = find_divisible(model, options.exclude) if any(isinstance(p, PartSelector) for p in policies) else {}
+    divisible: Linears = {}
+    for policy in policies:
+        if isinstance(policy, PartSelector):
+            divisible = find_divisible(model, options.exclude, frozen=policy.of_frozen)
     states = PolicyStates(
         [(policy, _find_places(policy, model, decisions, savers, linears, divisible)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
