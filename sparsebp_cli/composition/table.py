@@ -5,7 +5,7 @@ What no rule refuses works; ``tests/composition`` checks both.
 
 from __future__ import annotations
 
-from sparsebp_cli.composition.loop_table import OWN_LOOP, TRAINER
+from sparsebp_cli.composition.loop_table import COMPILED, OWN_LOOP, TRAINER
 from sparsebp_cli.composition.rule import (
     ABSENT,
     DROPPER,
@@ -156,8 +156,18 @@ _POLICY_RULES = (
     ),
     Rule(
         "{policy} compares with a reference: give its option reference, a model by name or path",
-        policy={**TOKENS, "compares": (True,), "reference": ABSENT},
+        policy={"compares": (True,), "reference": ABSENT},
         options={"loop": ("worker",)},
+    ),
+    Rule(
+        "{policy} compares with a reference language model: needs {format:text} or completion, got {format:=}",
+        policy={"kind": ("ExampleSelector",), "compares": (True,)},
+        options={"format": ("classification",)},
+    ),
+    Rule(
+        "{other} and {policy} both compare with a reference: give one of them",
+        policy={"kind": ("ExampleSelector",), "compares": (True,)},
+        other={**TOKENS, "compares": (True,)},
     ),
     Rule(
         "{policy} routes at graph nodes: needs {sites:nodes}, got {sites:=}",
@@ -442,7 +452,7 @@ _PHASE_RULES = (
     Rule(
         "{policy} compares with another reference than a policy of another phase: give one reference and one "
         "reference_scores in the whole schedule",
-        policy={**TOKENS, "compares": (True,)},
+        policy={"compares": (True,)},
         options={"phases": SEVERAL, "references": SEVERAL},
     ),
     Rule(
@@ -544,4 +554,4 @@ _OPTION_RULES = (
         blame="optim",
     ),
 )
-RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *TRAINER)
+RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *COMPILED, *TRAINER)

@@ -32,6 +32,7 @@ Observed = Literal[
     "block_norm",
     "example_loss",
     "example_gradient",
+    "example_row",
     "token_loss",
 ]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
@@ -68,6 +69,7 @@ class Observation:
         example_loss: By forward of the step, "0" and on, the losses that an
             :class:`~sparsebp_cli.policy.ExampleSelector` read there, (B,); no entry where it needed none.
         example_gradient: The same of the norms of gradients at the logits, (B,), where the policy reads these.
+        example_row: The same of the examples' rows in the training data, (B,), int64, where the policy reads these.
         token_loss: The losses of a :class:`~sparsebp_cli.policy.TokenSelector` that needs ``loss``, (B, T), 0 where
             there is no target.
     """
@@ -85,6 +87,7 @@ class Observation:
     block_norm: Mapping[str, Tensor] = field(default_factory=dict)
     example_loss: Mapping[str, Tensor] = field(default_factory=dict)
     example_gradient: Mapping[str, Tensor] = field(default_factory=dict)
+    example_row: Mapping[str, Tensor] = field(default_factory=dict)
     token_loss: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -129,7 +132,8 @@ class Stateful(ABC, Generic[Place]):
         Args:
             places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
                 not known yet; the parameters of a parameter selector; the blocks of a block dropper; the weights of a
-                part selector; the linears of an input saver; otherwise none.
+                part selector; the linears of an input saver; the rows of the training data, as numbers from 0, of an
+                example selector that reads them; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.

@@ -9,11 +9,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.contract import Step
+from sparsebp_cli.policy.reference import ReferenceReader
 
 if TYPE_CHECKING:
     import torch
@@ -73,10 +74,10 @@ class TokenChoice:
     denominator: Literal["targets", "weights"] = "targets"
 
 
-class TokenSelector(Policy):
+class TokenSelector(ReferenceReader):
     """Selects the positions that are trained and those that carry gradient, before the forward that training
-    differentiates. It receives the scores of a forward without gradients if it needs them. All token selectors have the
-    three options below; the engine implements them."""
+    differentiates. It receives the scores of a forward without gradients if it needs them. All token selectors have
+    ``mode`` and the options of a reference; the engine implements them."""
 
     mode: TokenMode = Field(
         "exact",
@@ -84,19 +85,16 @@ class TokenSelector(Policy):
         "values of positions that carry no gradient are constants in every layer; biased, and much faster. stop: their "
         "gradient trains the weights that make them, and ends at the input of the layer; biased less than detach.",
     )
-    reference: str | None = Field(
-        None, description="Model, by name or path, whose loss of each token is the score reference_loss."
-    )
-    reference_scores: Literal["cached", "fly"] = Field(
-        "cached",
-        description="cached: the reference scores the training data once, and the scores are stored on disk; fly: it "
-        "scores each batch when the batch is trained on.",
-    )
 
     @property
     @abstractmethod
     def needs(self) -> frozenset[Score]:
         """Scores that ``choose`` reads with these options; each costs a forward, which is counted."""
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether ``needs`` has the loss of a reference."""
+        return "reference_loss" in self.needs
 
     @property
     def reads(self) -> frozenset[str]:
@@ -127,9 +125,3 @@ class TokenSelector(Policy):
         Returns:
             The positions that are trained, and those that carry gradient.
         """
-
-    @model_validator(mode="after")
-    def _has_reference(self) -> Self:
-        if self.reference is not None and "reference_loss" not in self.needs:
-            raise ValueError("reference is not read by any score that these options use: leave it out")
-        return self

@@ -88,9 +88,12 @@ class PolicyStates:
             self._observed[key] = torch.hypot(self._observed[key], norm) if key in self._observed else norm
 
     def see_scores(
-        self, policy: Policy, part: Literal["example_loss", "example_gradient", "token_loss"], score: Tensor
+        self,
+        policy: Policy,
+        part: Literal["example_loss", "example_gradient", "example_row", "token_loss"],
+        score: Tensor,
     ) -> None:
-        """Note the losses, or norms, that a policy has read before a forward of the step."""
+        """Note the losses, norms or rows that a policy has read before a forward of the step."""
         if self.watches(policy, part):
             number = sum(key.startswith(f"{part}/") for key in self._observed)
             self._observed[f"{part}/{number}"] = score.detach()

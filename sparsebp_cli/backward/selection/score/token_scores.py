@@ -16,13 +16,13 @@ from sparsebp_cli.backward.selection.score.layer_scores import INSIDE
 from sparsebp_cli.backward.selection.score.scorer import HasLogits, Scorer, next_tokens, real_positions
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.policy_state import PolicyStates
     from sparsebp_cli.backward.decoder.decoder import Decoder
 
-REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
 OWN_SCORES: frozenset[Score] = INSIDE.union(("loss", "entropy", "gradient_norm"))
 
 
@@ -79,7 +79,7 @@ class TokenChooser:
                     if "loss" in scores:
                         self._states.see_scores(self._policy, "token_loss", scores["loss"])
                 if self._reference is not None:
-                    scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
+                    scores["reference_loss"] = score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
             scores["reference_loss"] = _tensor(arguments, REFERENCE_COLUMN).float().masked_fill(~target_BT, 0.0)
         columns = {name: _tensor(arguments, name) for name in self._reads}
@@ -103,14 +103,6 @@ class TokenChooser:
             if shape != wanted:
                 raise UsageError(f"column {name!r} must have the labels' shape {wanted}, got {shape}")
 
-    @staticmethod
-    def _score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Tensor) -> Tensor:
-        if arguments.get("input_ids") is None:
-            raise UsageError("a reference model reads input_ids: the batch has none")
-        names = ("input_ids", "attention_mask", "position_ids")
-        known = {name: arguments[name] for name in names if arguments.get(name) is not None}
-        return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]
-
 
 def _tensor(arguments: Mapping[str, object], name: str) -> Tensor:
     value = arguments[name]
@@ -120,6 +112,15 @@ def _tensor(arguments: Mapping[str, object], name: str) -> Tensor:
 
 def _forget(_: Chosen) -> None:
     """Ignore a count."""
+
+
+def score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Tensor) -> Tensor:
+    """Return a reference model's loss of each target of a batch, (B, T), 0 elsewhere."""
+    if arguments.get("input_ids") is None:
+        raise UsageError("a reference model reads input_ids: the batch has none")
+    names = ("input_ids", "attention_mask", "position_ids")
+    known = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]
 
 
 def check_vocabulary(model: nn.Module, reference: Scorer) -> None:
