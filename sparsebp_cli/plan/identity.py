@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from sparsebp_cli.plan.plan import content_hash
+from sparsebp_cli.plan.plan import content_hash, find_sources
 from sparsebp_cli.policy import find_policies
 from sparsebp_cli.recipe.schema import Recipe
 
@@ -25,8 +25,8 @@ def identify(group: str, seed: int, code: Mapping[str, str], data: Mapping[str, 
 def find_data(recipe: Recipe) -> dict[str, str]:
     """Return the digest of each local file or folder that a resolved recipe names; others belong to an installed
     package or have a revision of their own."""
-    named = (recipe.model.name, recipe.model.tokenizer, recipe.dataset.name)
-    return {name: _digest(Path(name)) for name in named if name is not None and Path(name).is_absolute()}
+    named = find_sources(recipe).values()
+    return {name: _digest(Path(name)) for name in named if Path(name).is_absolute()}
 
 
 def find_code(recipe: Recipe) -> dict[str, str]:

@@ -16,8 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.plan.provenance import Provenance, find_provenance
+from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.recipe.loader import rename_in_plan
-from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.recipe.schema import PolicyEntry, Recipe
 from sparsebp_cli.source import DATASETS, MODELS, find_path
 
 # Runs that differ only in these belong to one group.
@@ -95,8 +96,8 @@ def make_plan(recipe: Recipe, recipe_file: Path) -> Plan:
 
 
 def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
-    """Return a recipe in which paths of models and data are absolute; relative ones are searched in the folders in
-    order."""
+    """Return a recipe in which paths of models, data and references are absolute; relative ones are searched in the
+    folders in order."""
     model, dataset = recipe.model, recipe.dataset
     model = model.model_copy(
         update={
@@ -105,7 +106,39 @@ def resolve_paths(recipe: Recipe, folders: Sequence[Path]) -> Recipe:
         }
     )
     dataset = dataset.model_copy(update={"name": _absolute(dataset.name, folders, DATASETS)})
-    return recipe.model_copy(update={"model": model, "dataset": dataset})
+    policies: dict[str, object] = {"policy": _resolve_references(recipe.policy, folders)}
+    if recipe.schedule is not None:
+        policies["schedule"] = [
+            phase.model_copy(update={"policy": _resolve_references(phase.policy, folders)}) for phase in recipe.schedule
+        ]
+    return recipe.model_copy(update={"model": model, "dataset": dataset, **policies})
+
+
+def find_sources(recipe: Recipe) -> dict[str, str]:
+    """Return the names and paths of everything that a recipe reads, by key: model, tokenizer, data, references."""
+    named = {
+        "model.name": recipe.model.name,
+        "model.tokenizer": recipe.model.tokenizer,
+        "dataset.name": recipe.dataset.name,
+    }
+    for phase in recipe.phases:
+        for number, entry in enumerate(phase.policies):
+            named[".".join(map(str, (*phase.key, number, "reference")))] = _reference_of(entry)
+    return {key: name for key, name in named.items() if name is not None}
+
+
+def _reference_of(entry: PolicyEntry) -> str | None:
+    """Return the name or path of the model that a policy compares with; None without one."""
+    policy = make_policy(entry.name, **entry.options)
+    return policy.reference if isinstance(policy, ReferenceReader) else None
+
+
+def _resolve_references(entries: Sequence[PolicyEntry], folders: Sequence[Path]) -> list[PolicyEntry]:
+    found = [(entry, _reference_of(entry)) for entry in entries]
+    return [
+        entry if name is None else entry.model_copy(update={"reference": _absolute(name, folders, MODELS)})
+        for entry, name in found
+    ]
 
 
 def _absolute(name: str | None, folders: Sequence[Path], group: str) -> str | None:

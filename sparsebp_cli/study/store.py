@@ -19,6 +19,7 @@ from sparsebp_cli.compare.load import load_folder
 from sparsebp_cli.compare.loaded import LoadedRun
 from sparsebp_cli.errors import RunNotFoundError, did_you_mean
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.plan import find_sources
 from sparsebp_cli.plan.seal import Seal
 from sparsebp_cli.run import RunFolder, State, home, read
 from sparsebp_cli.study.disk import DiskUse, measure_disk
@@ -88,8 +89,7 @@ class TrialStore:
         same = bool(seals) and all(
             seal is not None and seal.code == self._maker.find_code(trial.recipe) for seal in seals
         )
-        recipe = trial.recipe
-        named = [Path(name) for name in (recipe.model.name, recipe.model.tokenizer, recipe.dataset.name) if name]
+        named = [Path(name) for name in find_sources(trial.recipe).values()]
         return same and all(
             path.stat().st_mtime <= plan.created for path in named if path.is_absolute() and path.exists()
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from sparsebp_cli.plan.identity import find_code, find_data, identify
-from sparsebp_cli.plan.plan import content_hash, group_content, resolve_paths
+from sparsebp_cli.plan.plan import content_hash, find_sources, group_content, resolve_paths
 from sparsebp_cli.recipe import Recipe, with_seed
 from sparsebp_cli.study.loader import ArmVariant
 
@@ -54,7 +54,7 @@ class TrialMaker:
     folders: Sequence[Path]  # where relative paths of models and data are searched
     generation: int = 0  # how often everything was trained again on purpose
     _code: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
-    _data: dict[tuple[str | None, ...], dict[str, str]] = field(default_factory=dict)
+    _data: dict[tuple[str, ...], dict[str, str]] = field(default_factory=dict)
 
     def make(self, role: Role, arm: str, combination: str, recipe: Recipe, seeds: Sequence[int]) -> list[StudyTrial]:
         """Make a trial for each seed."""
@@ -86,7 +86,7 @@ class TrialMaker:
         return self._code[names]
 
     def _find_data(self, recipe: Recipe) -> Mapping[str, str]:
-        names = (recipe.model.name, recipe.model.tokenizer, recipe.dataset.name)
+        names = tuple(find_sources(recipe).values())
         if names not in self._data:
             self._data[names] = find_data(recipe)
         return self._data[names]

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.plan import Plan
+from sparsebp_cli.plan.plan import find_sources
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.recipe.schema import PositiveInt, TargetOptions
 from sparsebp_cli.target.confinement import NOBODY, check_user, read_mount
@@ -194,15 +195,9 @@ def run_folder(run_id: str) -> str:
 
 
 def check_paths(plan: Plan, reached: list[str]) -> None:
-    """Raise ``UsageError`` if a model or dataset is a path outside the folders that the container can read."""
-    recipe = plan.recipe
-    named = {
-        "model.name": recipe.model.name,
-        "model.tokenizer": recipe.model.tokenizer,
-        "dataset.name": recipe.dataset.name,
-    }
-    for key, path in named.items():
-        if path is None or not path.startswith("/"):
+    """Raise ``UsageError`` if something that a recipe reads is a path outside of what the container can read."""
+    for key, path in find_sources(plan.recipe).items():
+        if not path.startswith("/"):
             continue
         if not any(PurePosixPath(path).is_relative_to(folder) for folder in reached):
             parent = PurePosixPath(path).parent

@@ -32,7 +32,7 @@ from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.compiled import compile_model
-from sparsebp_cli.worker.data import Data, Example, build_data
+from sparsebp_cli.worker.data import Example, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.grouping import describe_prefix_gain
@@ -84,7 +84,7 @@ def build_training(
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
-        facts = _facts(plan, model, data, accelerator)  # before sharding, which leaves only this rank's parameters
+        facts = _facts(plan, model, reference, accelerator)  # before sharding, which leaves only this rank's parameters
         if ranks.is_sharded:
             shard(model, optimizer, accelerator.device)
     if ranks.count > 1 and freezes_parameters(engine):
@@ -231,8 +231,8 @@ def _check_fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, recip
         raise DataError(f"dataset.max_seq_length: {error}") from None
 
 
-def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -> dict[str, object]:
-    recipe, found = plan.recipe, find_policies()
+def _facts(plan: Plan, model: nn.Module, reference: Reference, accelerator: Accelerator) -> dict[str, object]:
+    recipe, data, found = plan.recipe, reference.data, find_policies()
     policies = [(entry.name, make_policy(entry.name, **entry.options)) for entry in recipe.policies]
     tokens = sum(len(example.input_ids) for example in data.train) / len(data.train)
     training = recipe.training
@@ -241,7 +241,7 @@ def _facts(plan: Plan, model: nn.Module, data: Data, accelerator: Accelerator) -
         "warmup_steps": recipe.measure.warmup_steps,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "num_trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "dataset_digest": data.digest(),
+        "dataset_digest": data.digest(without=reference.columns),  # a control trains on the same data without scores
         "train_examples": len(data.train),
         "eval_examples": len(data.held_out),
         **({"test_examples": len(data.test)} if data.test else {}),

@@ -72,15 +72,17 @@ class Data:
     # read once, after the last step; empty if the recipe has no test split
     test: list[Example] = field(default_factory=list)
 
-    def digest(self) -> str:
-        """Return 16 hexadecimal digits that depend on every token, label and column of all splits."""
+    def digest(self, without: Collection[str] = ()) -> str:
+        """Return 16 hexadecimal digits that depend on every token, label and column of all splits, except the columns
+        ``without``."""
         sha = hashlib.sha256()
         for split in (self.train, self.held_out, *([self.test] if self.test else [])):
             sha.update(len(split).to_bytes(8, "little"))
             for example in split:
                 sha.update(example.input_ids.tobytes() + b"|" + example.labels.tobytes())
                 for name, column in sorted(example.columns.items()):
-                    sha.update(b"|" + name.encode() + b"|" + column.tobytes())
+                    if name not in without:
+                        sha.update(b"|" + name.encode() + b"|" + column.tobytes())
         return sha.hexdigest()[:16]
 
 

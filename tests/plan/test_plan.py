@@ -9,6 +9,8 @@ import pytest
 
 from sparsebp_cli.errors import RunNotFoundError
 from sparsebp_cli.plan import Plan, ceiling, make_plan, realised_share
+from sparsebp_cli.plan.identity import find_data
+from sparsebp_cli.plan.plan import find_sources
 from sparsebp_cli.recipe import load_stored
 from sparsebp_cli.recipe.schema import Recipe
 
@@ -75,6 +77,19 @@ def test_the_realised_share_is_all_none_or_negative() -> None:
 def test_a_relative_recipe_path_works(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert make_plan(recipe(), Path("r.yaml")).provenance.recipe_file == "r.yaml"
+
+
+def test_the_path_of_a_reference_becomes_absolute_and_is_among_the_sources(tmp_path, monkeypatch) -> None:
+    (tmp_path / "reference").mkdir()
+    monkeypatch.chdir("/")
+    policy = [{"name": "rho", "keep": 0.2, "reference": "reference"}]
+    schedule = [{"until": 0.5, "policy": policy}, {"policy": [{"name": "dense"}]}]
+    one = make_plan(recipe(policy=policy), tmp_path / "r.yaml").recipe
+    two = make_plan(recipe(schedule=schedule), tmp_path / "r.yaml").recipe
+    path = str(tmp_path / "reference")
+    assert find_sources(one) == {"model.name": "m", "dataset.name": "d", "policy.0.reference": path}
+    assert find_sources(two)["schedule.0.policy.0.reference"] == path
+    assert list(find_data(one)) == [path]
 
 
 def test_an_installed_name_comes_before_a_folder_of_that_name(tmp_path) -> None:

@@ -118,5 +118,6 @@ def test_cached_and_fly_train_the_same_and_both_tell_their_cost(completion, exce
     facts = [History.load(run.path).facts["reference"] for run in runs]
     assert [fact["scores"] for fact in facts] == ["cached", "fly"]
     assert facts[0]["digest"] == facts[1]["digest"]
+    assert len({History.load(run.path).facts["dataset_digest"] for run in runs}) == 1  # the scores are no data
     assert facts[0]["flops"] > 0
     assert values_of(runs[0], "policy/trained_share") == pytest.approx([0.5] * 8, abs=0.05)
