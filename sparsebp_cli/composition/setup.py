@@ -82,6 +82,7 @@ class PolicyFacts:
         if isinstance(policy, TokenSelector):
             compares = "reference_loss" in policy.needs
             facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}
+            facts["trains_all"] = not policy.needs and policy.budget == 1.0
         return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)
 
 

@@ -56,11 +56,15 @@ class TokenChooser:
         self._count = engine.add_chosen
 
     def choose(
-        self, arguments: Mapping[str, object], plain_forward: Callable[..., HasLogits], step: Step
+        self,
+        arguments: Mapping[str, object],
+        plain_forward: Callable[..., HasLogits],
+        step: Step,
+        read_BT: Tensor | None = None,
     ) -> TokenChoice:
-        self._check(arguments)
+        self._check(arguments, "labels" if read_BT is None else "input_ids")
         own = {name: value for name, value in arguments.items() if name not in self.columns}
-        next_BT = next_tokens(_tensor(arguments, "labels"))
+        next_BT = next_tokens(_tensor(arguments, "labels")) if read_BT is None else torch.where(read_BT, 0, -100)
         target_BT = next_BT != -100
         real_BT = real_positions(arguments, target_BT)
         scores: dict[Score, Tensor] = {}
@@ -84,7 +88,7 @@ class TokenChooser:
         self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))
         return choice
 
-    def _check(self, arguments: Mapping[str, object]) -> None:
+    def _check(self, arguments: Mapping[str, object], like: str) -> None:
         for name in sorted(self.columns):
             if name not in arguments:
                 known = sorted(arguments)
@@ -92,9 +96,9 @@ class TokenChooser:
                     f"{type(self._policy).__name__} reads the column {name!r}, and the batch has none; it has "
                     f"{', '.join(known)}{did_you_mean(name, known)}"
                 )
-            shape, wanted = tuple(_tensor(arguments, name).shape), tuple(_tensor(arguments, "labels").shape)
+            shape, wanted = tuple(_tensor(arguments, name).shape), tuple(_tensor(arguments, like).shape)
             if shape != wanted:
-                raise UsageError(f"column {name!r} must have the labels' shape {wanted}, got {shape}")
+                raise UsageError(f"column {name!r} must have the shape of {like}, {wanted}, got {shape}")
 
     @staticmethod
     def _score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Tensor) -> Tensor:
