@@ -4,6 +4,10 @@ Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://a
 excess``. We differ: their share is taken within the batch, ours also within each example, and our backward can skip the
 work for untrained tokens (``mode``), where theirs does all of it.
 
+Antoine Simoulin et al., "Memory-Efficient Fine-Tuning of Transformers via Token Selection" (TokenTune, EMNLP 2024),
+https://arxiv.org/abs/2501.18824, for ``carry: random`` in mode ``detach``. We differ: ``carry_keep`` is a share of each
+example's positions, theirs a number, and ``mode: stop`` is beside it.
+
 ``draw: proportional`` is importance sampling of tokens, as Angelos Katharopoulos and François Fleuret (ICML 2018),
 https://arxiv.org/abs/1803.00942, sample examples: with ``score: gradient_norm`` by their upper bound of a gradient.
 """
