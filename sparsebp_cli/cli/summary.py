@@ -15,6 +15,8 @@ from sparsebp_cli.run.policy_phase import Phases, read_phases, weigh_series
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+DURING = (metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1)
+AFTER = (metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1)
 PHASES = (
     (metric.FORWARD_SECONDS, "forward"),
     (metric.BACKWARD_SECONDS, "backward"),
@@ -71,10 +73,10 @@ def summarise(run: RunFolder, *, together: Sequence[RunFolder] = (), warning: st
 
 def summary_rows(history: History, phases: Phases[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield the known values of a run as label and text. What probes tell of each phase is averaged over the steps."""
-    for key, label in ((metric.EVAL_LOSS, "eval loss"), (metric.EVAL_ACCURACY, "eval accuracy")):
+    for key, label in zip(DURING, ("eval loss", "eval accuracy", "eval macro-F1"), strict=True):
         if values := list(history.series(key.name).values()):
             yield label, f"first {values[0]:.4f}, last {values[-1]:.4f}"
-    for key, label in ((metric.TEST_LOSS, "test loss"), (metric.TEST_ACCURACY, "test accuracy")):
+    for key, label in zip(AFTER, ("test loss", "test accuracy", "test macro-F1"), strict=True):
         if (value := history.last(key.name)) is not None:
             yield label, f"{value:.4f} on the test split, after the last step"
     if text := _step_time(history):

@@ -78,7 +78,11 @@ LONGEST_LABEL = 64  # as long as a recipe's name may be; those of other programs
 FEWEST_DIGITS = 4
 
 # Metrics that are read once, after the last step, and their counterparts that are evaluated during training.
-COURSES = {names.TEST_LOSS.name: names.EVAL_LOSS.name, names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name}
+COURSES = {
+    names.TEST_LOSS.name: names.EVAL_LOSS.name,
+    names.TEST_ACCURACY.name: names.EVAL_ACCURACY.name,
+    names.TEST_MACRO_F1.name: names.EVAL_MACRO_F1.name,
+}
 
 Members = Mapping[str, Sequence[LoadedRun]]
 

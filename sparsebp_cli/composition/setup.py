@@ -23,6 +23,7 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     PartSelector,
     Policy,
+    ReferenceReader,
     Stateful,
     TileSelector,
     TokenRouter,
@@ -79,10 +80,12 @@ class PolicyFacts:
             facts["skips"] = policy.skips_forward
         if isinstance(policy, ExampleSelector):
             facts["weighs"] = policy.weighs
+            facts["reads_rows"] = policy.reads_rows
         if isinstance(policy, TokenSelector):
-            compares = "reference_loss" in policy.needs
-            facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}
+            facts |= {"mode": policy.mode, "differentiates": "last_gradient" in policy.needs}
             facts["trains_all"] = not policy.needs and policy.budget == 1.0
+        if isinstance(policy, ReferenceReader):
+            facts |= {"compares": policy.reads_reference, "reference": policy.reference}
         return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)
 
 

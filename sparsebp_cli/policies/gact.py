@@ -5,24 +5,44 @@ Gonzalez, Michael Mahoney and Alvin Cheung, "GACT: Activation Compressed Trainin
 (ICML 2022), https://arxiv.org/abs/2206.11357, whose grid and rounding are those of Jianfei Chen et al., "ActNN" (ICML
 2021), https://arxiv.org/abs/2104.14129. We differ: the inputs of linears alone are rounded, where GACT rounds whatever
 autograd saves; so the gradients of inputs are exact and those of weights unbiased through the whole model, where
-rounding what a nonlinear operator saves leaves a bias. All inputs have the same number of bits, without GACT's
-automatic precision.
+rounding what a nonlinear operator saves leaves a bias. With ``adapt_interval`` the bits follow GACT's automatic
+precision: trial passes measure how much an input with 1 bit changes the gradient, and bits are shared out greedily. An
+input changes the gradients of the weights that read it and no others, so three passes measure all inputs at once, where
+GACT makes two for each tensor; these gradients are compared in one of a hundred entries; and an input has 1, 2, 4 or 8
+bits, which fill bytes.
+
+Cost: each round of ``adapt_interval`` is three forwards and dense backwards over one micro-batch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
-from sparsebp_cli.policy import InputSaver, MethodCard, SavedCodes, Site, Step
+from sparsebp_cli.policy import (
+    InputSaver,
+    MethodCard,
+    Observation,
+    Observed,
+    SavedCodes,
+    Site,
+    Stateful,
+    Step,
+    TrialPass,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sparsebp_cli.policy.contract import State
+
+FEWEST, MOST = 1, 8  # bits of an input that are shared out, each twice the one before
+
 
 @final
-class GACT(InputSaver):
+class GACT(Stateful[Site], InputSaver):
     """Round each group of an input's entries to a grid between its smallest and its largest one."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
@@ -38,11 +58,24 @@ class GACT(InputSaver):
         code="LiuXiaoxuanPKU/GACT-ICML, no licence seen; read for no part of this.",
     )
 
-    bits: Literal[2, 4, 8, 32] = Field(4, description="Bits of an entry; 32 keeps the input as it is.")
+    bits: Literal[2, 4, 8, 32] = Field(
+        4, description="Bits of an entry; 32 keeps the input as it is. With adapt_interval the mean over all entries."
+    )
+    adapt_interval: PositiveInt | None = Field(
+        None,
+        description="Steps between two rounds of trial passes, which share out the bits: an input has 1, 2, 4 or 8, "
+        "the more, the more its rounding changes the gradient. null: all inputs have the same.",
+    )
     group: Annotated[int, Field(ge=8, multiple_of=8)] = Field(256, description="Entries that share a grid.")
     rounding: Literal["stochastic", "nearest"] = Field(
         "stochastic", description="Up or down at random, so that the mean is the entry, or to the nearest, with a bias."
     )
+
+    @model_validator(mode="after")
+    def _can_be_shared_out(self) -> Self:
+        if self.adapt_interval is not None and not FEWEST < self.bits < MOST:
+            raise ValueError(f"adapt_interval shares out bits from {FEWEST} to {MOST}: bits must be 2 or 4")
+        return self
 
     @property
     def exact(self) -> bool:
@@ -62,17 +95,105 @@ class GACT(InputSaver):
 
     @property
     def control(self) -> dict[str, object] | None:
-        if self.unbiased:
+        if self.unbiased and self.adapt_interval is None:
             return None
-        return {"name": "gact", **self.model_dump(mode="json"), "rounding": "stochastic"}
+        plain = {"rounding": "stochastic", "adapt_interval": None}
+        return {"name": "gact", **self.model_dump(mode="json"), **plain}
+
+    @property
+    def is_identical(self) -> bool:
+        return self.adapt_interval is None
+
+    @property
+    def has_trials(self) -> bool:
+        return self.adapt_interval is not None
+
+    @property
+    def observes(self) -> frozenset[Observed]:
+        return frozenset({"reader_gradient", "input_entries"}) if self.has_trials else frozenset()
+
+    def init(self, places: Sequence[Site], /) -> State:
+        return {site.name: float(self.bits) for site in places} if self.has_trials else {}
+
+    def observe(self, state: State, observation: Observation, step: Step) -> State:  # noqa: ARG002
+        return state
+
+    def wants_trials(self, step: Step) -> Sequence[TrialPass]:
+        if self.adapt_interval is None or step.index % self.adapt_interval:
+            return ()
+        coarse, fine = (dict.fromkeys(step.state, float(bits)) for bits in (FEWEST, MOST))
+        return [TrialPass(0, 1, coarse), TrialPass(0, 2, coarse), TrialPass(0, 1, fine)]
+
+    def observe_trials(self, state: State, observations: Sequence[Observation], step: Step) -> State:  # noqa: ARG002
+        one, other, fine = (observation.reader_gradient for observation in observations)
+        names = list(one)
+        sensitivities = [find_sensitivity(one[name], other[name], fine[name]) for name in names]
+        entries = [float(observations[0].input_entries[name]) for name in names]
+        bits = share_bits(sensitivities, entries, float(self.bits))
+        return {**state, **{name: float(number) for name, number in zip(names, bits, strict=True)}}
 
     def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedCodes | None:
         if self.exact:
             return None
         generator = step.generator(site, x_ND.device) if self.rounding == "stochastic" else None
-        return SavedCodes.of(x_ND, self.bits, self.group, generator)
+        return SavedCodes.of(x_ND, self._bits_at(site, step), self.group, generator)
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:
             return num_rows * num_features * itemsize
         return SavedCodes.count_bytes(num_rows * num_features, self.bits, self.group, itemsize)
+
+    def count_bytes_at(self, site: Site, step: Step, num_rows: int, num_features: int, itemsize: int) -> int:
+        if self.exact:
+            return self.count_bytes(num_rows, num_features, itemsize)
+        return SavedCodes.count_bytes(num_rows * num_features, self._bits_at(site, step), self.group, itemsize)
+
+    def _bits_at(self, site: Site, step: Step) -> int:
+        return int(step.state.get(site.name, self.bits))
+
+
+def find_sensitivity(one_K: Tensor, other_K: Tensor, fine_K: Tensor) -> float:
+    """Return twice the variance that an input with 1 bit adds to the gradient, by two draws: the larger of the squared
+    distance between both and twice the larger one to a third.
+
+    Args:
+        one_K: The gradient with 1 bit.
+        other_K: The same, drawn again.
+        fine_K: With 8 bits.
+
+    Returns:
+        At least 0.
+    """
+    import torch
+
+    pairs = ((1.0, one_K, other_K), (2.0, one_K, fine_K), (2.0, other_K, fine_K))
+    return float(torch.stack([factor * (a - b).double().square().sum() for factor, a, b in pairs]).max())
+
+
+def share_bits(sensitivity_J: Sequence[float], entries_J: Sequence[float], mean: float) -> list[int]:
+    """Return how many bits inputs have, so that the sum of ``sensitivity * 2 ** (-2 * (bits - 1))`` is small.
+
+    All begin with 1. The input of which a further bit of an entry takes most from the sum gets twice its bits, again
+    and again; one for which too few are left stays as it is.
+
+    Args:
+        sensitivity_J: At least 0.
+        entries_J: Above 0.
+        mean: Over all entries, in [1, 8].
+
+    Returns:
+        (J,), each 1, 2, 4 or 8.
+    """
+    bits = [FEWEST] * len(sensitivity_J)
+    left = (mean - FEWEST) * sum(entries_J) * (1 + 1e-9)
+
+    def find_gain(place: int) -> tuple[float, int]:
+        now = bits[place]
+        before, after = (4.0 ** (1 - number) for number in (now, 2 * now))
+        return sensitivity_J[place] * (before - after) / (now * entries_J[place]), -now
+
+    while fitting := [place for place, now in enumerate(bits) if now < MOST and now * entries_J[place] <= left]:
+        best = max(fitting, key=find_gain)
+        left -= bits[best] * entries_J[best]
+        bits[best] *= 2
+    return bits

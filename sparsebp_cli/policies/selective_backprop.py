@@ -9,6 +9,12 @@ least chance being an option of its code. Without ``history``, as in Composer, l
 language models ``scale_factor`` shortens the text that the forward for the losses reads; for images Composer's shrinks
 them.
 
+The paper's pool is not built. Its number of batches for one that is full is random, and an example selector decides
+about the batch of a forward whose loss its caller differentiates: it can neither return no loss nor read further
+batches. A pool needs a data order that draws candidates from the weights of now before each step, keeps the rows that
+wait and the place in the data in checkpoints, and counts the forwards for scores in the step that they fill; a probe
+would have to fill a pool of its own. The mean chance is the same: 1 / (beta + 1), which is ``keep``.
+
 Shape letters: B examples of a batch, R losses of the window.
 """
 

@@ -52,18 +52,9 @@ class TopK(StructuredSelector):
         return None if self.exact else self.choose(self._score(grad_NO), grad_NO, site)
 
     def _score(self, grad_NO: Tensor) -> Tensor:
-        import torch
-
+        order = int(self.by[1])
         if self.along in ("elements", "2:4"):
             return grad_NO.abs()
-        dtype = torch.promote_types(grad_NO.dtype, torch.float32)  # sum norms of bfloat16 entries in float32
-        if self.by == "l2":
-            grad_NO = choice.without_underflow(grad_NO.to(dtype))
-        if self.along == "rows":
-            norm_N: Tensor = torch.linalg.vector_norm(grad_NO, ord=int(self.by[1]), dim=1, dtype=dtype)
-            return norm_N
-        size_NO = grad_NO.to(dtype).abs() if self.by == "l1" else grad_NO.square_()  # in place: grad_NO is a copy here
         if self.along == "blocks":
-            return choice.sum_blocks(size_NO, choice.fit_block(self.block, grad_NO))
-        # Squared norms have the same order; vector_norm over columns takes ten times as long (torch 2.13, CPU).
-        return size_NO.sum(0)
+            return choice.block_size(grad_NO, choice.fit_block(self.block, grad_NO), order)
+        return choice.size(grad_NO, 1 if self.along == "rows" else 0, order)

@@ -14,6 +14,8 @@ from sparsebp_cli.policy.contract import Policy, Step
 if TYPE_CHECKING:
     import torch
 
+EXAMPLE_ROW = "example_row"  # the column of a batch with the row of each example in the training data, (B,), int64
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -25,11 +27,16 @@ class Examples:
             an example without any, the mean of the others. None if the policy does not need it.
         gradient_norm_B: The 2-norm of the gradient of each example's summed loss with respect to its logits at the
             same positions, float32, at least 0. None unless the policy reads it.
+        reference_loss_B: As ``loss_B``, of the reference model. None unless the policy is a
+            :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
+        row_B: The row of each example in the training data, int64. None unless the policy reads it.
     """
 
     number: int
     loss_B: torch.Tensor | None = None
     gradient_norm_B: torch.Tensor | None = None
+    reference_loss_B: torch.Tensor | None = None
+    row_B: torch.Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -85,6 +92,13 @@ class ExampleSelector(Policy):
     def reads_gradient_norm(self) -> bool:
         """Whether ``choose`` reads the norms of the gradients at the logits where it reads losses; they come with the
         same forward."""
+        return False
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether ``choose`` or ``observe`` reads which row of the training data each example is, as a policy that
+        keeps something for each example does. Each batch then needs the column ``example_row``; of a policy with
+        state, ``init`` gets all rows as its places."""
         return False
 
     @property

@@ -71,3 +71,25 @@ class InputSaver(Policy):
         Returns:
             Bytes.
         """
+
+    def count_bytes_at(
+        self,
+        site: Site,  # noqa: ARG002 - for overrides
+        step: Step,  # noqa: ARG002 - for overrides
+        num_rows: int,
+        num_features: int,
+        itemsize: int,
+    ) -> int:
+        """Return the same at a linear and a step, of a policy whose state says how much stays where.
+
+        Args:
+            site: The first linear that reads the input.
+            step: When.
+            num_rows: N.
+            num_features: D.
+            itemsize: Bytes of an entry.
+
+        Returns:
+            Bytes; by default those of ``count_bytes``.
+        """
+        return self.count_bytes(num_rows, num_features, itemsize)

@@ -27,9 +27,12 @@ Observed = Literal[
     "row_product",
     "example_norm",
     "weight_gradient",
+    "reader_gradient",
+    "input_entries",
     "block_norm",
     "example_loss",
     "example_gradient",
+    "example_row",
     "token_loss",
 ]
 Place = TypeVar("Place")  # where the policy decides: a Site, a Parameter, a ResidualBlock
@@ -56,12 +59,17 @@ class Observation:
             :class:`~sparsebp_cli.policy.LayerSampler`. In trial passes alone.
         weight_gradient: By linear, the gradient of its weight in the weight's own precision, (O, D), of a
             :class:`~sparsebp_cli.policy.PartSelector`. In trial passes alone.
+        reader_gradient: By the linear that reads an input first, one in a hundred entries of the gradients of the
+            weights of all linears that read it, scaled like ``gradient_sample``, (K,), of an
+            :class:`~sparsebp_cli.policy.InputSaver`. In trial passes alone.
+        input_entries: By the same linears, the number of entries of their input, 0-d. In trial passes alone.
         block_norm: By residual block, the 2-norm of the gradient of what it adds to the residual stream, 0-d, of a
             :class:`~sparsebp_cli.policy.BlockDropper` without trial passes. A block that was dropped at this step has
             no entry; where one module computes several blocks, each has the norm of their sum.
         example_loss: By forward of the step, "0" and on, the losses that an
             :class:`~sparsebp_cli.policy.ExampleSelector` read there, (B,); no entry where it needed none.
         example_gradient: The same of the norms of gradients at the logits, (B,), where the policy reads these.
+        example_row: The same of the examples' rows in the training data, (B,), int64, where the policy reads these.
         token_loss: The losses of a :class:`~sparsebp_cli.policy.TokenSelector` that needs ``loss``, (B, T), 0 where
             there is no target.
     """
@@ -74,9 +82,12 @@ class Observation:
     row_product: Mapping[str, Tensor] = field(default_factory=dict)
     example_norm: Mapping[str, Tensor] = field(default_factory=dict)
     weight_gradient: Mapping[str, Tensor] = field(default_factory=dict)
+    reader_gradient: Mapping[str, Tensor] = field(default_factory=dict)
+    input_entries: Mapping[str, Tensor] = field(default_factory=dict)
     block_norm: Mapping[str, Tensor] = field(default_factory=dict)
     example_loss: Mapping[str, Tensor] = field(default_factory=dict)
     example_gradient: Mapping[str, Tensor] = field(default_factory=dict)
+    example_row: Mapping[str, Tensor] = field(default_factory=dict)
     token_loss: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -121,7 +132,8 @@ class Stateful(ABC, Generic[Place]):
         Args:
             places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
                 not known yet; the parameters of a parameter selector; the blocks of a block dropper; the weights of a
-                part selector; otherwise none.
+                part selector; the linears of an input saver; the rows of the training data, as numbers from 0, of an
+                example selector that reads them; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.
@@ -147,10 +159,10 @@ class Stateful(ABC, Generic[Place]):
 
     def wants_trials(self, step: Step) -> Sequence[Collection[str] | TrialPass]:  # noqa: ARG002 - for overrides
         """Return what is to be tried before a step: decisions, of a block dropper; passes with a state of their own, of
-        a layer sampler; dense passes, of a part selector.
+        a layer sampler or an input saver; dense passes, of a part selector.
 
         Each is one forward and backward over one micro-batch, with the same random numbers of dropout; they cost what
-        they cost, and change nothing but the state. Built for these three kinds.
+        they cost, and change nothing but the state. Built for these four kinds.
 
         Args:
             step: The coming one, with the state.

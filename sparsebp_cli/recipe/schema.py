@@ -186,6 +186,12 @@ class TrainingSection(Section):
     ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
     warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast; weights keep their type.")
+    compile: bool = Field(
+        False,
+        description="Compile the model with torch.compile for the training steps; it needs a C++ compiler, on a GPU "
+        "Triton. Evaluations, probes and other measurements run uncompiled, so what they time is eager; the memory of "
+        "steps is not traced.",
+    )
     group_by: Literal["length", "prefix"] | None = Field(
         None,
         description="What the examples of a batch have in common: a similar length, or their first 16 tokens. It "
@@ -281,14 +287,33 @@ class TargetOptions(Section):
     worker: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")] = Field(
         "sparsebp_cli.worker", description="Module to run as the worker; another one must keep its promises."
     )
+    nodes: PositiveInt = Field(
+        1,
+        description="Machines on which the processes are, as many on each. More than 1: for slurm and kubernetes, with "
+        "the run's folder on a file system that all of them share.",
+    )
     processes: PositiveInt = Field(
         1,
-        description="Processes that train together on one machine, each with per_device_train_batch_size examples and, "
-        "if there are GPUs, one of them.",
+        description="Processes that train together, counted over all nodes, each with per_device_train_batch_size "
+        "examples and, if there are GPUs, one of them.",
     )
     sharding: Literal["none", "fsdp2"] = Field(
         "none", description="none: each process holds the whole model (DDP); fsdp2: a part of it."
     )
+    peer_timeout_min: Annotated[float, Field(gt=0)] = Field(
+        10.0,
+        description="Minutes that a process waits for the others, as while one of them downloads or writes a "
+        "checkpoint; then the run ends.",
+    )
+    # Whether the class's kind of target can start a run on several machines.
+    spans_nodes: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _even_nodes(self) -> Self:
+        if self.processes % self.nodes:
+            text = f"are those of all nodes: must be a multiple of nodes: {self.nodes}, got {self.processes}"
+            raise _error_at(("processes",), self.processes, text)
+        return self
 
 
 SECRET_URI = "holds a user name or password: set MLFLOW_TRACKING_URI in the environment instead"

@@ -135,6 +135,9 @@ def check_target(section: Mapping[str, object]) -> tuple[TargetSection | None, l
         options = found.options_class.model_validate(given)
     except ValidationError as error:
         return None, describe_errors(error, found.options_class, given)
+    if options.nodes > 1 and not found.options_class.spans_nodes:
+        text = f"{kind} runs on one machine, got {options.nodes}; {_list_spanning()} run on several"
+        return None, [FieldError(("nodes",), text)]
     common = {key: value for key, value in section.items() if key in COMMON}
     return TargetSection.model_validate({**common, **options.model_dump(mode="json")}), []
 
@@ -155,6 +158,10 @@ def named_target_section(name: str) -> TargetSection:
             f"target {name}: {field_errors[0].key}: {field_errors[0].text}" if field_errors else f"no target {name!r}"
         )
     return made
+
+
+def _list_spanning() -> str:
+    return " and ".join(name for name, found in find_targets().items() if found.options_class.spans_nodes)
 
 
 def _kinds() -> set[str]:

@@ -23,8 +23,10 @@ TRAIN_TOKENS = Metric("train/tokens", "tokens")
 EPOCH = Metric("train/epoch", "epochs")  # under way, from 0; of runs in which a policy chooses epochs
 EVAL_LOSS = Metric("eval/loss", "nats/token", "lower")
 EVAL_ACCURACY = Metric("eval/accuracy", "share", "higher")
+EVAL_MACRO_F1 = Metric("eval/macro_f1", "share", "higher")  # mean of the classes' F1, however frequent each is
 TEST_LOSS = Metric("test/loss", "nats/token", "lower")  # once, after the last step
 TEST_ACCURACY = Metric("test/accuracy", "share", "higher")
+TEST_MACRO_F1 = Metric("test/macro_f1", "share", "higher")
 FORWARD_SECONDS = Metric("time/forward_seconds", "s", "lower", timing=True)
 BACKWARD_SECONDS = Metric("time/backward_seconds", "s", "lower", timing=True)
 SCORING_SECONDS = Metric("time/scoring_seconds", "s", "lower", timing=True)  # of the forward's: only to choose

@@ -9,18 +9,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe.schema import PositiveInt
 from sparsebp_cli.target.confinement import read_mount
-from sparsebp_cli.target.container import ContainerOptions, MountText, Size
+from sparsebp_cli.target.container import ContainerOptions, MountText, Size, check_gpus
+from sparsebp_cli.target.engine import LOST_CODE, MOST_RESTARTS
 
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[\w./@+-]*$")]
 Word = Annotated[str, Field(pattern=r"^[\w.,:@/*+-]+$")]
 JOB_NAME = "sparsebp"
+# Launchers meet at a port between these, by the job's number; below the ports that systems give to programs (32768).
+FIRST_PORT, NUM_PORTS = 20000, 10000
+OTHERS_SECONDS = 180  # for the launchers of other nodes, after the first one that ended; longer than they need
 
 
 class SlurmOptions(ContainerOptions):
@@ -43,10 +47,12 @@ class SlurmOptions(ContainerOptions):
     qos: Word | None = Field(None, description="--qos.")
     timeout_min: PositiveInt | None = Field(None, description="Time limit in minutes; null: the partition's.")
     gpus: PositiveInt | Annotated[str, Field(pattern=r"^[\w.-]+:[1-9][0-9]*$")] | None = Field(
-        None, description="GPUs of a run: a number, or TYPE:NUMBER; null: none."
+        None, description="GPUs of a run, on each node: a number, or TYPE:NUMBER; null: none."
     )
-    cpus: PositiveInt | None = Field(None, description="CPUs of a run; null: the partition's default.")
-    memory: Size | None = Field(None, description="Memory of a run, such as 16g; null: the partition's default.")
+    cpus: PositiveInt | None = Field(None, description="CPUs of a run, on each node; null: the partition's default.")
+    memory: Size | None = Field(
+        None, description="Memory of a run, on each node, such as 16g; null: the partition's default."
+    )
     requeue: bool = Field(True, description="Whether a run that is preempted or out of time goes on later by itself.")
     warning_seconds: Annotated[int, Field(ge=10, le=3600)] = Field(
         120, description="How long before its end a job is warned, so that it writes a checkpoint."
@@ -57,10 +63,14 @@ class SlurmOptions(ContainerOptions):
         default_factory=list, description="Further options of sbatch, such as --constraint=a100."
     )
 
+    spans_nodes: ClassVar[bool] = True
+
     @model_validator(mode="after")
     def _consistent(self) -> SlurmOptions:
         if self.host and not self.folder:
             raise ValueError("a host needs a folder: where runs are there, seen by all nodes")
+        if self.nodes > 1:
+            check_gpus(self, self.gpus)
         if any("\n" in line or "\r" in line for line in self.setup):
             raise ValueError("setup: each line is an item of its own")
         return self
@@ -69,7 +79,8 @@ class SlurmOptions(ContainerOptions):
 def sbatch_options(options: SlurmOptions, folder: str, num_runs: int, max_parallel: int) -> list[str]:
     """Return the options of sbatch; output before the run's own goes to ``folder``, and several runs are an array."""
     number = "%A_%a" if num_runs > 1 else "%j"
-    words = [f"--job-name={JOB_NAME}", f"--output={folder}/slurm-{number}.out", "--open-mode=append", "--ntasks=1"]
+    words = [f"--job-name={JOB_NAME}", f"--output={folder}/slurm-{number}.out", "--open-mode=append"]
+    words += [f"--nodes={options.nodes}", "--ntasks-per-node=1"] if options.nodes > 1 else ["--ntasks=1"]
     words += [f"--signal=B:USR1@{options.warning_seconds}", "--requeue" if options.requeue else "--no-requeue"]
     for name, value in (
         ("partition", options.partition),
@@ -104,7 +115,7 @@ run=${{runs[${{SLURM_ARRAY_TASK_ID:-0}}]}}
 key=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}
 key=${{key:-$SLURM_JOB_ID}}
 worker= hit= again=
-forward_signal() {{ hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }}
+{_forwarding(options)}
 trap 'again=yes; forward_signal' USR1
 trap 'forward_signal' TERM
 exec >> "$run/worker.log" 2>&1
@@ -116,11 +127,11 @@ if ! (set -C; echo "$key" > "$run/slurm-owner") 2>/dev/null && [ "$(cat "$run/sl
 fi
 rm -f "$run/slurm-exit"
 
-{setup}
+{setup}{_meeting(options)}
 {worker_command(options, "$run")} &
 worker=$!
 [ ! -e "$run/slurm-stop" ] || hit=yes  # Slurm loses a signal that comes before this script has started
-[ -z "$hit" ] || kill -TERM "$worker"
+[ -z "$hit" ] || forward_signal
 wait "$worker"
 code=$?
 while [ -n "$hit" ]; do  # a signal ends a wait, and leaves the worker's exit code for the next one
@@ -130,7 +141,7 @@ while [ -n "$hit" ]; do  # a signal ends a wait, and leaves the worker's exit co
   [ "$waited" = 127 ] || code=$waited
 done
 
-if [ -n "$again" ] && [ "$code" = 143 ] && [ ! -e "$run/slurm-stop" ]{"" if options.requeue else " && false"}; then
+{_reading(options)}if {_requeue_condition(options)}; then
   # Write no exit file from here on: the job is not over, and Slurm ends what still runs of it.
   trap 'exit 143' TERM
   if scontrol requeue "$key"; then sleep 60 & wait; exit 143; fi
@@ -141,18 +152,69 @@ exit "$code"
 """
 
 
+def _is_step(options: SlurmOptions) -> bool:
+    """Return whether srun starts the worker."""
+    return options.nodes > 1 or options.container == "pyxis"
+
+
+def _forwarding(options: SlurmOptions) -> str:
+    """Return the shell function that passes a signal on to the worker."""
+    if not _is_step(options):
+        return 'forward_signal() { hit=yes; [ -z "$worker" ] || kill -TERM "$worker" 2> /dev/null; }'
+    # srun kills its tasks where it gets SIGTERM itself, and scancel reaches a step only once it exists.
+    return """forward_signal() {
+  hit=yes
+  [ -n "$worker" ] || return
+  until scontrol show step "$SLURM_JOB_ID.0" > /dev/null 2>&1 || ! kill -0 "$worker" 2> /dev/null; do sleep 0.5; done
+  scancel --signal=TERM "$SLURM_JOB_ID"
+}"""
+
+
+def _meeting(options: SlurmOptions) -> str:
+    """Return the lines that tell where the launchers of several nodes meet: on the node of this script, the first."""
+    if options.nodes == 1:
+        return ""
+    place = f"$(uname -n):$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
+    return f'\nrm -f "$run/slurm-code"\nexport SPARSEBP_FIRST_NODE={place} SPARSEBP_CODE_FILE="$run/slurm-code"'
+
+
+def _reading(options: SlurmOptions) -> str:
+    """Return the line that reads the run's exit code, since that of srun is the largest of any node."""
+    if options.nodes == 1:
+        return ""
+    return '[ ! -e "$run/slurm-code" ] || code=$(cat "$run/slurm-code")\nrm -f "$run/slurm-code"\n'
+
+
+def _requeue_condition(options: SlurmOptions) -> str:
+    """Return the test of whether the job goes back into the queue: it was warned, or has lost a node."""
+    warned = '[ -n "$again" ] && [ "$code" = 143 ]'
+    if options.nodes > 1:
+        lost = f'[ "$code" = {LOST_CODE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
+        warned = f"{{ {{ {warned}; }} || {{ {lost}; }}; }}"
+    return f'{warned} && [ ! -e "$run/slurm-stop" ]' + ("" if options.requeue else " && false")
+
+
 def worker_command(options: SlurmOptions, run: str) -> str:
-    """Return the shell line that starts the worker on a node; ``run`` is the run's folder as a word of the shell."""
+    """Return the shell line that starts the worker, on every node; ``run`` is the run's folder as a word of the
+    shell."""
     worker = f'{shlex.quote(options.python)} -P -m {options.worker} "{run}/plan.json"'
     if options.container == "apptainer":
         gpus = " --nv" if options.gpus else ""
         binds = "".join(f" --bind {shlex.quote(read_mount(mount).text)}" for mount in options.mounts)
-        return f'apptainer exec{gpus} --bind "{run}"{binds} {shlex.quote(options.image)} {worker}'
+        worker = f'apptainer exec{gpus} --bind "{run}"{binds} {shlex.quote(options.image)} {worker}'
+    if not _is_step(options):
+        return worker
+    step = "srun"
+    if options.nodes > 1:
+        # A launcher that fails tells the others itself; Slurm would kill the first one before it can say why.
+        step += f" --nodes={options.nodes} --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={OTHERS_SECONDS}"
+        worker = f"bash -c 'SPARSEBP_NODE=$SLURM_PROCID exec \"$@\"' node {worker}"
+    if options.cpus:
+        step += f" --cpus-per-task={options.cpus}"  # srun does not inherit it: Slurm 22.05
     if options.container == "pyxis":
         mounts = "".join(f",{shlex.quote(read_mount(mount).text)}" for mount in options.mounts)
-        image = shlex.quote(options.image)
-        return f'srun --container-image={image} --container-mounts="{run}:{run}"{mounts} {worker}'
-    return worker
+        step += f' --container-image={shlex.quote(options.image)} --container-mounts="{run}:{run}"{mounts}'
+    return f"{step} {worker}"
 
 
 def _quote_option(word: str) -> str:

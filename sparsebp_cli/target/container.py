@@ -172,6 +172,17 @@ def gpu_options(options: DockerOptions) -> list[str]:
     return [word for name in names for word in ("--device", f"nvidia.com/gpu={name}")]
 
 
+def check_gpus(options: TargetOptions, gpus: int | str | None) -> None:
+    """Raise ValueError if each of several nodes has another number of GPUs than of processes, each of which takes
+    one. ``gpus`` is a number, or TYPE:NUMBER."""
+    here = options.processes // options.nodes
+    if gpus is not None and int(str(gpus).rpartition(":")[2]) != here:
+        raise ValueError(
+            f"gpus are those of each node: processes: {options.processes} on nodes: {options.nodes} take {here} on "
+            f"each, got {gpus}"
+        )
+
+
 def container_name(run_id: str) -> str:
     """Return the name of a run's container. Names are unique, so two dispatchers cannot both create one."""
     return f"sparsebp-{run_id}"

@@ -6,23 +6,24 @@ Shape letters: B examples, K kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Examples, ExampleSelector, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Step, WeightedExamples
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json, vary
 from sparsebp_cli.testing.state import check_state, first_state
 
 _NUM_STEPS = 24
 _NUM_DRAWS = 1000
+_MOST = 16  # examples of a batch
 
 
 def check_example_selector(policy: ExampleSelector) -> None:
     """Check an example selector against every promise of the contract."""
-    check_state(policy, ())
+    check_state(policy, _places(policy))
     _check_choice(policy)
     _check_budget(policy)
     _check_repeatable(policy)
@@ -143,17 +144,26 @@ def _check_resume(policy: ExampleSelector) -> None:
 def _cases(policy: ExampleSelector) -> Iterator[tuple[Examples, Step]]:
     """Yield batches of several sizes at several steps, with losses only if the policy needs them."""
     for index in range(_NUM_STEPS):
-        step = Step(index, seed=1, num_steps=_NUM_STEPS if policy.needs_num_steps else None, state=first_state(policy))
-        for number in (1, 2, 7, 16):
+        num_steps = _NUM_STEPS if policy.needs_num_steps else None
+        step = Step(index, seed=1, num_steps=num_steps, state=first_state(policy, _places(policy)))
+        for number in (1, 2, 7, _MOST):
             yield _examples(policy, number, step), step
 
 
 def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
     """Return a batch with the scores that the policy reads, of which some are equal."""
+    row_B = torch.arange(number).flip(0) if policy.reads_rows else None
     if not policy.needs_loss(step):
-        return Examples(number)
+        return Examples(number, row_B=row_B)
     score_B = torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
-    return Examples(number, score_B, score_B + 0.5 if policy.reads_gradient_norm else None)
+    compares = isinstance(policy, ReferenceReader) and policy.reads_reference
+    norm_B = score_B + 0.5 if policy.reads_gradient_norm else None
+    return Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, row_B)
+
+
+def _places(policy: ExampleSelector) -> Sequence[int]:
+    """Return the rows of the data that a policy is given for its state."""
+    return range(_MOST if policy.reads_rows else 0)
 
 
 def _index(choice: Tensor | WeightedExamples) -> Tensor:

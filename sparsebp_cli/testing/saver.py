@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
@@ -20,17 +21,22 @@ from sparsebp_cli.policy import (
     SavedRows,
     SavedSketch,
     Site,
+    Stateful,
     Step,
+    TrialPass,
     choice,
 )
 from sparsebp_cli.testing.promise import equal, name_of, random_states, require, through_json, train_network, vary
+from sparsebp_cli.testing.state import check_state
 
+_SITES = tuple(Site(f"layers.{number}.mlp", 3, (), number) for number in range(2))
 _NUM_DRAWS = 2000
 _NUM_SIGMAS = 6.0  # an unbiased policy fails for one in 500 million entries, and the seeds are fixed
 
 
 def check_input_saver(policy: InputSaver) -> None:
     """Check an input saver against every promise of the contract."""
+    check_state(policy, _SITES)
     for check in _CHECKS:
         check(policy)
     if "keep" in type(policy).model_fields:
@@ -46,8 +52,21 @@ def _inputs(*dtypes: torch.dtype) -> Iterator[Tensor]:
             yield torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
+def _site(x_ND: Tensor) -> Site:
+    return Site("layers.0.mlp", 3, (1, len(x_ND)), 0)
+
+
+def _steps(policy: InputSaver) -> Iterator[Step]:
+    """Yield a step without state, and one with each state of a trial pass."""
+    yield Step(0)
+    if isinstance(policy, Stateful):
+        for wanted in policy.wants_trials(Step(0, num_steps=1, state=policy.init(_SITES))):
+            assert isinstance(wanted, TrialPass)
+            yield Step(0, state=wanted.state or {})
+
+
 def _save(policy: InputSaver, x_ND: Tensor, step: Step) -> Saved | None:
-    return policy.save(x_ND, Site("layers.0.mlp", 3, (1, len(x_ND)), 0), step)
+    return policy.save(x_ND, _site(x_ND), step)
 
 
 def _restore(policy: InputSaver, x_ND: Tensor, step: Step) -> Tensor:
@@ -57,9 +76,9 @@ def _restore(policy: InputSaver, x_ND: Tensor, step: Step) -> Tensor:
 
 def _check_saved(policy: InputSaver) -> None:
     require(0.0 < policy.budget <= 1.0, f"{name_of(policy)}: budget must be in (0, 1], got {policy.budget}")
-    for x_ND in _inputs():
-        saved = _save(policy, x_ND, Step(0))
-        claim = policy.count_bytes(x_ND.shape[0], x_ND.shape[1], x_ND.element_size())
+    for x_ND, step in itertools.product(_inputs(), _steps(policy)):
+        saved = _save(policy, x_ND, step)
+        claim = policy.count_bytes_at(_site(x_ND), step, x_ND.shape[0], x_ND.shape[1], x_ND.element_size())
         if saved is None:
             require(claim == x_ND.nbytes, f"{name_of(policy)}: keeps the input, and claims {claim} bytes of it")
             continue
@@ -143,6 +162,7 @@ def _check_claim(policy: InputSaver) -> None:
     linear = nn.Linear(128, 64)
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
     with attach(nn.ModuleList([linear]), [policy.model_copy(update={"layers": None, "where": None})]) as engine:
+        engine.run_trials(lambda: linear(x).sum())
         with saved_bytes(linear.parameters()) as saved:
             output = linear(x)
         with count_flops() as count:

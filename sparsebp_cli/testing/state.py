@@ -18,12 +18,12 @@ LONGEST = 1000  # steps within which trial passes are looked for
 NUM_ROWS = 6
 
 
-def first_state(policy: Policy) -> Values:
-    """Return the state before the first step of a policy that needs no places for it; empty without one."""
-    return policy.init(()) if isinstance(policy, Stateful) else {}
+def first_state(policy: Policy, places: Sequence[object] = ()) -> Values:
+    """Return the state before the first step; empty without one."""
+    return policy.init(places) if isinstance(policy, Stateful) else {}
 
 
-def check_state(policy: Policy, places: Sequence[Named]) -> None:
+def check_state(policy: Policy, places: Sequence[Named | int]) -> None:
     """Check that ``init`` and ``observe`` are pure, and that entries keep their names, shapes and dtypes."""
     if not isinstance(policy, Stateful):
         return
@@ -42,7 +42,7 @@ def check_state(policy: Policy, places: Sequence[Named]) -> None:
     _check_trials(policy, places, first)
 
 
-def _check_trials(policy: Policy, places: Sequence[Named], first: Values) -> None:
+def _check_trials(policy: Policy, places: Sequence[Named | int], first: Values) -> None:
     """Check the same of ``observe_trials``, at the first step that wants trial passes."""
     assert isinstance(policy, Stateful)
     name, steps = name_of(policy), (Step(index, num_steps=LONGEST, state=first) for index in range(LONGEST))
@@ -59,10 +59,10 @@ def _check_trials(policy: Policy, places: Sequence[Named], first: Values) -> Non
     require(_layout(after) == _layout(first), f"{name}: observe_trials returns other entries than init")
 
 
-def _observe(policy: Stateful[Any], places: Sequence[Named], seed: int = 0) -> Observation:
+def _observe(policy: Stateful[Any], places: Sequence[Named | int], seed: int = 0) -> Observation:
     generator = torch.Generator().manual_seed(seed)
     columns = {p.name: torch.rand(p.num_features, generator=generator) for p in places if isinstance(p, Site)}
-    sizes = {p.name: torch.rand((), generator=generator) for p in places if not isinstance(p, Site)}
+    sizes = {p.name: torch.rand((), generator=generator) for p in places if not isinstance(p, Site | int)}
     rows = {name: torch.rand(NUM_ROWS, generator=generator) for name in columns}
     layers = {str(p.layer): torch.rand(NUM_ROWS, generator=generator) for p in places if isinstance(p, Site)}
     parts: dict[Observed, dict[str, Tensor]] = {
@@ -76,9 +76,12 @@ def _observe(policy: Stateful[Any], places: Sequence[Named], seed: int = 0) -> O
         "weight_gradient": {
             p.name: torch.rand(p.matrix_OD.shape, generator=generator) for p in places if isinstance(p, TrainedWeight)
         },
+        "reader_gradient": rows,
+        "input_entries": {name: torch.tensor(float(NUM_ROWS)) for name in rows},
         "block_norm": sizes,
         "example_loss": {"0": torch.rand(NUM_ROWS, generator=generator)},
         "example_gradient": {"0": torch.rand(NUM_ROWS, generator=generator)},
+        "example_row": {"0": torch.randperm(NUM_ROWS, generator=generator)},
         "token_loss": {"0": torch.rand(2, NUM_ROWS, generator=generator)},
     }
     return Observation(**{part: parts[part] for part in policy.observes})

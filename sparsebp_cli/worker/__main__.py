@@ -1,10 +1,11 @@
 """``python -m sparsebp_cli.worker RUN/plan.json``: execute one plan, or resume it from its last checkpoint.
 
 Exit codes: 0 finished, or stopped by checkpoint.stop_at; 1 failed; 2 the recipe cannot be executed here; 3 diverged;
-130 interrupted; 143 terminated. The journal records the reason; standard error also shows it, with the traceback of
-anything unexpected.
+4 lost a node; 130 interrupted; 143 terminated. The journal records the reason; standard error also shows it, with the
+traceback of anything unexpected.
 
-For a plan with several processes, this process starts them with the same command and waits for them.
+For a plan with several processes, this process starts them with the same command and waits for them. On several nodes
+one worker is started on each, and the environment says where (see :mod:`sparsebp_cli.worker.process`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.run import JournalWriter, RunFolder, State, keep_private
 from sparsebp_cli.worker import wait_briefly
 from sparsebp_cli.worker.ending import StopRequest, pause_message, stop_message
-from sparsebp_cli.worker.process import process_options
+from sparsebp_cli.worker.process import NodePlace, process_options
 from sparsebp_cli.worker.rank import find_rank, run_rank
 
 wait_briefly()
@@ -41,9 +42,11 @@ def main(plan_file: Path) -> int:
 def _work(plan_file: Path, run: RunFolder, stop: StopRequest) -> int:
     with ExitStack() as stack:
         try:
-            plan = Plan.load(plan_file)
+            place = NodePlace.read()
+            plan = _load_plan(plan_file, place)
+            is_first = place is None or place.node == 0 or process_options(plan.recipe).nodes == 1
             rank = find_rank(plan)
-            if rank is None:
+            if rank is None and is_first:
                 stack.enter_context(run.lock("worker"))
             elif rank == 0:
                 stack.enter_context(run.lock("rank"))
@@ -58,14 +61,27 @@ def _work(plan_file: Path, run: RunFolder, stop: StopRequest) -> int:
             refuse_unsupported(plan.recipe)
         except SparseBPError as error:
             _print_error(f"error: {error}")
-            with JournalWriter(run.path) as journal:
-                journal.write("end", status=State.FAILED, step=0, text=str(error))
+            if is_first:
+                with JournalWriter(run.path) as journal:
+                    journal.write("end", status=State.FAILED, step=0, text=str(error))
             return error.exit_code
+        if not is_first:
+            from sparsebp_cli.worker.launcher import run_ranks_of_node
+
+            return run_ranks_of_node(plan, run)
         if process_options(plan.recipe).processes > 1:
             from sparsebp_cli.worker.launcher import run_ranks
 
             return run_ranks(plan, run, stop)
         return _execute(plan, run, stack.enter_context(JournalWriter(run.path)), stop)
+
+
+def _load_plan(plan_file: Path, place: NodePlace | None) -> Plan:
+    if place is not None and place.node and not plan_file.exists():
+        from sparsebp_cli.worker.node import refuse_unshared
+
+        raise refuse_unshared(place, plan_file.parent)
+    return Plan.load(plan_file)
 
 
 def _execute(plan: Plan, run: RunFolder, journal: JournalWriter, stop: StopRequest) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.policy import EpochSelector
+from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.worker.data import IGNORED, Example
 from sparsebp_cli.worker.epoch import ChosenEpochs, EpochShuffle
 from sparsebp_cli.worker.grouping import GroupBy
@@ -57,8 +58,7 @@ class BatchOrder:
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """Return the micro-batch of all ranks by its number, counted from 0 over the whole run."""
-        examples = [self.examples[self._example(position)] for position in self._positions(number)]
-        return collate(examples, self.pad_token_id, self.columns)
+        return self._collate([self._example(position) for position in self._positions(number)])
 
     def rank_part(self, number: int) -> tuple[dict[str, Tensor], int]:
         """Return this rank's examples of a micro-batch, padded as in the whole one, and the number of candidate targets
@@ -74,8 +74,12 @@ class BatchOrder:
         shuffled = torch.randperm(len(self.examples), generator=generator).tolist()
         drawn = [example for example in shuffled if example not in held][:count]
         for start in range(0, len(drawn), self.batch_size):
-            chosen = [self.examples[example] for example in drawn[start : start + self.batch_size]]
-            yield collate(chosen, self.pad_token_id, self.columns)
+            yield self._collate(drawn[start : start + self.batch_size])
+
+    def _collate(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        columns = [name for name in self.columns if name != EXAMPLE_ROW]
+        batch = collate([self.examples[row] for row in rows], self.pad_token_id, columns)
+        return batch if EXAMPLE_ROW not in self.columns else batch | {EXAMPLE_ROW: torch.tensor(rows)}
 
     def choose_epochs(self, policy: EpochSelector, *, num_steps: int, micro_batches: int) -> None:
         """Let a policy choose the examples of each epoch, before the first batch is read; ``micro_batches`` is how many

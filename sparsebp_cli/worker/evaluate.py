@@ -1,4 +1,4 @@
-"""Loss and accuracy on held-out splits: validation during training, and the test split once after the last step."""
+"""Loss, accuracy and macro-F1 on held-out splits: validation during training, the test split once, at the end."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ MOST_EXAMPLES = 10_000  # about 200 kB of journal
 
 @dataclass(frozen=True)
 class HeldOutSplit:
-    """A held-out split: its name in the journal and the metrics of its loss and accuracy."""
+    """A held-out split: its name in the journal and its metrics, the last two of classifications alone."""
 
     name: str
     loss: Metric
     accuracy: Metric
+    macro_f1: Metric
 
 
-VALIDATION = HeldOutSplit("validation", metric.EVAL_LOSS, metric.EVAL_ACCURACY)
-TEST = HeldOutSplit("test", metric.TEST_LOSS, metric.TEST_ACCURACY)
+VALIDATION = HeldOutSplit("validation", metric.EVAL_LOSS, metric.EVAL_ACCURACY, metric.EVAL_MACRO_F1)
+TEST = HeldOutSplit("test", metric.TEST_LOSS, metric.TEST_ACCURACY, metric.TEST_MACRO_F1)
 
 
 @dataclass
@@ -85,16 +86,18 @@ def evaluate(
     ranks: Ranks | None = None,
     split: HeldOutSplit = VALIDATION,
 ) -> dict[str, float]:
-    """Return a split's loss in nats a target, and its accuracy for a classification. ``examples`` collects the loss of
-    every example on the first rank; None saves that work. The model is left in training mode."""
+    """Return a split's loss in nats a target, and accuracy and macro-F1 of a classification. ``examples`` collects the
+    loss of every example on the first rank; None saves that work. The model is left in training mode."""
     model.eval()
     ranks = ranks or Ranks()
-    loss, correct, count, is_classification = 0.0, 0.0, 0.0, False
+    loss, count, classes_3C = 0.0, 0.0, torch.zeros(3, 0)
     found: list[ExampleLosses] = []  # by batch
     for batch in batches:
         own, counts = _share(batch, ranks)
         on_device = {name: tensor.to(device) for name, tensor in own.items()}
         outputs = model(**on_device)
+        if batch["labels"].ndim == 1 and not classes_3C.numel():
+            classes_3C = torch.zeros(3, outputs.logits.shape[-1], dtype=torch.float64)
         if not counts:
             found.append(ExampleLosses())
             continue
@@ -105,16 +108,34 @@ def evaluate(
             found[-1].add(outputs.logits, on_device["labels"])
         count += targets
         if batch["labels"].ndim == 1:
-            is_classification = True
-            correct += int((outputs.logits.argmax(-1) == on_device["labels"]).sum())
+            classes_3C += count_classes(outputs.logits.argmax(-1).cpu(), own["labels"], classes_3C.shape[1])
     model.train()
     if examples is not None:
         for together in zip(*ranks.gather(found), strict=True):
             for part in together:
                 examples.extend(part)
-    loss, correct, count = ranks.all_sum([loss, correct, count])
+    loss, count, *found_classes = ranks.all_sum([loss, count, *classes_3C.flatten().tolist()])
     values = {split.loss.name: loss / max(count, 1)}
-    return values | ({split.accuracy.name: correct / max(count, 1)} if is_classification else {})
+    if not found_classes:
+        return values
+    classes_3C = torch.tensor(found_classes, dtype=torch.float64).view_as(classes_3C)
+    values[split.accuracy.name] = float(classes_3C[0].sum()) / max(count, 1)
+    return values | {split.macro_f1.name: macro_f1(classes_3C)}
+
+
+def count_classes(predicted_B: Tensor, labels_B: Tensor, num_classes: int) -> Tensor:
+    """Return for each class C how many examples are rightly predicted to be in it, predicted, and in it, as (3, C)."""
+    kinds = (labels_B[predicted_B == labels_B], predicted_B, labels_B)
+    return torch.stack([torch.bincount(kind, minlength=num_classes) for kind in kinds])
+
+
+def macro_f1(classes_3C: Tensor) -> float:
+    """Return the mean of the F1 of all classes that occur among labels or predictions, from the counts of
+    ``count_classes``."""
+    right_C, predicted_C, labels_C = classes_3C
+    occurring_C = predicted_C + labels_C > 0
+    f1_C = 2 * right_C / (predicted_C + labels_C).clamp(min=1)
+    return float(f1_C[occurring_C].mean()) if occurring_C.any() else 0.0
 
 
 def _share(batch: dict[str, Tensor], ranks: Ranks) -> tuple[dict[str, Tensor], bool]:

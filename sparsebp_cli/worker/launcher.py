@@ -1,5 +1,7 @@
 """Launch of a run's ranks on this machine by torchrun, and the run's final status when the ranks cannot write it.
 
+On several nodes one launcher runs on each. The first one holds the run's lock and writes the final status.
+
 torchrun hides exit codes. So the first rank writes the final status into the journal, and a failing rank writes its
 reason to the file that torchrun names for it, outside the run's folder.
 """
@@ -11,18 +13,25 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from sparsebp_cli.errors import RunFailedError, SparseBPError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import read
 from sparsebp_cli.run.record_type import EndRecord
 from sparsebp_cli.worker.ending import StopRequest, pause_message, signal_of_message, stop_message
-from sparsebp_cli.worker.process import MEETING_FILE, process_options
+from sparsebp_cli.worker.node import GRACE_SECONDS, LOST_CODE, NodeGroup
+from sparsebp_cli.worker.process import MEETING_FILE, process_options, read_place
 from sparsebp_cli.worker.rank import Reason
 
 if TYPE_CHECKING:
@@ -30,15 +39,56 @@ if TYPE_CHECKING:
 
 # The caller decides how long to wait for the checkpoint of a stopped run; torchrun would kill the ranks after 30 s.
 STOP_SECONDS = 24 * 3600
+GUARD_SECONDS = 1.0  # between two looks at the ranks
 
 
 def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
     """Execute a plan in several processes; return the exit code. The caller holds the lock of the run's folder."""
     with run.lock("rank"):  # wait until the ranks of a killed worker have ended
         pass
+    options = process_options(plan.recipe)
     with JournalWriter(run.path) as journal:
         attempt = journal.attempt
-    asked, reason = (stop.signal, None) if stop.signal else _run(plan, run)
+    try:
+        place = read_place(options)
+        nodes = None if place is None else NodeGroup(place, options, run.path)
+    except SparseBPError as error:
+        return _write_end(run, attempt, None, Reason(0, str(error), error.exit_code, 0.0, is_echo=False))
+    if nodes is None:
+        asked, reason = (stop.signal, None) if stop.signal else _run(plan, run)
+        return _write_end(run, attempt, asked, reason)
+    with nodes:
+        nodes.check_folder()
+        asked, reason = (stop.signal, None) if stop.signal else _run(plan, run, nodes)
+        code = _write_end(run, attempt, asked, nodes.find_cause(reason))
+        nodes.finish(code)
+        return code
+
+
+def run_ranks_of_node(plan: Plan, run: RunFolder) -> int:
+    """Execute the part of a plan that a node other than the first one has; return the exit code, that of the run."""
+    options = process_options(plan.recipe)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # one line says that the first node is lost
+    try:
+        place = read_place(options)
+        assert place is not None
+        with NodeGroup(place, options, run.path) as nodes:
+            try:
+                nodes.check_folder()
+                reason = _run(plan, run, nodes)[1]
+            except SparseBPError as error:
+                reason = Reason(0, str(error), error.exit_code, time.time(), is_echo=False)
+            return nodes.report(reason)
+    except RunFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return LOST_CODE
+    except SparseBPError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _write_end(run: RunFolder, attempt: int, asked: signal.Signals | None, reason: Reason | None) -> int:
+    """Write the run's final status unless the first rank did; return the exit code."""
     end, step = _read_end(run, attempt)
     if end is not None and end["status"] == State.FINISHED:
         return 0
@@ -57,8 +107,42 @@ def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
         return reason.code
 
 
-def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | None]:
-    """Start the ranks and wait for them; return the signal that stopped them and the reason why they failed, if any."""
+class RankGuard(threading.Thread):
+    """Kills the ranks of this machine if they should have ended: one of them has, or the run is over elsewhere."""
+
+    killed: set[int]  # process ids
+
+    def __init__(self, grace_seconds: float, is_over: Callable[[], bool]) -> None:
+        """Watch the children of this process. They get ``grace_seconds`` to end by themselves."""
+        super().__init__(daemon=True)
+        self._grace_seconds, self._is_over = grace_seconds, is_over
+        self._done = threading.Event()
+        self.killed = set()
+
+    def run(self) -> None:
+        """Look at the ranks until :meth:`stop` is called."""
+        parent, most, since = psutil.Process(), 0, None
+        while not self._done.wait(GUARD_SECONDS):
+            ranks = parent.children()
+            most = max(most, len(ranks))
+            if len(ranks) == most and not self._is_over():
+                continue
+            since = since or time.monotonic()
+            if time.monotonic() - since > self._grace_seconds:
+                for rank in ranks:
+                    self.killed.add(rank.pid)
+                    with suppress(psutil.NoSuchProcess):
+                        rank.kill()
+
+    def stop(self) -> None:
+        """Stop watching."""
+        self._done.set()
+        self.join()
+
+
+def _run(plan: Plan, run: RunFolder, nodes: NodeGroup | None = None) -> tuple[signal.Signals | None, Reason | None]:
+    """Start the ranks of this machine and wait for them; return the signal that stopped them and the reason why they
+    failed, if any."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -73,15 +157,17 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
             logging.getLogger(name).setLevel(logging.CRITICAL)
     # Without this, a second launch in one store reads values that the first one left there: pytorch #135712.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    count = process_options(plan.recipe).processes
+    options = process_options(plan.recipe)
+    here = options.processes // options.nodes
     # PyTorch 2.11 has no such argument and gives ranks 30 seconds.
     patience: Any = {"shutdown_timeout": STOP_SECONDS} if "shutdown_timeout" in LaunchConfig.__annotations__ else {}
+    guard = RankGuard(nodes.grace_seconds, nodes.is_over) if nodes else RankGuard(GRACE_SECONDS, lambda: False)
     with TemporaryDirectory(prefix="sparsebp-") as folder:
         os.environ[MEETING_FILE] = str(Path(folder) / "meeting")
         config = LaunchConfig(
-            min_nodes=1,
+            min_nodes=1,  # also on several nodes: see decision 62
             max_nodes=1,
-            nproc_per_node=count,
+            nproc_per_node=here,
             run_id=plan.run_id,
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
@@ -93,13 +179,16 @@ def _run(plan: Plan, run: RunFolder) -> tuple[signal.Signals | None, Reason | No
         )
         asked: signal.Signals | None = None
         failures: Mapping[int, ProcessFailure] = {}
+        guard.start()
         try:
             elastic_launch(config, sys.executable)("-P", "-m", "sparsebp_cli.worker", str(run.plan_file))
         except SignalException as error:
             asked = error.sigval
         except ChildFailedError as error:
-            failures = error.failures
-        return asked, _find_reason(Path(folder), failures, count)
+            first = nodes.place.node * here if nodes else 0
+            failures = {first + n: failure for n, failure in error.failures.items() if failure.pid not in guard.killed}
+        guard.stop()
+        return asked, _find_reason(Path(folder), failures, options.processes)
 
 
 def _find_reason(folder: Path, failures: Mapping[int, ProcessFailure], count: int) -> Reason | None:

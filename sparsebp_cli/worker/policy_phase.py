@@ -11,7 +11,8 @@ from torch import nn
 
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.backward.core.engine import OF_POLICIES
-from sparsebp_cli.policy import EpochSelector, Policy, TokenSelector, make_policy
+from sparsebp_cli.policy import EpochSelector, ExampleSelector, Policy, ReferenceReader, TokenSelector, make_policy
+from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.policy_phase import PolicyPhase, describe_phases, find_phase
 from sparsebp_cli.worker.batch import BatchOrder
@@ -51,6 +52,7 @@ class PhaseSequence:
             max_grad_norm=recipe.training.max_grad_norm if is_eager else None,
             seed=recipe.training.seed,
             num_steps=recipe.training.max_steps,
+            num_examples=len(self.reference.data.train),
             reference=self.reference.attached if any(map(compares, phase.policies)) else None,
             **recipe.backward.choices(**({"checkpointing": "none"} if is_full else {})),
         )
@@ -69,7 +71,8 @@ class PhaseSequence:
         """Let batches have the columns that the policies of a phase read, and no others. Return the same order."""
         readers = [policy for policy in phase.policies if isinstance(policy, TokenSelector)]
         reference = self.reference.columns if any(map(compares, phase.policies)) else frozenset()
-        order.columns = find_columns(phase.policies) | reference
+        rows = any(isinstance(policy, ExampleSelector) and policy.reads_rows for policy in phase.policies)
+        order.columns = find_columns(phase.policies) | reference | (frozenset({EXAMPLE_ROW}) if rows else frozenset())
         order.candidates = next((policy.candidate_column for policy in readers), None)
         return order
 
@@ -82,7 +85,7 @@ class PhaseSequence:
 
 def compares(policy: Policy) -> bool:
     """Return whether a policy compares with a reference model."""
-    return isinstance(policy, TokenSelector) and "reference_loss" in policy.needs
+    return isinstance(policy, ReferenceReader) and policy.reads_reference
 
 
 def find_columns(policies: Sequence[Policy]) -> frozenset[str]:

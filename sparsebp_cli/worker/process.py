@@ -1,4 +1,4 @@
-"""The processes (ranks) that train together on one machine, and the small values that they exchange.
+"""The processes (ranks) that train together, on one machine or several nodes, and the small values that they exchange.
 
 These values go over gloo, on the host. Gradients and weights are exchanged by DDP and FSDP2.
 """
@@ -9,22 +9,73 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
 T = TypeVar("T")
-LONGEST_WAIT = timedelta(minutes=30)  # for another rank, such as the first one while it writes a checkpoint
 # Names the file through which ranks of one machine find each other. torchrun offers a port that was free before;
 # the first rank would bind it seconds later, when another program may have taken it.
 MEETING_FILE = "SPARSEBP_MEETING_FILE"
+# With several nodes, the target sets these for the worker on each: its number from 0, and where the first one listens.
+NODE, FIRST_NODE = "SPARSEBP_NODE", "SPARSEBP_FIRST_NODE"
+CODE_FILE = "SPARSEBP_CODE_FILE"  # names the file for the run's exit code, where what starts the nodes would hide it
+_LEFT: list[object] = []  # process groups that were closed
 
 
 def process_options(recipe: Recipe) -> TargetOptions:
-    """Return the target options that all kinds of target share: number of processes and sharding."""
+    """Return the target options that all kinds of target share: number of nodes and processes, and sharding."""
     given = {name: value for name, value in recipe.target.options.items() if name in TargetOptions.model_fields}
     return TargetOptions.model_validate(given)
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """The place of this machine among those of a run."""
+
+    node: int  # from 0; the first one writes files
+    host: str  # where the launcher of the first node listens
+    port: int
+
+    @classmethod
+    def read(cls) -> Self | None:
+        """Read the place from the environment; None if the run's target did not set it. Raise DataError if the values
+        are none."""
+        node, first = os.environ.get(NODE), os.environ.get(FIRST_NODE)
+        if node is None and first is None:
+            return None
+        host, _, port = (first or "").rpartition(":")
+        if not (host and port.isdecimal() and (node or "").isdecimal()):
+            raise DataError(f"{NODE} and {FIRST_NODE} must be a number and HOST:PORT, got {node!r} and {first!r}")
+        return cls(int(node or 0), host, int(port))
+
+    def connect(self, timeout: timedelta, *, serves: bool = False) -> TCPStore:
+        """Return a connection to the store of the first node's launcher, which that one serves."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host = "localhost" if self.node == 0 else self.host
+        return TCPStore(host, self.port, is_master=serves, timeout=timeout, wait_for_workers=False)
+
+
+def read_place(options: TargetOptions) -> NodePlace | None:
+    """Return the place of this machine in a run on several nodes; None for a run on one. Raise DataError if the worker
+    was not started on as many nodes as the plan has."""
+    place = NodePlace.read() if options.nodes > 1 else None
+    if options.nodes > 1 and (place is None or place.node >= options.nodes):
+        got = "no node's number" if place is None else f"node {place.node}"
+        raise DataError(f"target.nodes: {options.nodes}, but the worker was started with {got} in {NODE}")
+    return place
+
+
+def find_number(options: TargetOptions) -> int:
+    """Return the rank of this process, which a launcher has started, among those of all nodes."""
+    place = read_place(options)
+    first = place.node * (options.processes // options.nodes) if place is not None else 0
+    return first + int(os.environ["LOCAL_RANK"])
 
 
 @dataclass(frozen=True)
@@ -35,30 +86,56 @@ class Ranks:
     rank: int = 0  # from 0; only rank 0 writes files
     count: int = 1  # number of processes
     is_sharded: bool = False  # each rank holds a part of weights, gradients and optimizer state
+    on_cuda: bool = False  # gradients go over NCCL
 
     @classmethod
     def join(cls, recipe: Recipe) -> Self:
         """Initialise the process group of a recipe with several processes, or return a single rank. Raise DataError if
-        there are fewer CUDA devices than processes."""
+        this machine has fewer CUDA devices than processes."""
         options = process_options(recipe)
         if options.processes == 1:
             return cls()
         import torch
         from torch import distributed
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         on_cuda = recipe.target.device != "cpu" and torch.cuda.is_available()
-        if on_cuda and torch.cuda.device_count() < options.processes:
+        here, local = options.processes // options.nodes, int(os.environ["LOCAL_RANK"])
+        if on_cuda and torch.cuda.device_count() < here:
             raise DataError(
-                f"target.processes: {options.processes}, but torch finds {torch.cuda.device_count()} CUDA devices here"
+                f"target.processes: {options.processes}{f' on {options.nodes} nodes' if options.nodes > 1 else ''}, "
+                f"but torch finds {torch.cuda.device_count()} CUDA devices here"
             )
+        if on_cuda:
+            # Before the group: NCCL opens its communicator on the current device, and guesses it without device_id.
+            torch.cuda.set_device(local)
+        timeout, place = timedelta(minutes=options.peer_timeout_min), read_place(options)
+        rank = find_number(options)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(options.processes))  # torchrun counts those of one node
+        if place is None:
+            meeting: dict[str, Any] = {"init_method": f"file://{os.environ[MEETING_FILE]}"}
+        else:
+            meeting = {"store": PrefixStore("ranks", place.connect(timeout))}
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-            init_method=f"file://{os.environ[MEETING_FILE]}",
-            rank=int(os.environ["RANK"]),
+            rank=rank,
             world_size=options.processes,
-            timeout=LONGEST_WAIT,
+            timeout=timeout,  # also that of NCCL's watchdog
+            device_id=torch.device("cuda", local) if on_cuda else None,
+            **meeting,
         )
-        return cls(distributed.get_rank(), distributed.get_world_size(), options.sharding == "fsdp2")
+        return cls(distributed.get_rank(), distributed.get_world_size(), options.sharding == "fsdp2", on_cuda)
+
+    def leave(self) -> None:
+        """Close NCCL's communicators after the last collective operation. Without CUDA, do nothing."""
+        if not self.on_cuda:
+            return
+        from torch import distributed
+
+        # Kept, because PyTorch 2.13 destroys a gloo group while it holds the GIL and waits for a thread that needs the
+        # GIL: the process ends before anything frees it.
+        _LEFT.append(distributed.group.WORLD)
+        distributed.destroy_process_group()
 
     @property
     def is_first(self) -> bool:

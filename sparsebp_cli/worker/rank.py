@@ -17,7 +17,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import JournalWriter, RunFolder, State
 from sparsebp_cli.run.journal import FILE
 from sparsebp_cli.worker.ending import StopRequest, pause_message, stop_message
-from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.process import Ranks, find_number, process_options
 
 ORPHAN_SECONDS = 0.1
 REASON_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -68,7 +68,7 @@ class SilentJournal(JournalWriter):
 def find_rank(plan: Plan) -> int | None:
     """Return the rank that torchrun started this process as; None if torchrun did not start it for this plan."""
     is_ours = os.environ.get("TORCHELASTIC_RUN_ID") == plan.run_id
-    return int(os.environ["RANK"]) if is_ours else None
+    return find_number(process_options(plan.recipe)) if is_ours else None
 
 
 def end_with_parent() -> None:
@@ -106,8 +106,12 @@ def run_rank(plan: Plan, run: RunFolder, stop: StopRequest, rank: int) -> NoRetu
             journal.write("end", status=State.INTERRUPTED, step=training.step, text=text)
         else:
             journal.write("end", status=State.FINISHED, step=training.step, text=training.end_reason)
+        ranks.leave()
     except Exception as error:
         text, code = describe_failure(error)
+        if "timed out" in text.lower() or "wait timeout" in text.lower():
+            minutes = process_options(plan.recipe).peer_timeout_min
+            text = f"another process did not answer for {minutes:g} minutes (target.peer_timeout_min): {text}"
         reason = write_reason(rank, text, code)
         if not (isinstance(error, SparseBPError) or reason.is_echo):
             traceback.print_exc()

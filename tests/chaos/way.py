@@ -19,6 +19,7 @@ def _phases(first: Sections, second: Sections) -> Sections:
 
 
 _NODES = {"backward": {"sites": "nodes"}}
+_NO_DROPOUT = {"model": {"config": LLAMA}}  # what is refused with these policies
 _TURNS = {"freeze": ["model.embed_tokens", "model.norm"], "turn": "layers", "every": 3}
 _LORA = {"lora": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}}
 
@@ -42,6 +43,8 @@ WAYS: dict[str, Sections] = {
     "selective-backprop": _policy("selective-backprop", keep=0.5, start=0.2, end=0.9, history=64),
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
     "importance": _policy("importance", keep=0.5, threshold=1.0, every=3),
+    "evolved-sampling": _policy("evolved-sampling", keep=0.5, weighted=True) | {"dataset": {"max_train_examples": 30}},
+    "rho": _policy("rho", keep=0.5, reference="tiny"),  # the test has a model of the recipe's kind for it
     "infobatch": _policy("infobatch") | {"dataset": {"max_train_examples": 30}},  # epochs of up to 8 steps
     "crs": _policy("crs", keep=0.5, products="both"),
     "meprop": _policy("meprop", keep=0.5),
@@ -62,7 +65,7 @@ WAYS: dict[str, Sections] = {
     "velora": _policy("velora", group=4),
     "backrazor": _policy("dropit", keep=0.3, within="example"),
     "dither": _policy("dither"),
-    "lossless": _policy("lossless"),
+    "lossless": _policy("lossless") | _NO_DROPOUT,
     "frozen": _policy("frozen", freeze=["*.layers.0.*"]),
     "frozen in turn, at random": _policy("frozen", order="random", **_TURNS),
     "frozen in turn, independent, state dropped": _policy(
@@ -76,8 +79,8 @@ WAYS: dict[str, Sections] = {
     "grass": _policy("grass", every=2, at_once=1),
     "grades": _policy("grades", threshold=0.95, relative=True, grace=0.2),
     "subnet": _policy("subnet", keep=0.3, batches=2),
-    "backlite": _policy("backlite", negligible=0.3, tile=8),
-    "backlite at random": _policy("backlite", negligible=0.3, tile=8, score="random"),
+    "backlite": _policy("backlite", negligible=0.3, tile=8) | _NO_DROPOUT,
+    "backlite at random": _policy("backlite", negligible=0.3, tile=8, score="random") | _NO_DROPOUT,
     "mezo": _policy("mezo", scale=1e-2)
     | {"training": {"optim": "sgd", "max_grad_norm": None, "learning_rate": 1e-4, "gradient_accumulation_steps": 2}},
     "random-ltd": _policy("random-ltd", min_tokens=4, increase_step=1)

@@ -27,7 +27,8 @@ def test_what_cannot_be_fetched_is_refused_by_name(call: Cli) -> None:
     done = call("fetch", "minilm")
     assert done.returncode == 2
     assert done.stderr == (
-        "error: 'minilm' cannot be fetched; known: minilm-l6, smollm2-135m, movie-snippets; did you mean minilm-l6?\n"
+        "error: 'minilm' cannot be fetched; known: minilm-l6, smollm2-135m, movie-snippets, brown-genres; "
+        "did you mean minilm-l6?\n"
     )
 
 

@@ -31,7 +31,7 @@ def test_values_follow_the_equals_sign_where_they_are_known() -> None:
 
 
 def test_metrics_and_policies_are_completed_with_a_help_text() -> None:
-    assert set(dict(complete_metric("eval/"))) == {"eval/loss", "eval/accuracy"}
+    assert set(dict(complete_metric("eval/"))) == {"eval/loss", "eval/accuracy", "eval/macro_f1"}
     assert complete_policy("tok") == [("tokens", "TokenSelector")]
 
 

@@ -12,7 +12,7 @@ COMPOSITIONS = {
     "tied weights": "input and output embeddings are one parameter",
     "checkpointing": "activation checkpointing of every layer, `use_reentrant=False`",
     "reentrant checkpointing": "the same with `use_reentrant=True`",
-    "compile": "`torch.compile` of a layer's attention and MLP, before or after attaching",
+    "compile": "`torch.compile` of a layer's attention and MLP, before or after; at `linears` one graph each",
     "autocast": "`torch.autocast` to bfloat16",
     "DDP": "two processes on gloo, wrapped before and after attaching",
     "LoRA": "adapters of peft at every linear, the rest frozen",

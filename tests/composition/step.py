@@ -26,6 +26,7 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     PartSelector,
     Policy,
+    ReferenceReader,
     Stateful,
     Step,
     TileSelector,
@@ -40,6 +41,7 @@ from .way import Way
 
 Weights = dict[str, Tensor]
 NUM_STEPS, SEED, MAX_NORM = 4, 3, 0.05
+NUM_EXAMPLES = 5  # of the data, for policies that know an example by its row
 
 
 def build(composition: str) -> nn.Module:
@@ -75,13 +77,14 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
     model, policies = build(composition), policies_of(ways)
     options: dict[str, Any] = {key: value for way in ways for key, value in way.options.items()}
     if tokens_by_reference:
-        options = {"execution": "reference"}
+        options = {"execution": "reference"} | {k: v for k, v in options.items() if k == "reference"}
     elif "update" in options and composition == "clipping":
         options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
     is_eager, optimizer = "update" in options, _optimizer(model)
+    lengths = {"num_steps": NUM_STEPS, "num_examples": NUM_EXAMPLES}
 
     def attach() -> Any:
-        return sbp.attach(model, policies, optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
+        return sbp.attach(model, policies, optimizer=optimizer, seed=SEED, **lengths, **options)
 
     engine = attach()
     if composition == "compile":
@@ -90,7 +93,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
-                loss = model(input_ids=ids, labels=ids).loss * share
+                loss = model(input_ids=ids, labels=ids, **_columns(policies, number)).loss * share
             engine.backward(loss, **({"is_last": left == 0} if is_eager else {}))
         if composition == "clipping" and "max_grad_norm" not in options:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
@@ -125,6 +128,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     states = _init_states(model, policies, shown)
     masks = _find_masks(model, policies)
     for number in range(_num_steps(ways)):
+        read: list[tuple[Tensor, Tensor]] = []  # losses and rows that a policy was shown
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, weights, hooks, saving = all_ids, None, [], ExitStack()
             for policy in policies:
@@ -136,7 +140,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                     for name, parameter in trained.items():
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
-                    ids, weights = _choose(model, policy, all_ids, step)
+                    ids, weights = _choose(model, policy, all_ids, step, read)
                 elif isinstance(policy, BlockDropper):
                     blocks, _ = find_blocks(model, "the reference")
                     first = Step(number, seed=SEED, num_steps=NUM_STEPS)
@@ -161,7 +165,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         before = _weights(model)
         optimizer.step()
         _put_back(trained, masks, before)
-        _observe(policies, states, trained, number)
+        _observe(policies, states, trained, number, read)
         optimizer.zero_grad()
     return _weights(model)
 
@@ -203,11 +207,13 @@ def _put_back(trained: dict[str, nn.Parameter], masks: dict[str, Tensor | None],
 
 def _init_states(model: nn.Module, policies: Sequence[Policy], shown: Sequence[Parameter]) -> dict[int, Any]:
     weights: Any = show_weights(model, find_divisible(model))
-    return {
-        id(policy): policy.init(weights if isinstance(policy, PartSelector) else shown)
-        for policy in policies
-        if isinstance(policy, Stateful)
-    }
+
+    def places(policy: Policy) -> Sequence[Any]:
+        if isinstance(policy, ExampleSelector):
+            return range(NUM_EXAMPLES)
+        return weights if isinstance(policy, PartSelector) else shown
+
+    return {id(policy): policy.init(places(policy)) for policy in policies if isinstance(policy, Stateful)}
 
 
 def _num_steps(ways: Sequence[Way]) -> int:
@@ -232,15 +238,22 @@ def _set_rates(
             ]
 
 
-def _observe(policies: Sequence[Policy], states: dict[int, Any], trained: dict[str, nn.Parameter], number: int) -> None:
+def _observe(
+    policies: Sequence[Policy],
+    states: dict[int, Any],
+    trained: dict[str, nn.Parameter],
+    number: int,
+    read: Sequence[tuple[Tensor, Tensor]],
+) -> None:
     seen = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
     norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
+    losses = {str(place): loss_B for place, (loss_B, _) in enumerate(read)}
+    rows = {str(place): row_B for place, (_, row_B) in enumerate(read)}
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
+    observation = Observation(parameter_norm=norms, parameter_l1=seen, example_loss=losses, example_row=rows)
     for policy in policies:
         if isinstance(policy, Stateful):
-            states[id(policy)] = policy.observe(
-                states[id(policy)], Observation(parameter_norm=norms, parameter_l1=seen), end
-            )
+            states[id(policy)] = policy.observe(states[id(policy)], observation, end)
 
 
 def _detach(module: nn.Module, args: object, output: Any) -> Any:
@@ -285,8 +298,21 @@ def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
     return [(torch.cat([batch(10 * number + i), batch(5 + 10 * number + i)]), 1 / count) for i in range(count)]
 
 
-def _choose(model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-    """Return the chosen examples, and their weights if there are any."""
+def _columns(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
+    """Return the columns that example selectors read: the rows of a step's examples, the losses of a reference."""
+    columns: dict[str, Tensor] = {}
+    for policy in policies:
+        if isinstance(policy, ExampleSelector) and policy.reads_rows:
+            columns["example_row"] = (torch.arange(4) + number) % NUM_EXAMPLES
+        if isinstance(policy, ReferenceReader) and policy.reads_reference:
+            columns["reference_loss"] = 3 * torch.rand(4, 6, generator=torch.Generator().manual_seed(number))
+    return columns
+
+
+def _choose(
+    model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step, read: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the chosen examples, and their weights if there are any; add what the policy was shown to ``read``."""
     model.eval()  # and so without checkpointing
     with torch.no_grad():
         logits = model(input_ids=ids_BT).logits.float()
@@ -294,7 +320,12 @@ def _choose(model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Ste
         share_BTV = logits[:, :-1].softmax(-1) - nn.functional.one_hot(ids_BT[:, 1:], logits.shape[-1])
     model.train()
     norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
-    choice = policy.choose(Examples(len(ids_BT), loss_BT.mean(1), norm_B), step)
+    columns = _columns([policy], step.index)
+    row_B = columns.get("example_row")
+    if row_B is not None:
+        read.append((loss_BT.mean(1), row_B))
+    reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
+    choice = policy.choose(Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, row_B), step)
     if choice is None:
         return ids_BT, None
     if isinstance(choice, Tensor):

@@ -47,11 +47,11 @@ def build(composition: str) -> nn.Module:
     return model.train()
 
 
-def compile_branches(model: Any) -> None:
+def compile_branches(model: Any, *, fullgraph: bool = False) -> None:
     """Compile attention and MLP of the last layer, with all of autograd's part but without a compiler of C++."""
     layer = model.model.layers[-1]
-    layer.self_attn.compile(backend="aot_eager")
-    layer.mlp.compile(backend="aot_eager")
+    layer.self_attn.compile(backend="aot_eager", fullgraph=fullgraph)
+    layer.mlp.compile(backend="aot_eager", fullgraph=fullgraph)
 
 
 def attach(model: nn.Module, entry: Entry | None, site: str, optimizer: Any, **options: Any) -> Engine:
@@ -83,10 +83,10 @@ def train(
     model = build(composition)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     if compiled == "before":
-        compile_branches(model)
+        compile_branches(model, fullgraph=site == "linears")
     engine = None if plain else attach(model, entry, site, optimizer, **options)
     if compiled == "after":
-        compile_branches(model)
+        compile_branches(model, fullgraph=site == "linears")
     gradients: Gradients = []
     torch.manual_seed(4)  # of dropout
     for number in range(1 if composition == "autocast" else 2):  # whose rounding would move the second

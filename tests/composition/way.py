@@ -8,6 +8,7 @@ from typing import Any
 from sparsebp_cli.policy.discovery import find_policy
 
 Options = dict[str, Any]
+_WEIGHING = {"importance", "evolved-sampling"}
 _CHOICE = {"keep": 0.5, "start": 0.0, "end": 1.0, "interrupt": 0}
 
 
@@ -39,6 +40,8 @@ WAYS = (
     _tokens("stop"),
     Way("selective-backprop", "ExampleSelector", {"name": "selective-backprop", **_CHOICE}),
     Way("importance", "ExampleSelector", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
+    Way("evolved-sampling", "ExampleSelector", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
+    Way("rho", "ExampleSelector", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),
@@ -101,7 +104,7 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen with another set of parameters each step works in one process, got several (DDP or FSDP)"
         if wrapped == "before":
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
-    if composition == "DDP" and (way.question == "PartSelector" or way.label == "importance"):
+    if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING):
         return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
@@ -149,7 +152,7 @@ def _find_weighing_refusal(first: Way, second: Way) -> str:
     if "TokenSelector" in (first.question, second.question):
         return f"{_class_of(first)} and {_class_of(second)} in one forward is not built: give one of them"
     if second.question == "segments":
-        return "Importance with segments=2 is not built: it weighs the losses of examples outside of the model"
+        return f"{_class_of(first)} with segments=2 is not built: it weighs the losses of examples outside of the model"
     return ""
 
 
@@ -160,7 +163,7 @@ def find_pair_refusal(first: Way, second: Way) -> str:
         first: One of :data:`WAYS`.
         second: Another.
     """
-    if "importance" in (first.label, second.label) and (refusal := _find_weighing_refusal(first, second)):
+    if {first.label, second.label} & _WEIGHING and (refusal := _find_weighing_refusal(first, second)):
         return refusal
     if "TileSelector" in (first.question, second.question) and (refusal := _find_tile_refusal(first, second)):
         return refusal

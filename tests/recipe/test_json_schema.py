@@ -101,6 +101,7 @@ def test_schema_and_loader_agree_on_every_key_with_every_kind_of_value(read: Rea
     for path in walk(content):
         # Beyond the schema: that either name or config is given, what goes together, which optimizers are installed.
         beyond = {("model", "config"), ("model", "name"), ("training", "optim"), ("training", "optim_args")}
+        beyond |= {("target", "nodes")}
         if path[:2] in beyond or path == ("model",):
             continue
         for value in VALUES:

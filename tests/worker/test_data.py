@@ -118,7 +118,9 @@ def test_a_classification_is_trained_and_its_accuracy_measured(tmp_path, tiny_re
     for policy in ({"name": "topk", "keep": 0.5}, carried):
         run = prepared(tiny_recipe(dataset=dataset, policy=[policy]))
         assert work(run) == 0, (run.path / "worker.log").read_text()
-        assert 0.0 <= History.load(run.path).last("eval/accuracy") <= 1.0
+        history = History.load(run.path)
+        assert 0.0 <= history.last("eval/accuracy") <= 1.0
+        assert 0.0 <= history.last("eval/macro_f1") <= 1.0
 
 
 @pytest.mark.parametrize(

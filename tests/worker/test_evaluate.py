@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,16 @@ from torch import nn
 from sparsebp_cli.compare import compare_runs
 from sparsebp_cli.run import History
 from sparsebp_cli.worker.data import Example
-from sparsebp_cli.worker.evaluate import MOST_EXAMPLES, ExampleLosses, _share, evaluation_batches, select_examples
+from sparsebp_cli.worker.evaluate import (
+    MOST_EXAMPLES,
+    ExampleLosses,
+    _share,
+    count_classes,
+    evaluate,
+    evaluation_batches,
+    macro_f1,
+    select_examples,
+)
 from sparsebp_cli.worker.process import Ranks
 from tests.worker.conftest import work
 
@@ -46,6 +56,28 @@ def test_a_classification_has_one_target_an_example() -> None:
     found.add(logits_BC, labels_B)
     assert found.targets == [1, 1, 1]
     assert sum(found.loss) / 3 == pytest.approx(float(nn.functional.cross_entropy(logits_BC, labels_B)), rel=1e-5)
+
+
+def test_macro_f1_weighs_classes_alike_and_leaves_out_those_that_do_not_occur() -> None:
+    labels_B = torch.tensor([0, 0, 0, 0, 1, 1, 2])
+    predicted_B = torch.tensor([0, 0, 0, 1, 1, 2, 0])
+    counts_3C = count_classes(predicted_B, labels_B, 5)  # nothing is in the last two classes
+    assert counts_3C.tolist() == [[3, 1, 0, 0, 0], [4, 2, 1, 0, 0], [4, 2, 1, 0, 0]]
+    assert macro_f1(counts_3C) == pytest.approx((0.75 + 0.5 + 0.0) / 3)
+    never_right_3C = count_classes(torch.tensor([3]), torch.tensor([0]), 5)
+    assert macro_f1(never_right_3C) == 0.0  # a class that is only predicted counts, too
+
+
+def test_an_evaluation_in_batches_counts_classes_over_all_of_them() -> None:
+    class Model(nn.Module):
+        def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+            return SimpleNamespace(logits=logits, loss=nn.functional.cross_entropy(logits, labels))
+
+    logits_BC, labels_B = torch.randn(9, 3), torch.tensor([0, 1, 2, 0, 0, 1, 2, 1, 0])
+    batches = [{"logits": logits_BC[i : i + 4], "labels": labels_B[i : i + 4]} for i in (0, 4, 8)]
+    found = evaluate(Model(), batches, torch.device("cpu"))
+    assert found["eval/accuracy"] == pytest.approx(float((logits_BC.argmax(-1) == labels_B).float().mean()))
+    assert found["eval/macro_f1"] == pytest.approx(macro_f1(count_classes(logits_BC.argmax(-1), labels_B, 3)))
 
 
 def test_no_more_examples_are_kept_than_a_journal_should_hold() -> None:

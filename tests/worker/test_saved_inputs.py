@@ -19,7 +19,7 @@ from tests.worker.test_processes import weights_of
 from tests.worker.test_resume import wait_for
 
 ROWS = {"name": "wta-crs", "keep": 0.5}
-CODES = {"name": "gact", "bits": 4}
+CODES = {"name": "gact", "bits": 2, "adapt_interval": 4}
 
 
 def _history(run: Any) -> History:

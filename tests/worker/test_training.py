@@ -100,13 +100,13 @@ def sparse_history(tiny_recipe, prepared) -> History:
 def test_a_run_tells_quality_time_memory_work_and_fidelity(sparse_history) -> None:
     logged = set(sparse_history.metrics)
     assert logged <= set(METRICS)
-    absent = {"eval/accuracy", "memory/peak_allocated_bytes"}  # of classification, of CUDA
+    absent = {"eval/accuracy", "eval/macro_f1", "memory/peak_allocated_bytes"}  # of classification, of CUDA
     absent |= {"fidelity/bias", "fidelity/bias_standard_error", "fidelity/variance"}  # of random policies, over draws
     absent |= {"policy/nodes", "policy/nodes_run", "policy/parameters_reached", "policy/miss_rate"}  # of routers
     absent |= {"policy/trained_share", "policy/carried_share", "time/scoring_seconds", "flops/scoring"}  # of choosing
     absent |= {"train/epoch", "policy/visited_share"}  # of policies that choose epochs
     absent |= {"flops/probing"}  # of trial passes
-    absent |= {"test/loss", "test/accuracy"}  # of a test split
+    absent |= {"test/loss", "test/accuracy", "test/macro_f1"}  # of a test split
     absent |= {name for name in METRICS if "independent" in name}  # of measure.independent_examples
     assert logged == set(METRICS) - absent
     assert list(sparse_history.series("eval/loss")) == [0, 5, 10]

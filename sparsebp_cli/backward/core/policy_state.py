@@ -20,7 +20,9 @@ _OF_PARAMETERS: dict[Observed, Callable[[Tensor], Tensor]] = {
     "parameter_l1": choice.l1_norm,
 }
 _AT_SITES: frozenset[Observed] = frozenset({"grad_norm", "column_norm"})
-_IN_TRIALS: frozenset[Observed] = frozenset({"gradient_sample", "row_product", "example_norm", "weight_gradient"})
+_IN_TRIALS: frozenset[Observed] = frozenset(
+    {"gradient_sample", "row_product", "example_norm", "weight_gradient", "reader_gradient", "input_entries"}
+)
 SAMPLED = 100  # one in so many entries of a gradient is sampled
 
 
@@ -86,9 +88,12 @@ class PolicyStates:
             self._observed[key] = torch.hypot(self._observed[key], norm) if key in self._observed else norm
 
     def see_scores(
-        self, policy: Policy, part: Literal["example_loss", "example_gradient", "token_loss"], score: Tensor
+        self,
+        policy: Policy,
+        part: Literal["example_loss", "example_gradient", "example_row", "token_loss"],
+        score: Tensor,
     ) -> None:
-        """Note the losses, or norms, that a policy has read before a forward of the step."""
+        """Note the losses, norms or rows that a policy has read before a forward of the step."""
         if self.watches(policy, part):
             number = sum(key.startswith(f"{part}/") for key in self._observed)
             self._observed[f"{part}/{number}"] = score.detach()
@@ -106,6 +111,16 @@ class PolicyStates:
         """Note the gradient of a linear's weight, in a trial pass."""
         if self._trial_step is not None and isinstance(policy, Stateful) and "weight_gradient" in policy.observes:
             self._tried[f"weight_gradient/{name}"] = gradient_OD
+
+    def see_readers(self, policy: Policy, name: str, num_entries: int, gradients: Mapping[str, Tensor]) -> None:
+        """Note the gradients of the weights of all linears that read an input, in a trial pass, and the input's size;
+        ``name`` is the linear that reads it first.
+        """
+        observes = policy.observes if isinstance(policy, Stateful) else frozenset()
+        if self._trial_step is not None and "reader_gradient" in observes and gradients:
+            samples = [_sample(gradient, reader, self._trial_step) for reader, gradient in gradients.items()]
+            self._tried[f"reader_gradient/{name}"] = torch.cat(samples)
+            self._tried[f"input_entries/{name}"] = torch.tensor(float(num_entries), dtype=torch.float64)
 
     @contextmanager
     def trying(self, policy: Policy, step: Step, state: Values | None) -> Iterator[None]:

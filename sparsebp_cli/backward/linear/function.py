@@ -14,6 +14,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast, final
 
 import torch
@@ -22,6 +23,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.nn.functional import pad
 
 from sparsebp_cli.backward.core.report import FlopEstimate
+from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.saved import multiply_saved
 from sparsebp_cli.policy import Blocks, Columns, Elements, Rows, Saved, Selection, Split, TwoToFour
 
@@ -109,19 +111,23 @@ class LinearCost:
     needs: Needs
     form: WeightLayout
     saved_share: float = 1.0  # of wgrad's multiplications, with what was saved of the input
+    masked: frozenset[type[Selection]] = frozenset()  # kinds that this device multiplies densely
     pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return the dense work, and the part that the kernel for this kind of selection executes."""
         flops = self.product_flops * (self.needs.dgrad + self.needs.wgrad)
         left = self.product_flops * (self.needs.dgrad + self.needs.wgrad * self.saved_share)
-        return FlopEstimate(flops, left * self.form.share(selection, budget))
+        return FlopEstimate(flops, left * self._share(selection, budget))
 
     def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
         """Return the same if dgrad and wgrad are selected apart."""
         parts = [part for part, needed in ((dgrad, self.needs.dgrad), (wgrad, self.needs.wgrad)) if needed]
-        left = sum(self.form.share(*part) for part in parts)
+        left = sum(self._share(*part) for part in parts)
         return FlopEstimate(self.product_flops * len(parts), self.product_flops * left)
+
+    def _share(self, selection: type[Selection] | None, budget: float) -> float:
+        return 1.0 if selection in self.masked else self.form.share(selection, budget)
 
 
 @final
@@ -196,7 +202,7 @@ class SelectedLinear(Function):
         ctx.set_materialize_grads(False)
         ctx.decider, ctx.input_shape = decider, x.shape
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
-        ctx.order = _order(decider.form, x, frozen=not needs_wgrad)
+        ctx.order = find_order(decider.form, x, frozen=not needs_wgrad)
         # Not as attributes: autograd checks saved tensors for changes in place, and hooks may move them to the host.
         if saved is not None and needs_wgrad:
             tensors, ctx.unpack = saved.pack()
@@ -214,37 +220,62 @@ class SelectedLinear(Function):
         if grad is None:
             return None, None, None, None, None
         x, weight, *tensors = ctx.saved_tensors
-        decider, needs = ctx.decider, Needs(*ctx.needs_input_grad[:3])
-        grad_NO = grad.reshape(-1, grad.shape[-1])
-        read_ND = None if x is None else x.reshape(-1, x.shape[-1])
-        x_ND = read_ND if needs.wgrad else None
-        shown_NO = grad_NO
-        grad_NO, selection = decider.decide(shown_NO, grad.shape[:-1], ctx.input_shape[-1], needs, read_ND)
-        if isinstance(selection, Split):
-            return *_split(ctx, grad.shape, grad_NO, x_ND, weight, selection), None, None
-        if selection is not None:
-            gradients = None
-            if not decider.reference:
-                gradients = run_kernel(decider.form, grad_NO, x_ND, weight, selection, needs)
-            if gradients is not None:
-                dgrad_ND, wgrad, bias_grad = gradients
-                return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None, None
-            grad_NO = selection.apply(grad_NO)
-        if grad_NO is not shown_NO:  # otherwise keep the strides of `grad`, which determine the order of sums
-            grad = grad_NO.view(grad.shape)
-        dgrad = None if weight is None else _dense_dgrad(grad, decider.form.by_output(weight), ctx.order)
-        wgrad = None if x_ND is None else decider.form.wgrad(grad_NO, x_ND)
-        if ctx.unpack is not None:
-            wgrad = multiply_saved(decider.form, grad_NO, ctx.unpack(tuple(tensors)), reference=decider.reference)
-        bias_grad = _dense_bias_grad(grad, ctx.order) if needs.bias else None
-        return None if dgrad is None else dgrad.view(ctx.input_shape), wgrad, bias_grad, None, None
+        needs = Needs(*ctx.needs_input_grad[:3])
+        unpack = None if ctx.unpack is None else partial(ctx.unpack, tuple(tensors))
+        dgrad_ND, wgrad, bias_grad = differentiate(
+            ctx.decider, grad, x, weight, needs, ctx.input_shape[-1], ctx.order, unpack
+        )
+        return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad, None, None
+
+
+def differentiate(
+    decider: SelectionSource,
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    needs: Needs,
+    num_inputs: int,
+    order: Order,
+    unpack: Callable[[], Saved] | None = None,
+) -> Gradients:
+    """Call the policy and multiply what it keeps; return the gradients of input (N, D), weight and bias.
+
+    ``x`` and ``weight`` are None where they were not stored, ``unpack`` returns what was saved instead of the input.
+    """
+    form, grad_NO = decider.form, grad.reshape(-1, grad.shape[-1])
+    read_ND = None if x is None else x.reshape(-1, x.shape[-1])
+    x_ND = read_ND if needs.wgrad else None
+    shown_NO = grad_NO
+    grad_NO, selection = decider.decide(shown_NO, grad.shape[:-1], num_inputs, needs, read_ND)
+    if isinstance(selection, Split):
+        return _split(decider, grad.shape, grad_NO, x_ND, weight, selection, needs, order)
+    if selection is not None:
+        gradients = None
+        if not decider.reference:
+            gradients = run_kernel(form, grad_NO, x_ND, weight, selection, needs)
+        if gradients is not None:
+            return gradients
+        grad_NO = selection.apply(grad_NO)
+    if grad_NO is not shown_NO:  # otherwise keep the strides of `grad`, which determine the order of sums
+        grad = grad_NO.view(grad.shape)
+    dgrad = None if weight is None else _dense_dgrad(grad, form.by_output(weight), order)
+    wgrad = None if x_ND is None else form.wgrad(grad_NO, x_ND)
+    if unpack is not None:
+        wgrad = multiply_saved(form, grad_NO, unpack(), reference=decider.reference)
+    return dgrad, wgrad, _dense_bias_grad(grad, order) if needs.bias else None
 
 
 def _split(
-    ctx: Any, shape: torch.Size, grad_NO: Tensor, x_ND: Tensor | None, weight: Tensor | None, split: Split
+    decider: SelectionSource,
+    shape: torch.Size,
+    grad_NO: Tensor,
+    x_ND: Tensor | None,
+    weight: Tensor | None,
+    split: Split,
+    needs: Needs,
+    order: Order,
 ) -> Gradients:
     """Multiply what is selected for each product; what has no fast kernel or no selection, densely."""
-    decider, needs = ctx.decider, Needs(*ctx.needs_input_grad[:3])
 
     def multiply(selection: Selection | None, part: Needs) -> Gradients:
         x_part, weight_part = x_ND if part.wgrad else None, weight if part.dgrad else None
@@ -253,41 +284,41 @@ def _split(
             if gradients is not None:
                 return gradients
         masked_NO = grad_NO if selection is None else selection.apply(grad_NO)
-        dense, order = masked_NO.view(shape), ctx.order
+        dense = masked_NO.view(shape)
         return (
             None if weight_part is None else _dense_dgrad(dense, decider.form.by_output(weight_part), order),
             None if x_part is None else decider.form.wgrad(masked_NO, x_part),
             _dense_bias_grad(dense, order) if part.bias else None,
         )
 
-    dgrad_ND, _, _ = multiply(split.dgrad, Needs(needs.dgrad, False, False))
+    dgrad, _, _ = multiply(split.dgrad, Needs(needs.dgrad, False, False))
     _, wgrad, bias_grad = multiply(split.wgrad, Needs(False, needs.wgrad, needs.bias and not split.full_bias))
     if split.full_bias:
         _, _, bias_grad = multiply(None, Needs(False, False, needs.bias))
-    return None if dgrad_ND is None else dgrad_ND.view(ctx.input_shape), wgrad, bias_grad
+    return dgrad, wgrad, bias_grad
 
 
-class _Order(NamedTuple):
+class Order(NamedTuple):
     """The order in which PyTorch multiplies and adds, which depends on the strides of the input."""
 
     dgrad: Literal["rows", "columns", "batched"] = "rows"
     flat_bias: bool = True
 
 
-def _order(form: WeightLayout, x: Tensor, *, frozen: bool) -> _Order:
+def find_order(form: WeightLayout, x: Tensor, *, frozen: bool) -> Order:
     if x.is_contiguous():
-        return _Order(flat_bias=not isinstance(form, MatmulLayout))
+        return Order(flat_bias=not isinstance(form, MatmulLayout))
     flat_bias = x.dim() == 2 or isinstance(form, Conv1DLayout)  # other layouts add the bias after the product
     folds = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(x.dim() - 2))
     if not folds:
-        return _Order("batched" if frozen else "rows", flat_bias)
+        return Order("batched" if frozen else "rows", flat_bias)
     x_ND = x.view(-1, x.shape[-1])
     # A product with a transposed operand adds in another order, so its last bits differ.
     by_columns = x_ND.stride(0) == 1 and x_ND.stride(1) == x_ND.shape[0]
-    return _Order("columns" if by_columns else "rows", flat_bias)
+    return Order("columns" if by_columns else "rows", flat_bias)
 
 
-def _dense_dgrad(grad: Tensor, weight_OD: Tensor, order: _Order) -> Tensor:
+def _dense_dgrad(grad: Tensor, weight_OD: Tensor, order: Order) -> Tensor:
     grad_NO = grad.reshape(-1, grad.shape[-1])
     if order.dgrad == "columns":
         return weight_OD.t().mm(grad_NO.t()).t()
@@ -297,7 +328,7 @@ def _dense_dgrad(grad: Tensor, weight_OD: Tensor, order: _Order) -> Tensor:
     return grad_NO.mm(weight_OD)
 
 
-def _dense_bias_grad(grad: Tensor, order: _Order) -> Tensor:
+def _dense_bias_grad(grad: Tensor, order: Order) -> Tensor:
     return grad.reshape(-1, grad.shape[-1]).sum(0) if order.flat_bias else grad.sum_to_size(grad.shape[-1:])
 
 
@@ -328,7 +359,7 @@ def run_kernel(
 
     ``x_ND`` is None without wgrad, ``weight`` without dgrad. Returns None if only the masked reference applies.
     """
-    kernel = _KERNELS.get(type(selection))
+    kernel = cuda.find_form(type(selection), grad_NO) or _KERNELS.get(type(selection))
     return None if kernel is None else kernel(form, grad_NO, x_ND, weight, selection, needs)
 
 

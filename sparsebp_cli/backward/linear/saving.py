@@ -8,7 +8,9 @@ of a backward counts down, so that it is decided about as in its first forward.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, final
 
@@ -17,15 +19,16 @@ from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.extension import refuse_uncalled
 from sparsebp_cli.backward.core.scope import Scope
-from sparsebp_cli.backward.linear.function import autocast
+from sparsebp_cli.backward.linear.function import autocast, weight_of
 from sparsebp_cli.backward.linear.saved import find_share
 from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
-from sparsebp_cli.errors import PolicyError, UnsupportedError
-from sparsebp_cli.policy import InputSaver, Saved, Site, Stateful, Step
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.policy import InputSaver, Saved, Site, Step, TrialPass
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
+    from sparsebp_cli.backward.core.policy_state import PolicyStates
 
 
 @final
@@ -36,25 +39,35 @@ class SavedInput:
     Args:
         saved: What is kept; None: the input itself.
         share: Multiplications of the weight's gradient that the policy claims, over the dense ones.
+        first: Name of the linear that reads the input first.
     """
 
     saved: Saved | None
     share: float = 1.0
+    first: str = ""
+
+
+@dataclass
+class _Readers:
+    """The linears that read the inputs decided about under one name, in a trial pass, and the entries of these."""
+
+    names: set[str] = field(default_factory=set)
+    num_entries: dict[int, int] = field(default_factory=dict)  # by call, which checkpointing repeats
 
 
 @final
 class InputSaving:
     """An input saver in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    ``num_layers`` is 0 for a model without known layers.
+    ``num_layers`` is 0 for a model without known layers. The states of policies are set before the first forward.
     """
 
     engine: EngineView
+    policy: InputSaver
+    states: PolicyStates
 
     def __init__(self, policy: InputSaver, model: nn.Module, num_layers: int) -> None:
-        if isinstance(policy, Stateful):
-            raise UnsupportedError(f"{type(policy).__name__}: state is not built for what is saved of inputs")
-        self._policy, self._model, self.scope = policy, model, Scope(policy, num_layers)
+        self.policy, self._model, self.scope = policy, model, Scope(policy, num_layers)
         # What was kept of inputs that are alive, by id: between two linears of one input may be others, as in adapters.
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, SavedInput]] = {}
         self._kept_at: tuple[Step, bool] | None = None  # when, and whether inside of a backward
@@ -62,6 +75,7 @@ class InputSaving:
         self._calls: dict[str, int] = {}  # forwards since the last backward, by the linear that reads first
         self._bytes, self._dense_bytes = 0, 0  # of the training, kept and whole
         self._was_called = False
+        self._readers: dict[str, _Readers] | None = None  # during a trial pass
 
     def install(self, engine: EngineView) -> None:
         self.engine = engine
@@ -77,7 +91,7 @@ class InputSaving:
 
     def check_called(self) -> None:
         if not self._was_called:
-            refuse_uncalled(self._policy, self._model)
+            refuse_uncalled(self.policy, self._model)
         if self._dense_bytes:
             self.engine.notes["inputs"] = (
                 f"of the inputs of linears with a trained weight, {self._bytes / self._dense_bytes:.1%} of the bytes "
@@ -95,18 +109,42 @@ class InputSaving:
             self._kept.clear()
         found = self._kept.get(key)
         if found is not None and found[0]() is x and found[1] == version_of(x):
+            self._note_reader(site, found[2])
             return found[2]
-        kept = self._ask(site, x, replace(step, call=self._count_call(site.name, step)))
+        call = self._count_call(site.name, step)
+        kept = self._ask(site, x, replace(step, call=call))
         self._kept[key] = weakref.ref(x, partial(self._drop, key)), version_of(x), kept
+        self._note_reader(site, kept)
+        if self._readers is not None:
+            self._readers[site.name].num_entries[call] = x.numel()
         return kept
 
+    @contextmanager
+    def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - of the protocol
+        """Note which linears read each input in a trial pass, whose state the policy reads, and the gradients of their
+        weights.
+        """
+        self._readers, self._step = {}, None  # passes of one draw follow each other at the same step
+        try:
+            yield
+            for name, readers in self._readers.items():
+                weights = {reader: weight_of(self._model.get_submodule(reader)) for reader in sorted(readers.names)}
+                gradients = {reader: weight.grad for reader, weight in weights.items() if weight.grad is not None}
+                self.states.see_readers(self.policy, name, sum(readers.num_entries.values()), gradients)
+        finally:
+            self._readers = None
+
+    def _note_reader(self, site: Site, kept: SavedInput) -> None:
+        if self._readers is not None:
+            self._readers.setdefault(kept.first, _Readers()).names.add(site.name)
+
     def _ask(self, site: Site, x: Tensor, step: Step) -> SavedInput:
-        policy = self._policy.at(step)
+        policy = self.policy.at(step)
         if torch.is_autocast_enabled(x.device.type):
             x = autocast(x)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x_ND = x.detach().reshape(-1, x.shape[-1])
-            saved = policy.save(x_ND, site, step)
+            saved = policy.save(x_ND, site, self.states.show(self.policy, step))
         if saved is not None and (type(saved) is not policy.form or saved.shape != tuple(x_ND.shape)):
             expected = "None" if policy.form is None else policy.form.__name__
             raise PolicyError(
@@ -117,7 +155,7 @@ class InputSaving:
             whole = x_ND.numel() * x_ND.element_size()
             self._dense_bytes += whole
             self._bytes += whole if saved is None else saved.num_bytes
-        return SavedInput(saved, find_share(policy.form, policy.budget, *x_ND.shape))
+        return SavedInput(saved, find_share(policy.form, policy.budget, *x_ND.shape), site.name)
 
     def _count_call(self, name: str, step: Step) -> int:
         if self._step != step:

@@ -21,12 +21,11 @@ from typing_extensions import override
 
 from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.backward.linear import cuda
+from sparsebp_cli.backward.linear.compiled import LAYOUTS, READABLE, register, run_in_graph
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
 from sparsebp_cli.backward.linear.function import (
-    Conv1DLayout,
     LinearCost,
-    LinearLayout,
-    MatmulLayout,
     Needs,
     SelectionSource,
     WeightLayout,
@@ -34,7 +33,7 @@ from sparsebp_cli.backward.linear.function import (
 )
 from sparsebp_cli.backward.linear.reading import SharedNorm, read_before, row_norm
 from sparsebp_cli.backward.linear.saving import InputSaving
-from sparsebp_cli.backward.observe.example_rows import UNPROVED, BatchRows, find_rows, find_time_first
+from sparsebp_cli.backward.observe.example_rows import TIME_FIRST, UNPROVED, BatchRows, find_rows, find_time_first
 from sparsebp_cli.backward.observe.internals import are_transforms_active
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, check_free, uncompiled
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
@@ -179,6 +178,8 @@ class LinearOverride(ForwardOverride):
         self._run_informed = uncompiled(self._read_and_run) if self._reads else self._read_and_run
         self._saving = saving
         self._run_saving = self._save_and_run if saving is None else uncompiled(self._save_and_run)
+        self._number = register(self)  # by which compiled graphs know this site
+        self._fits_graph = saving is None and form in LAYOUTS and self._reads <= READABLE
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
         if self.is_removed or not (self.engine.enabled or self.form.replaces):
@@ -186,14 +187,18 @@ class LinearOverride(ForwardOverride):
             return output
         if kwargs or len(args) != 1:  # the input may be passed by name: linear(input=x)
             args = signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
-        _refuse_transforms(self.name)
         x = args[0]
         assert isinstance(x, Tensor)
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling and self._fits_graph and self.engine.forward is None:
+            return run_in_graph(self.module, x, self._number, self.form, self._reads)
         if not torch.is_grad_enabled():
             return run_linear(self.module, x, self)
         forward, rows, sizes = self.engine.forward, None, self.engine.batch_sizes
-        if sizes is not None and not torch.compiler.is_compiling():
-            rows = find_rows(x, sizes, time_first=self.time_first)
+        if not is_compiling:
+            _refuse_transforms(self.name)
+            if sizes is not None:
+                rows = find_rows(x, sizes, time_first=self.time_first)
         reads = self._reads if self.engine.enabled else frozenset[Reading]()
         saves = self._saving is not None and self.engine.enabled
         if forward is None and rows is None and not reads and not saves:
@@ -203,6 +208,16 @@ class LinearOverride(ForwardOverride):
         if saves:
             return self._run_saving(x, call)
         return self._run_informed(x, call) if reads else run_linear(self.module, x, call)
+
+    def source_of(self, batch_shape: torch.Size, readings: Mapping[Reading, Tensor]) -> SelectionSource:
+        """Return what decides about a gradient that arrives in a compiled graph."""
+        shape, sizes = tuple(batch_shape), self.engine.batch_sizes
+        # The forward of a model that is compiled as a whole does not report the size of its batch.
+        unknown = len(shape) == 1 and sizes is not None and shape[0] not in sizes
+        why = TIME_FIRST if self.time_first else UNPROVED if unknown else ""
+        reads = self._reads if self.engine.enabled else frozenset[Reading]()
+        rows = BatchRows(shape, why)
+        return _Call(self, None, rows, self.form, self.reference, self.engine, reads=reads, readings=dict(readings))
 
     def _save_and_run(self, x: Tensor, call: _Call) -> Tensor:
         """Run the linear with what its policy saves of the input."""
@@ -255,7 +270,8 @@ class LinearOverride(ForwardOverride):
         own. ``saved_share`` is the share of wgrad's multiplications with what was saved of the input.
         """
         site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
-        work = LinearCost(2.0 * grad_NO.numel() * num_inputs, needs, self.form, saved_share)
+        flops, masked = 2.0 * grad_NO.numel() * num_inputs, cuda.find_masked(grad_NO)
+        work = LinearCost(flops, needs, self.form, saved_share, masked)
         seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or {})
         return self.engine.decisions.decide_linear(site, seen, work, dense_rows)
 
@@ -293,7 +309,7 @@ class _Call:
 
 
 def _refuse_transforms(name: str) -> None:
-    if not torch.compiler.is_compiling() and are_transforms_active() and torch.is_grad_enabled():
+    if are_transforms_active():
         raise UnsupportedError(
             f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not built: "
             "run it inside engine.disabled()"
@@ -314,7 +330,7 @@ def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource, saved: Sa
 
 
 def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], WeightLayout]]:
-    linear, conv1d, matmul = LinearLayout(), Conv1DLayout(), MatmulLayout()
+    linear, conv1d, matmul = LAYOUTS
     forms: dict[type[nn.Module], Callable[[nn.Module], WeightLayout]] = {nn.Linear: lambda _: linear}
     loaded = sys.modules.get("transformers.pytorch_utils")  # loaded if the model contains a Conv1D
     if loaded is not None:

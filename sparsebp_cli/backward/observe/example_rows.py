@@ -45,6 +45,7 @@ _ROW_BY_ROW = frozenset(
 )
 _PRODUCTS = {"MmBackward0": 0, "AddmmBackward0": 1}  # index of the input whose rows are the rows of the product
 _MOST_NODES = 64
+TIME_FIRST = "it is in a module with batch_first=False, which has positions first"
 UNPROVED = "rows lie in one dimension, and nothing proves their order"
 
 
@@ -87,7 +88,7 @@ def find_rows(x: Tensor, sizes: frozenset[int], *, time_first: bool) -> BatchRow
     """
     shape = tuple(x.shape[:-1])
     if time_first:
-        return BatchRows(shape, "it is in a module with batch_first=False, which has positions first")
+        return BatchRows(shape, TIME_FIRST)
     if not shape or shape[0] in sizes or (len(shape) > 1 and not sizes):
         return None
     if len(shape) > 1:

@@ -72,6 +72,10 @@ class CheckpointedForward(ForwardOverride):
             kwargs |= {name: False for name in ("use_cache",) if name in kwargs}
         return module._gradient_checkpointing_func(partial(self._run, **kwargs), *args)  # noqa: SLF001
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy as what runs inside: some overrides leave a copy of the model its plain forward."""
+        return self._forward.__reduce_ex__(protocol)
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         token = _checkpointed.set(_checkpointed.get() | {id(self._module)})
         try:
@@ -84,8 +88,7 @@ _checkpointed: ContextVar[frozenset[int]] = ContextVar("checkpointed", default=f
 
 
 def checkpoints_in_forward(module: nn.Module) -> bool:
-    """Whether the forward of a module's class has activation checkpointing inside, as layers of transformers have it
-    since 5.24."""
+    """Whether a module's class has checkpointing inside of its forward, as layers of transformers 5.24 have it."""
     base = next((kind for kind in type(module).__mro__ if kind.__name__ == "GradientCheckpointingLayer"), None)
     return base is not None and "__call__" not in vars(base)
 

@@ -346,5 +346,5 @@ def make_extensions(
     if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry in ("trained", "random"):
         refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = reference if isinstance(reference, nn.Module) else None
-    chooser = TokenChooser(policy, decoder.model, states, scores)
+    chooser = TokenChooser(policy, decoder, states, scores)
     return [TokenExtension(policy, decoder, chooser, f"{name}." if name else "")]

@@ -1,0 +1,89 @@
+"""Triton kernels for CUDA, and the one place that says where they run. It knows tensors and nothing of policies.
+
+``find(tensor)`` returns the operations for the device and type of a tensor, or None: on a CPU, without Triton, on a
+device older than compute capability 8.0, for float64, and where a first small kernel cannot be built or is wrong.
+Neither torch nor Triton is imported before a tensor on CUDA comes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+
+_disabled = [False]
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Return a context without Triton's kernels, with which a benchmark compares them."""
+    before, _disabled[0] = _disabled[0], True
+    try:
+        yield
+    finally:
+        _disabled[0] = before
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on CUDA, where forms differ from those on a CPU: it reads memory once rather than
+    save arithmetic.
+    """
+    return tensor.is_cuda
+
+
+def find(tensor: Tensor, *, multiplies: bool = False) -> Any:
+    """Return the module of operations for a tensor, or None where PyTorch's own are to be used.
+
+    Args:
+        tensor: The gradient, a matrix.
+        multiplies: Whether it is to be multiplied; float32 is, if TF32 is allowed.
+
+    Returns:
+        :mod:`sparsebp_cli.kernel.operation`, or None.
+    """
+    if _disabled[0] or not is_on_gpu(tensor) or not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
+        return None
+    if multiplies and tensor.element_size() == 4 and not _allows_tf32():
+        return None
+    return find_on(tensor.device, tensor.dtype if multiplies else None)
+
+
+@cache
+def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
+    """Return the operations on a CUDA device, or None; ``product`` is the dtype of what is multiplied, None for scores.
+
+    Small cases run first and are compared with PyTorch's operations, once for each dtype; this is the only time that
+    the host waits.
+    """
+    import torch
+
+    if torch.version.cuda is None or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    try:
+        operation = import_module("sparsebp_cli.kernel.operation")  # built with the machine's C compiler
+        check = import_module("sparsebp_cli.kernel.check")
+        wrong = check.find_wrong(operation, device, product)
+        reason = f"wrong: {', '.join(wrong)}"
+    except Exception as error:  # no compiler, a folder that cannot be written, a device that Triton does not know
+        wrong, reason = ["all"], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    if wrong:
+        log.warning("Triton's kernels are not used on %s (%s): PyTorch's operations are used", device, reason)
+        return None
+    return operation
+
+
+def _allows_tf32() -> bool:
+    import torch
+
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
