@@ -9,9 +9,10 @@ from generator.markdown import code, head, table
 
 FOUND = Path("docs/reference/architectures.json")
 NO_LAYOUT = "token selection does not know "
+PLUGIN = "a plugin can"  # how the reason starts where none is known
 TEXT = """\
 Tiny models of transformers {version}, each trained for a step with and without a policy. A tick: the gradient is
-the same, up to rounding (`lossless`), or that of the reference engine (`tokens` in modes `exact` and `detach`;
+the same, up to rounding (`lossless`), or that of the reference engine (`tokens` in all modes;
 `sites: branches` needs the same [layout](../guide/branches.md#supported-architectures) of a layer, which a plugin
 can add). Else the reason why the engine refuses the model, when a policy is attached or at the first batch. Every
 other policy works at the linears of any model. Models that cannot be made tiny from their configuration alone are
@@ -51,4 +52,7 @@ def _count(column: dict[str, str]) -> int:
 def _cell(text: str | None) -> str:
     if text is None:
         return "not tried"
-    return "no layout" if text.startswith(NO_LAYOUT) else text or "✓"
+    if not text.startswith(NO_LAYOUT):
+        return text or "✓"
+    reason = text.removeprefix(NO_LAYOUT).partition(": ")[2]
+    return "no layout" if reason.startswith(PLUGIN) else f"no layout: {reason}"

@@ -83,6 +83,7 @@ class PolicyFacts:
             facts["reads_rows"] = policy.reads_rows
         if isinstance(policy, TokenSelector):
             facts |= {"mode": policy.mode, "differentiates": "last_gradient" in policy.needs}
+            facts["trains_all"] = not policy.needs and policy.budget == 1.0
         if isinstance(policy, ReferenceReader):
             facts |= {"compares": policy.reads_reference, "reference": policy.reference}
         return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)

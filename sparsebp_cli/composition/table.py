@@ -181,8 +181,10 @@ _POLICY_RULES = (
         options={"processes": SEVERAL},
     ),
     Rule(
-        "{policy} chooses tokens of a language model: needs {format:text} or completion, got {format:=}",
-        policy=TOKENS,
+        "{policy} chooses among the labels of tokens: needs {format:text} or completion, got {format:=}",
+        why="A classification has one label an example. Without keep and a score other than mask, carry chooses the "
+        "positions that carry gradient.",
+        policy={**TOKENS, "trains_all": (False,)},
         options={"format": ("classification",)},
     ),
     Rule(

@@ -4,6 +4,10 @@ Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://a
 excess``. We differ: their share is taken within the batch, ours also within each example, and our backward can skip the
 work for untrained tokens (``mode``), where theirs does all of it.
 
+Antoine Simoulin et al., "Memory-Efficient Fine-Tuning of Transformers via Token Selection" (TokenTune, EMNLP 2024),
+https://arxiv.org/abs/2501.18824, for ``carry: random`` in mode ``detach``. We differ: ``carry_keep`` is a share of each
+example's positions, theirs a number, and ``mode: stop`` is beside it.
+
 ``score: tokenseek``: Runjia Zeng, Qifan Wang, Qiang Guan, Ruixiang Tang, Lifu Huang, Zhenting Wang, Xueling Zhang,
 Cheng Han and Dongfang Liu, "TokenSeek: Memory Efficient Fine Tuning via Instance-Aware Token Ditching" (ICLR 2026),
 https://arxiv.org/abs/2601.19739, after the abstract: the attention that a position receives in the last layers plus the

@@ -41,13 +41,16 @@ class ScoredTokenSelector(TokenSelector):
     mask_column: str | None = Field(
         None, description="Column of the data that marks the trainable tokens; null: all tokens with a label."
     )
-    carry: Literal["trained", "real", "column"] = Field(
+    carry: Literal["trained", "real", "column", "random"] = Field(
         "trained",
-        description="Positions that carry gradient in modes detach and stop: the trained ones, all but padding, or "
-        "those that carry_column marks.",
+        description="Positions that carry gradient in modes detach and stop: the trained ones alone, or with them all "
+        "but padding, those that carry_column marks, or random ones.",
     )
     carry_column: str | None = Field(
         None, description="Column of the data that marks the tokens at which gradient is carried."
+    )
+    carry_keep: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="Share of each example's positions that carry: random carries, with the trained ones."
     )
 
     @model_validator(mode="after")
@@ -60,6 +63,8 @@ class ScoredTokenSelector(TokenSelector):
             raise ValueError("keep_warmup_steps needs keep")
         if (self.carry == "column") != (self.carry_column is not None):
             raise ValueError("carry: column and carry_column go together: give both or neither")
+        if (self.carry == "random") != (self.carry_keep is not None):
+            raise ValueError("carry: random and carry_keep go together: give both or neither")
         if self.carry != "trained" and self.mode == "exact":
             raise ValueError(f"carry: {self.carry} needs mode: detach or stop; in exact all carry gradient")
         return self
@@ -85,7 +90,7 @@ class ScoredTokenSelector(TokenSelector):
     @property
     def carries_all(self) -> bool:
         """Whether the gradient is that of the masked loss, with these options."""
-        return self.mode == "exact" or self.carry == "real"
+        return self.mode == "exact" or self.carry == "real" or self.carry_keep == 1.0
 
     @property
     def reads(self) -> frozenset[str]:
@@ -111,6 +116,8 @@ class ScoredTokenSelector(TokenSelector):
         if self.carry == "trained":
             return TokenChoice(trained_BT, trained_BT, weight_BT)
         carries_BT = tokens.real_BT
+        if self.carry_keep is not None:
+            carries_BT = self._draw_carried(self.carry_keep, trained_BT, tokens, step)
         if self.carry_column is not None:
             carries_BT = carries_BT & (tokens.columns[self.carry_column] != 0)
         return TokenChoice(trained_BT, carries_BT | trained_BT, weight_BT)
@@ -152,6 +159,19 @@ class ScoredTokenSelector(TokenSelector):
         first = ((1.0 - high) * number.double()).round().minimum(number - count)
         rank = torch.arange(candidate.shape[1], device=candidate.device)
         return torch.zeros_like(candidate).scatter(1, order, (rank >= first) & (rank < first + count)).view(shape)
+
+    @staticmethod
+    def _draw_carried(share: float, trained_BT: Tensor, tokens: Tokens, step: Step) -> Tensor:
+        """Return a share of the positions of each example, drawn at random after the trained ones, which come first."""
+        import torch
+
+        device, real_BT = trained_BT.device, tokens.real_BT | trained_BT
+        # The first half of these numbers may be the scores: with the same numbers both choices would be one.
+        order_BT = torch.rand((2, *real_BT.shape), generator=step.generator(tokens, device), device=device)[1]
+        order_BT = order_BT.masked_fill(trained_BT, 2.0).masked_fill(~real_BT, -1.0)
+        count_B1 = (share * real_BT.sum(1, keepdim=True).double()).round().clamp(min=1)
+        rank_BT = order_BT.argsort(1, descending=True).argsort(1)
+        return (rank_BT < count_B1) & real_BT
 
     def keep_at(self, step: Step) -> float:
         """Return the share that is kept at a step of the warm-up, in (0, 1]."""

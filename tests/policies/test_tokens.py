@@ -136,6 +136,17 @@ def test_what_carries_gradient_is_apart_from_what_is_trained() -> None:
     assert torch.equal(marked.trained_BT, trained_BT)
 
 
+def test_random_positions_that_carry_are_another_choice_than_random_ones_that_are_trained() -> None:
+    whole_BT = torch.ones(2, 1000, dtype=torch.bool)
+    options = {"score": "random", "keep": 0.1, "within": "example", "mode": "detach", "carry": "random"}
+    choice = chosen(Tokens(None, whole_BT, whole_BT), **options, carry_keep=0.5)
+    assert choice.trained_BT.sum(1).tolist() == [100, 100]
+    assert choice.carries_BT.sum(1).tolist() == [500, 500]
+    assert bool((choice.carries_BT | ~choice.trained_BT).all())
+    rate = float(choice.carries_BT[:, ::2].float().mean())  # half of any positions, within four standard errors
+    assert abs(rate - 0.5) < 4 * (0.25 / 1000) ** 0.5
+
+
 def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
     tokens = Tokens(None, torch.ones(1, 1000, dtype=torch.bool), torch.ones(1, 1000, dtype=torch.bool))
     options = {"score": "random", "keep": 0.25, "keep_warmup_steps": 2}
@@ -161,6 +172,8 @@ def test_the_kept_share_falls_to_keep_by_the_same_factor_each_step() -> None:
         ({"score": "loss", "band": [0.1, 0.5], "keep_warmup_steps": 3}, "keep_warmup_steps needs keep"),
         ({"score": "mask", "carry": "column", "mode": "detach"}, "go together"),
         ({"score": "mask", "carry_column": "prompt", "mode": "detach"}, "go together"),
+        ({"score": "mask", "carry": "random", "mode": "stop"}, "carry: random and carry_keep go together"),
+        ({"score": "mask", "carry": "random", "carry_keep": 0.5}, "carry: random needs mode: detach"),
         ({"score": "mask", "carry": "real"}, "carry: real needs mode: detach"),
         (
             {"score": "los", "keep": 0.5},

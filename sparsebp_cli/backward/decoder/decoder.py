@@ -35,11 +35,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A causal language model of transformers, its output head and its layers in order."""
+    """A causal language model of transformers, its output head and its layers in order.
+
+    Or, if ``is_classifier``, a decoder whose head classifies each example by one position.
+    """
 
     model: nn.Module
     head: nn.Module
     layers: tuple[Layer, ...]
+    is_classifier: bool = False
 
     @cached_property
     def pair_cost(self) -> float:
@@ -63,14 +67,23 @@ class Decoder:
         return name
 
 
-def find_decoder(model: nn.Module) -> Decoder:
-    """Find the causal language model in a model or wrapper, such as peft's.
+def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
+    """Find the causal language model in a model or wrapper, such as peft's; ``or_classifier``: or one of transformers'
+    decoders that classify an example by its last token.
 
     Raises :class:`UnsupportedError` if there is none, or its architecture is not known.
     """
     causal = next((module for module in model.modules() if _has_head(module)), None)
+    classifier = next((module for module in model.modules() if or_classifier and _classifies(module)), None)
     if causal is None:
-        raise UnsupportedError(f"token selection needs a causal language model of transformers, got {_name(model)}")
+        causal = classifier
+    if causal is None:
+        needed = "a causal language model of transformers"
+        if or_classifier:
+            needed = (
+                "a decoder of transformers that predicts tokens, or classifies by the last token as most of them do"
+            )
+        raise UnsupportedError(f"token selection needs {needed}, got {_name(model)}")
     config: Any = causal.config
     for option in ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention"):
         if getattr(config, option, False):
@@ -98,7 +111,8 @@ def find_decoder(model: nn.Module) -> Decoder:
         layers.append(Layer(numbers.names[number], module, core, found.attention.fitted(arguments), arguments, norm))
     if not layers:
         raise UnsupportedError(f"{_name(causal)} has no list of layers")
-    decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
+    head = causal.score if causal is classifier else cast("Any", causal).get_output_embeddings()
+    decoder = Decoder(causal, cast("nn.Module", head), tuple(layers), causal is classifier)
     _ = decoder.implementation
     return decoder
 
@@ -178,6 +192,13 @@ def _has_head(module: nn.Module) -> bool:
     if loaded is None or not isinstance(module, loaded.PreTrainedModel):
         return False
     return "labels" in argument_names(module) and module.get_output_embeddings() is not None
+
+
+def _classifies(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' classifiers by the last token, whose forwards are one and the same."""
+    loaded = sys.modules.get("transformers.modeling_layers")
+    known = loaded and loaded.GenericForSequenceClassification
+    return isinstance(known, type) and isinstance(module, known) and type(module).forward is vars(known)["forward"]
 
 
 def _name(module: nn.Module) -> str:

@@ -14,8 +14,6 @@ from transformers import (
     BartForCausalLM,
     BertConfig,
     BertForMaskedLM,
-    LlamaConfig,
-    LlamaForSequenceClassification,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
     PreTrainedModel,
@@ -95,15 +93,7 @@ def pictured() -> PaliGemmaForConditionalGeneration:
 @pytest.mark.parametrize(
     ("model", "complaint"),
     [
-        (lambda: nn.Sequential(nn.Linear(4, 4)), "causal language model of transformers, got Sequential"),
-        (
-            lambda: LlamaForSequenceClassification(
-                LlamaConfig(
-                    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
-                )
-            ),
-            "causal language model of transformers, got LlamaForSequenceClassification",
-        ),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), "a decoder of transformers .*, got Sequential"),
         (
             lambda: BertForMaskedLM(
                 BertConfig(

@@ -62,12 +62,16 @@ class TokenChooser:
             self._disabled = engine.disabled
 
     def choose(
-        self, arguments: Mapping[str, object], plain_forward: Callable[..., HasLogits], step: Step
+        self,
+        arguments: Mapping[str, object],
+        plain_forward: Callable[..., HasLogits],
+        step: Step,
+        read_BT: Tensor | None = None,
     ) -> TokenChoice:
-        self._check(arguments)
+        self._check(arguments, _tensor(arguments, "labels") if read_BT is None else read_BT)
         own = {name: value for name, value in arguments.items() if name not in self.columns}
-        next_BT = next_tokens(_tensor(arguments, "labels"))
-        target_BT = next_BT != -100
+        next_BT = next_tokens(_tensor(arguments, "labels")) if read_BT is None else read_BT.long()
+        target_BT = next_BT != -100 if read_BT is None else read_BT
         real_BT = real_positions(arguments, target_BT)
         scores: dict[Score, Tensor] = {}
         cost = ScoringCost(target_BT.device)
@@ -91,7 +95,7 @@ class TokenChooser:
         self._count(Chosen(*counts, scoring_seconds=cost.seconds, scoring_flops=cost.flops))
         return choice
 
-    def _check(self, arguments: Mapping[str, object]) -> None:
+    def _check(self, arguments: Mapping[str, object], like_BT: Tensor) -> None:
         for name in sorted(self.columns):
             if name not in arguments:
                 known = sorted(arguments)
@@ -99,7 +103,7 @@ class TokenChooser:
                     f"{type(self._policy).__name__} reads the column {name!r}, and the batch has none; it has "
                     f"{', '.join(known)}{did_you_mean(name, known)}"
                 )
-            shape, wanted = tuple(_tensor(arguments, name).shape), tuple(_tensor(arguments, "labels").shape)
+            shape, wanted = tuple(_tensor(arguments, name).shape), tuple(like_BT.shape)
             if shape != wanted:
                 raise UsageError(f"column {name!r} must have the labels' shape {wanted}, got {shape}")
 

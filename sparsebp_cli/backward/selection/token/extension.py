@@ -30,6 +30,7 @@ from sparsebp_cli.backward.patch.forward import (
 from sparsebp_cli.backward.selection.model_output import with_changes
 from sparsebp_cli.backward.selection.score.scorer import next_tokens
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
+from sparsebp_cli.backward.selection.token.classifier import check_choice, check_selector, read_positions, run_head
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
 from sparsebp_cli.backward.selection.token.loss import (
@@ -58,7 +59,11 @@ class TokenChoiceSource(Protocol):
     """Chooses the positions of one batch."""
 
     def choose(
-        self, arguments: Mapping[str, object], plain_forward: Callable[..., ModelOutput], step: Step
+        self,
+        arguments: Mapping[str, object],
+        plain_forward: Callable[..., ModelOutput],
+        step: Step,
+        read_BT: Tensor | None = None,
     ) -> TokenChoice:
         """Choose positions, as two boolean tensors of the labels' shape; called in a training forward before any
         computation.
@@ -66,7 +71,7 @@ class TokenChoiceSource(Protocol):
         ``arguments`` are the forward's by name, as the caller gave them, and must not be changed: ``labels``,
         ``input_ids`` or ``inputs_embeds``, and ``columns`` that the model's own forward does not accept.
         ``plain_forward`` is the model's forward without the policy, for scores; it follows the gradient and training
-        mode of its caller.
+        mode of its caller. ``read_BT``, (B, T), has the positions that a classifier reads; there are no labels then.
         """
 
     def install(self, engine: EngineView) -> None:
@@ -107,7 +112,8 @@ class TokenExtension(EstimatesFlops):
         check_free("the model", decoder.model)
         for layer in decoder.layers:
             check_free(layer.name, layer.module)
-        check_loss(decoder.model)
+        if not decoder.is_classifier:
+            check_loss(decoder.model)
 
     def install(self, engine: EngineView) -> None:
         self.chooser.install(engine)
@@ -174,6 +180,8 @@ class DecoderOverride(ForwardOverride):
 
     def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
         self.extension.was_called = True
+        if self.extension.decoder.is_classifier:
+            return self._select_carried(arguments, own)
         known = {**self.extension.given, **{name: value for name, value in arguments.items() if value is not None}}
         labels, given = known.get("labels"), own.get("labels") is not None
         if labels is None:
@@ -215,11 +223,30 @@ class DecoderOverride(ForwardOverride):
         output = with_changes(output, **dict.fromkeys(CACHE_NAMES), **changes)
         return output.to_tuple() if return_dict is False else output
 
+    def _select_carried(self, arguments: dict[str, object], own: dict[str, object]) -> object:
+        """Run a classifier, whose own forward computes the loss."""
+        _refuse_unknown(own)
+        policy, decoder, mask = self.extension.policy, self.extension.decoder, own.get("attention_mask")
+        implementation, read_BT = decoder.implementation, read_positions(self._model, own)
+        choice = self.extension.chooser.choose(
+            self.extension.given | arguments, self._plain, self.engine.now(), read_BT
+        )
+        mask = mask if isinstance(mask, Tensor) else None
+        marks = read_choice(choice, torch.zeros_like(read_BT, dtype=torch.long), mask, implementation, read_BT)
+        check_choice(policy, marks)
+        plan = make_plan(marks, torch.zeros_like(read_BT, dtype=torch.long), policy.mode, decoder.pair_cost)
+        self.extension.remember(plan, read_BT.shape[1])
+        return_dict = own.pop("return_dict", None)
+        own["return_dict"] = True
+        if self.engine.reference:
+            output = self._run_cut(own, marks)
+        else:
+            output = self._run_rows(own, plan, marks, implementation)
+        output = with_changes(output, **dict.fromkeys(CACHE_NAMES))
+        return output.to_tuple() if return_dict is False else output
+
     def _check(self, own: Mapping[str, object], labels: Tensor) -> None:
-        for name in _UNKNOWN:
-            value = own.get(name)
-            if isinstance(value, Tensor) or value:
-                raise UnsupportedError(f"token selection does not know what to do with {name} in training")
+        _refuse_unknown(own)
         given = (own.get(name) for name in ("input_ids", "inputs_embeds"))
         first = next(value for value in given if isinstance(value, Tensor))
         if labels.shape != first.shape[:2]:
@@ -240,8 +267,12 @@ class DecoderOverride(ForwardOverride):
             own["labels"] = labels
             if num_items is not None:
                 own["num_items_in_batch"] = scale(num_items, marks)
+        return self._call(own) if is_whole else self._run_cut(own, marks)
+
+    def _run_cut(self, own: dict[str, object], marks: PositionMask) -> ModelOutput:
+        """Compute all positions, and detach what carries no gradient."""
         mode = self.extension.policy.mode
-        if is_whole or mode == "exact":
+        if mode == "exact":
             return self._call(own)
         cut = detached if mode == "detach" else stopped
         with cut(self.extension.decoder, marks.carries.to(next(self._model.parameters()).device)):
@@ -250,7 +281,11 @@ class DecoderOverride(ForwardOverride):
     def _run_rows(self, own: dict[str, object], plan: RowPlan, marks: PositionMask, implementation: str) -> ModelOutput:
         num_examples, length = marks.real.shape
         decoder = self.extension.decoder
-        cut = partial(_run_head, decoder.head, decoder.head.__dict__.get("forward"), len(plan.label_N))
+        covered: Callable[[Tensor], Tensor] | None = decoder.head.__dict__.get("forward")
+        if decoder.is_classifier:
+            cut = partial(run_head, decoder.head, covered, marks)
+        else:
+            cut = partial(_run_head, decoder.head, covered, len(plan.label_N))
         stack = LayerStack(decoder, implementation, plan, (num_examples, length))
         with stack.installed((decoder.head, cut)), self.engine.short_forward(num_rows=num_examples * length):
             return self._call(own)
@@ -269,6 +304,13 @@ class DecoderOverride(ForwardOverride):
             return {"logits": spread_logits(logits[0], marks)}
         # Zeros that depend on the one row that was computed, so that the user's loss has a graph.
         return {"logits": logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()}
+
+
+def _refuse_unknown(own: Mapping[str, object]) -> None:
+    for name in _UNKNOWN:
+        value = own.get(name)
+        if isinstance(value, Tensor) or value:
+            raise UnsupportedError(f"token selection does not know what to do with {name} in training")
 
 
 def _losses_of_all(logits: Tensor, labels_BT: Tensor, marks: PositionMask) -> Tensor:
@@ -297,9 +339,11 @@ def make_extensions(
     policy = next((policy for policy in policies if isinstance(policy, TokenSelector)), None)
     if policy is None:
         return []
-    decoder = find_decoder(model)
+    decoder = find_decoder(model, or_classifier=True)
+    if decoder.is_classifier:
+        check_selector(policy, decoder)
     name = next(name for name, module in model.named_modules() if module is decoder.model)
-    if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry == "trained":
+    if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry in ("trained", "random"):
         refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = reference if isinstance(reference, nn.Module) else None
     chooser = TokenChooser(policy, decoder, states, scores)

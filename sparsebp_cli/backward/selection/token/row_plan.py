@@ -57,11 +57,13 @@ class RowPlan:
     is_joined: bool
 
 
-def read_choice(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str) -> PositionMask:
+def read_choice(
+    choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str, read_BT: Tensor | None = None
+) -> PositionMask:
     """Move a choice to the CPU and check it, and return the properties of every position.
 
-    Position t predicts the label at t + 1. Only a two-dimensional ``mask`` tells padding. Raises :class:`UsageError` if
-    a token selector must not return this choice.
+    Position t predicts the label at t + 1; ``read_BT`` has the targets of a classifier, which has no such labels. Only
+    a two-dimensional ``mask`` tells padding. Raises :class:`UsageError` if a selector must not return this choice.
     """
     for name in ("trained_BT", "carries_BT"):
         given = getattr(choice, name)
@@ -73,10 +75,11 @@ def read_choice(choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, imp
         got = f"{weight_BT.dtype} of shape {tuple(weight_BT.shape)}"
         raise UsageError(f"weight_BT of a TokenChoice must be floating-point of {tuple(labels_BT.shape)}, got {got}")
     real_BT = torch.ones_like(labels_BT) if mask is None or mask.dim() != 2 else mask
-    labels, real, trained, carries = _download(labels_BT, real_BT, choice.trained_BT, choice.carries_BT)
-    real, trained, carries = real.bool(), trained.bool(), carries.bool()
-    target = torch.zeros_like(real)
-    target[:, :-1] = labels[:, 1:] != IGNORED
+    target_BT = torch.zeros_like(labels_BT, dtype=torch.bool)
+    target_BT[:, :-1] = labels_BT[:, 1:] != IGNORED
+    target_BT = target_BT if read_BT is None else read_BT
+    parts = _download(target_BT, real_BT, choice.trained_BT, choice.carries_BT)
+    target, real, trained, carries = (part.bool() for part in parts)
     if (trained & ~target).any():
         raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions that the labels do not train")
     if (trained & ~carries).any():
