@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.core.allowance import allowed_share
@@ -132,7 +133,11 @@ class SiteCounters:
     def kept(self) -> tuple[float, int]:
         """Return kept entries and all entries over all sites; synchronises with the device."""
         sites = self.by_name.values()
-        return sum(float(site.kept) for site in sites), sum(site.entries for site in sites)
+        tensors = [site.kept.double() for site in sites if isinstance(site.kept, Tensor)]
+        kept = sum(float(site.kept) for site in sites if not isinstance(site.kept, Tensor))
+        for device in {tensor.device for tensor in tensors}:  # one copy each
+            kept += float(torch.stack([tensor for tensor in tensors if tensor.device == device]).sum())
+        return kept, sum(site.entries for site in sites)
 
     def take_kept_share(self) -> float | None:
         """Return the kept share since the last call; None if no gradient arrived since."""

@@ -74,8 +74,8 @@ class Scorer:
             name: torch.zeros(target_N.shape, dtype=torch.float32, device=target_N.device) for name in wanted
         }
         with torch.no_grad(), evaluating(self.model):
+            rows = (target_N != IGNORED).nonzero()[:, 0]  # waits for a GPU, which has less to do before the forward
             hidden_ND = self._hidden(arguments, forward)
-            rows = (target_N != IGNORED).nonzero()[:, 0]
             for row_K in torch.split(rows, self._most_rows):
                 logits_KV = self._logits(hidden_ND[row_K], forward)
                 for name, score_N in found.items():
