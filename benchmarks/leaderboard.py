@@ -39,7 +39,7 @@ QUICKSTART = ROOT / "docs" / "results" / "quickstart" / "study.yaml"
 PAGE = ROOT / "docs" / "results" / "leaderboard.html"
 DATA = ROOT / "docs" / "results" / "leaderboard.csv"
 SPARSEBP = [sys.executable, "-c", "from sparsebp_cli.cli.app import main; main()"]
-VALIDATION = "eval/loss"
+VALIDATION = {"text": "eval/loss", "completion": "eval/loss", "classification": "eval/accuracy"}  # by format
 COLUMNS = (
     "task",
     "method",
@@ -124,8 +124,10 @@ def read_task(file: Path) -> Task:
     """Return a task with the comparison of its archive."""
     text = file.read_text(encoding="utf-8")
     study = yaml.safe_load(text)
-    plain = compare(file, "dense", "--metric", VALIDATION)
-    best = min(find_dense(plain["groups"]), key=lambda group: group["quality"]["final"]["mean"])["label"]
+    plain = compare(file, "dense")
+    plain = compare(file, "dense", "--metric", VALIDATION[plain["groups"][0]["recipe"]["dataset"]["format"]])
+    way = -1 if plain["better"] == "higher" else 1
+    best = min(find_dense(plain["groups"]), key=lambda group: way * group["quality"]["final"]["mean"])["label"]
     title = text.split("\n", 1)[0].removeprefix("# ")
     return Task(name_of(file), file, study, title, compare(file, best))
 

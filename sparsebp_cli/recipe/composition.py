@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import TokenSelector, make_policy
+from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
@@ -83,7 +83,7 @@ def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Set
 def _count_references(recipe: Recipe) -> int:
     """Return how many reference models the phases compare with, each way to score by it counted."""
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
-    readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
+    readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     return len({(policy.reference, policy.reference_scores) for policy in readers})
 
 

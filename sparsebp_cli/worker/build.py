@@ -43,13 +43,13 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
+from sparsebp_cli.worker.snapshot import SEED_STEP
 from sparsebp_cli.worker.trial_step import NO_DENSE, freezes_parameters
 
 NO_PROBE = (
     "target.sharding: fsdp2 runs without probes (measure.probe_every): the probe cannot distinguish weights gathered "
     "for a layer from tensors saved for the backward"
 )
-SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than any usual difference of seeds
 
 
 def build_training(

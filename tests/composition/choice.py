@@ -56,6 +56,12 @@ CHOICES = (
     ),
     _policy("tokens (exact)", "TokenSelector", name="tokens", score="random", keep=0.5),
     _policy("tokens (detach)", "TokenSelector", name="tokens", score="random", keep=0.5, mode="detach"),
+    Choice(
+        "tokens (tokenseek)",
+        "TokenSelector",
+        policy={"name": "tokens", "score": "tokenseek", "keep": 0.5, "mode": "detach"},
+        is_heavy=True,
+    ),
     _policy("lossless", "BatchPacker", name="lossless"),
     _policy("dropbp", "BlockDropper", name="dropbp", keep=0.5),
     _policy("layerdrop", "BlockDropper", name="layerdrop", keep=0.5),

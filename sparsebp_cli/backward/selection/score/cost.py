@@ -1,4 +1,4 @@
-"""Time and FLOPs of forwards that run only to compute scores."""
+"""Time and FLOPs of what runs only to compute scores."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ class ScoringCost:
     def __enter__(self) -> Self:
         """Start."""
         count = counting_now()
+        if count is not None:
+            count.is_scoring = True
         self._before = 0 if count is None else count.total
         self._start = _mark(self.device)
         return self
@@ -39,6 +41,8 @@ class ScoringCost:
             self.seconds = stop - start
         else:
             self.seconds = DeviceSeconds(spans=((start, stop),))
+        if count is not None:
+            count.is_scoring = False
         self.flops = 0 if count is None else count.total - self._before
 
 
