@@ -134,7 +134,10 @@ def attach(
         if selectors and adapter.names:  # at nodes they are known after the first backward only
             decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
-    divisible = find_divisible(model, options.exclude) if any(isinstance(p, PartSelector) for p in policies) else {}
+    divisible: Linears = {}
+    for policy in policies:
+        if isinstance(policy, PartSelector):
+            divisible = find_divisible(model, options.exclude, frozen=policy.of_frozen)
     places: _Places = {  # of a policy with state
         GradientSelector: lambda policy: decisions.sites_of(policy, linears),
         InputSaver: lambda _: [site for site in linears if savers[0].scope.contains(site.name, site.layer)],  # the one

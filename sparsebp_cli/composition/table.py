@@ -309,6 +309,11 @@ _POLICY_RULES = (
         options={"phases": SEVERAL},
     ),
     Rule(
+        "{policy} with {optim} is not built: this optimizer has state of whole weights before parts of them are chosen",
+        policy=PARTS,
+        options={"optim": ("adagrad",)},
+    ),
+    Rule(
         "{policy} with {float8} is not built: the product of a part would have another float8 scale",
         policy=PARTS,
         options={"float8": GIVEN},

@@ -54,7 +54,7 @@ def find(tensor: Tensor, *, multiplies: bool = False) -> Any:
     """
     if _disabled[0] or not is_on_gpu(tensor) or not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
         return None
-    if multiplies and tensor.element_size() == 4 and not _allows_tf32():
+    if _is_compiling() or (multiplies and tensor.element_size() == 4 and not _allows_tf32()):
         return None
     return find_on(tensor.device, tensor.dtype if multiplies else None)
 
@@ -81,6 +81,12 @@ def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
         log.warning("Triton's kernels are not used on %s (%s): PyTorch's operations are used", device, reason)
         return None
     return operation
+
+
+def _is_compiling() -> bool:
+    import torch
+
+    return torch.compiler.is_compiling()  # then PyTorch's operations are compiled, and no small case can run
 
 
 def _allows_tf32() -> bool:

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
+from sparsebp_cli.backward.selection.part import PartExtension
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
@@ -393,8 +394,11 @@ class Training:
         from sparsebp_cli.worker.build import save_model
 
         self.journal.flush()
+        parts = [part for part in self.engine.extensions if isinstance(part, PartExtension)]
         self.engine.detach()
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         weights = gather(model.state_dict(keep_vars=True), keep=self.ranks.is_first) if self.ranks.is_sharded else None
+        if any(part.policy.of_frozen for part in parts) and hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()  # adapters alone would lack what was trained of the weights under them
         if self.ranks.is_first:
             save_model(model, self.tokenizer, self.run, weights)

@@ -73,6 +73,13 @@ CHOICES = (
     _policy("backlite", "TileSelector", name="backlite", negligible=0.3, tile=4),
     _policy("mezo", "GradientEstimator", name="mezo"),
     _policy("subnet", "PartSelector", name="subnet"),
+    Choice(
+        "subnet (of frozen), lora",
+        "PartSelector",
+        {"model": {"lora": {"r": 2}}},
+        {"name": "subnet", "of": "frozen", "elements": ["*.base_layer"], "by": "random"},
+        is_heavy=True,
+    ),
     _policy("frozen (freeze)", "ParameterSelector", name="frozen", freeze=["*.layers.0.*"]),
     _policy("frozen (turn)", "ParameterSelector", name="frozen", turn="layers"),
     _policy("max-child at nodes", "EdgeRouter", "nodes", name="max-child"),

@@ -70,8 +70,9 @@ def test_a_cancelled_job_of_two_nodes_makes_a_checkpoint(slurm_options: Options)
     job = target.submit(run)
     wait_for_step(run, 3)
     assert job.cancel(60) is State.CANCELLED
-    assert last_end(run)["text"] == f"SIGTERM: stopped after step {last_end(run)['step']}"
-    assert (run.path / "checkpoints" / f"step-{last_end(run)['step']:08d}").is_dir()
+    ends = History.load(run.path).ends
+    assert ends[0]["text"] == f"SIGTERM: stopped after step {ends[0]['step']}"
+    assert (run.path / "checkpoints" / f"step-{ends[0]['step']:08d}").is_dir()
 
 
 PROGRAM = """
@@ -84,7 +85,7 @@ sys.exit(4 if count.read_text() == "1" else 0)
 """
 
 
-def test_only_the_relay_of_the_first_pod_writes_and_each_starts_again_after_a_lost_node(tmp_path: Path) -> None:
+def test_only_the_first_pods_relay_writes_and_all_restart_after_a_lost_node(tmp_path: Path) -> None:
     (tmp_path / "lost_once.py").write_text(PROGRAM)
     folder = tmp_path / "run"
     folder.mkdir()
