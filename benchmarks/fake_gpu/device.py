@@ -12,6 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -40,8 +41,10 @@ def fake_cuda() -> Iterator[Counter[str]]:
         "current_device": lambda: 0,
         "get_device_capability": lambda *_: (9, 0),
         "synchronize": lambda *_: watch.note("torch.cuda.synchronize"),
-        "get_rng_state": lambda *_: watch.note("torch.cuda.get_rng_state") or torch.zeros(16),
-        "set_rng_state": lambda *_: watch.note("torch.cuda.set_rng_state"),
+        # Seed and offset of CUDA's generator are on the host, so these do not wait.
+        "get_rng_state": lambda *_: torch.zeros(16),
+        "set_rng_state": lambda *_: None,
+        "Event": partial(Event, watch),
     }
     with ExitStack() as stack:
         # A fake tensor is of a subclass, which sites leave alone.
@@ -53,6 +56,28 @@ def fake_cuda() -> Iterator[Counter[str]]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(watch)
         yield watch.found
+
+
+class Event:
+    """A CUDA event that knows no time."""
+
+    def __init__(self, watch: Watch, **_: object) -> None:
+        self._watch = watch
+
+    def record(self) -> None:
+        """Do nothing."""
+
+    def query(self) -> bool:
+        """Say that all is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Count a wait."""
+        self._watch.note("torch.cuda.Event.synchronize")
+
+    def elapsed_time(self, _: Event) -> float:
+        """Return some milliseconds."""
+        return 1.0
 
 
 class Watch(TorchDispatchMode):

@@ -108,5 +108,6 @@ def _values(kept_share: float | None, chosen: Chosen | None, num_steps: int) -> 
     if chosen is not None:
         values[metric.TRAINED_SHARE] = chosen.trained_share
         values[metric.CARRIED_SHARE] = chosen.carried_share
-        values[metric.SCORING_SECONDS] = chosen.scoring_seconds / num_steps if chosen.scoring_seconds else None
+        seconds = float(chosen.scoring_seconds)
+        values[metric.SCORING_SECONDS] = seconds / num_steps if seconds else None
     return {key.name: value for key, value in values.items() if value is not None}

@@ -174,6 +174,13 @@ def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
     return int((target_BT if candidates is None else target_BT & (batch[candidates][:, 1:] != 0)).sum())
 
 
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Return a batch on a device. From pageable memory, the host would wait until a GPU has done all before."""
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
 def micro_batch_loss(
     model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
 ) -> Tensor:
@@ -187,7 +194,7 @@ def run_micro_batch(
     model: nn.Module, batch: dict[str, Tensor], targets: int, device: torch.device, candidates: str | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Do the same, and return the logits as well, if the model returns any."""
-    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    on_device = to_device(batch, device)
     if batch["labels"].ndim == 1:
         output = model(**on_device)
         loss: Tensor = output.loss
@@ -197,5 +204,5 @@ def run_micro_batch(
     if candidates is not None:
         # The engine multiplies this number by trained / targets of the batch: make that trained / candidates.
         items *= num_targets(batch) / max(1, num_targets(batch, candidates))
-    output = model(**on_device, num_items_in_batch=torch.tensor(items, device=device))
+    output = model(**on_device, num_items_in_batch=torch.full((), items, device=device))
     return output.loss, getattr(output, "logits", None)

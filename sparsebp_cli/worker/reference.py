@@ -105,7 +105,7 @@ def _score(
         with count_flops(), ScoringCost(accelerator.device) as spent, accelerator.autocast():
             loss_BT = scorer.score(on_device, next_tokens(labels), model, {"loss"})["loss"].cpu().numpy()
         by_number |= {(number := next(numbers)): row[: lengths[number]] for row in loss_BT}
-        cost = {"seconds": cost["seconds"] + spent.seconds, "flops": cost["flops"] + spent.flops}
+        cost = {"seconds": cost["seconds"] + float(spent.seconds), "flops": cost["flops"] + spent.flops}
     return np.concatenate([by_number[number] for number in range(len(lengths))]), cost
 
 

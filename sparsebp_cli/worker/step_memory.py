@@ -211,7 +211,7 @@ def selection_metrics(chosen: Chosen | None, ranks: Ranks, policies: Sequence[Po
     values = {
         metric.TRAINED_SHARE.name: trained_share,
         metric.CARRIED_SHARE.name: carried / real if real else None,
-        metric.SCORING_SECONDS.name: ranks.all_max([chosen.scoring_seconds])[0],
+        metric.SCORING_SECONDS.name: ranks.all_max([float(chosen.scoring_seconds)])[0],
     }
     if any(isinstance(policy, GradientSelector) for policy in policies):
         return values

@@ -1,4 +1,8 @@
-"""Seconds of the phases of a step, with the device synchronised at each boundary, and the load of the machine."""
+"""Seconds of a step and of its phases, and the load of the machine.
+
+On a CUDA device the borders are events in its stream, which are read once, at the end of the step: a device that is
+synchronised at each border waits for the host to launch the next phase.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,15 @@ import torch
 
 
 class Stopwatch:
-    """Sums seconds by phase."""
+    """Sums seconds by phase, of a step that begins with the stopwatch."""
 
     device: torch.device
 
     def __init__(self, device: torch.device, at_phase: Callable[[str], None] | None = None) -> None:
-        """Start at zero. The device is synchronised before each reading of the clock; ``at_phase`` is called with each
-        phase when it begins."""
+        """Start at zero; ``at_phase`` is called with each phase when it begins."""
         self.device, self._at_phase = device, at_phase
-        self.seconds: dict[str, float] = {}
+        self._spans: list[tuple[str, float | torch.cuda.Event, float | torch.cuda.Event]] = []
+        self._start, self._cpu_start = self._mark(), time.process_time()
 
     def now(self) -> float:
         """Return the clock in seconds after synchronising the device."""
@@ -27,20 +31,41 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def cpu_now(self) -> float:
-        """Return the CPU seconds of all threads of this process after synchronising the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.process_time()
-
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the time spent inside to a phase."""
         if self._at_phase is not None:
             self._at_phase(phase)
-        start = self.now()
+        start = self._mark()
         yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - start
+        self._spans.append((phase, start, self._mark()))
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each phase; of the whole ``step``; and as ``step_cpu`` the CPU seconds of all threads
+        of this process. Waits for the device once."""
+        end = self._mark()
+        if not isinstance(end, float):
+            end.synchronize()
+        seconds: dict[str, float] = {}
+        for phase, start, stop in self._spans:
+            seconds[phase] = seconds.get(phase, 0.0) + _between(start, stop)
+        step_cpu = time.process_time() - self._cpu_start
+        return seconds | {"step": _between(self._start, end), "step_cpu": step_cpu}
+
+    def _mark(self) -> float | torch.cuda.Event:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(start: float | torch.cuda.Event, stop: float | torch.cuda.Event) -> float:
+    if isinstance(start, float) or isinstance(stop, float):
+        assert isinstance(start, float) and isinstance(stop, float)  # noqa: PT018 - of one device
+        return stop - start
+    milliseconds: float = start.elapsed_time(stop)
+    return milliseconds / 1e3
 
 
 def read_load() -> float | None:

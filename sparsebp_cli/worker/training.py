@@ -216,10 +216,9 @@ class Training:
     def _train_step(self) -> dict[str, float | None]:
         training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device, self.memory.begin)
         accumulation = training.gradient_accumulation_steps
-        start, cpu_start = watch.now(), watch.cpu_now()
         first = self.step * accumulation
         shares = [self.order.rank_part(number) for number in range(first, first + accumulation)]
-        targets, loss_sum = sum(count for _, count in shares), 0.0
+        targets, losses = sum(count for _, count in shares), list[Tensor]()
         probing = self._run_trials(first, shares[0][0], targets)
         for number, (batch, _) in enumerate(shares, first):
             is_last = number == first + accumulation - 1
@@ -229,23 +228,22 @@ class Training:
                         loss, loss_B = self.engine.estimate(partial(self._plain_loss, batch, targets)), None
                     else:
                         loss, loss_B = self._forward(number, batch, targets, self.compiled)
-                loss_sum += check_loss(self.ranks.all_sum([float(loss.detach())])[0], self.step + 1)
+                losses.append(loss.detach())
+                if not self._checks_late:
+                    self._check_losses([float(losses[-1])])
                 if loss_B is not None:
                     self.order.see(number, loss_B)
                 with watch("backward"):
                     if self.engine.estimator is None:
                         self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
         with watch("optimizer"):
-            norm = self._clip(training.max_grad_norm)
+            loss_sum, norm = self._check(losses, self._clip(training.max_grad_norm))
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
         tokens = sum(batch["input_ids"].numel() for batch, _ in shares) * self.ranks.count
         self.tokens += tokens
-        whole_step = {"step": watch.now() - start, "step_cpu": watch.cpu_now() - cpu_start}
-        most = self._max_over_ranks(
-            watch.seconds | whole_step | memory_metrics(self.bare, self.optimizer, self.measurement.peak)
-        )
+        most = self._max_over_ranks(watch.read() | memory_metrics(self.bare, self.optimizer, self.measurement.peak))
         return {
             metric.TRAIN_LOSS.name: loss_sum,
             metric.GRAD_NORM.name: norm,
@@ -311,13 +309,30 @@ class Training:
         """Return the loss over all targets: without the engine nothing masks those that are no candidates."""
         return micro_batch_loss(self.model, batch, targets, self.accelerator.device)
 
-    def _clip(self, max_norm: float | None) -> float:
+    @property
+    def _checks_late(self) -> bool:
+        """Whether losses are read together with the gradient's norm, before the update, so that a GPU is not waited
+        for between forward and backward. An eager update changes weights in the backward."""
+        return self.accelerator.device.type == "cuda" and self.engine.eager is None
+
+    def _check_losses(self, losses: list[float]) -> float:
+        """Return the sum of losses over all ranks, each of which must be finite."""
+        return sum(check_loss(loss, self.step + 1) for loss in self.ranks.all_sum(losses))
+
+    def _check(self, losses: list[Tensor], norm: Tensor | float) -> tuple[float, float]:
+        """Return the loss of the step over all ranks and the gradient's norm, both finite, read in one copy."""
+        values = torch.stack([value.double() for value in (*losses, torch.as_tensor(norm, device=losses[0].device))])
+        *read, last = values.cpu().tolist()
+        return self._check_losses(read), check_norm(last, self.bare, self.step + 1)
+
+    def _clip(self, max_norm: float | None) -> Tensor | float:
+        """Clip the gradient, and return its norm before."""
         if self.engine.eager is not None:  # the eager update has already clipped, checked and applied every gradient
             return self.engine.eager.gradient_norm
         # The optimizer's parameters: a policy may have put parts of weights in the place of the model's.
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         norm = torch.nn.utils.clip_grad_norm_(trained, math.inf if max_norm is None else max_norm)
-        return check_norm(float(full_tensor(norm)), self.bare, self.step + 1)
+        return full_tensor(norm)
 
     def measure_gains(self) -> Iterator[tuple[PolicyPhase[Policy], SelectionGain]]:
         """Measure what the policies of each phase may gain in its first micro-batch, without training."""

@@ -49,7 +49,8 @@ def test_an_attached_model_is_one_graph_with_the_gradients_of_eager_mode(family:
     for step, (mine, other) in enumerate(zip(ours, expected, strict=True)):
         assert mine.keys() == other.keys()
         for name, grad in mine.items():
-            torch.testing.assert_close(grad, other[name], rtol=1e-11, atol=1e-14, msg=f"{name} in step {step}")
+            rtol, atol = (1e-4, 1e-6) if policy == "crs" else (1e-11, 1e-14)
+            torch.testing.assert_close(grad, other[name], rtol=rtol, atol=atol, msg=f"{name} in step {step}")
 
 
 @pytest.mark.long
@@ -58,14 +59,16 @@ def test_inductor_makes_one_graph_with_the_gradients_of_eager_mode(policy: str) 
     ours, expected = (_train("llama", policy, backend=backend) for backend in ("inductor", None))
     for mine, other in zip(ours, expected, strict=True):
         for name, grad in mine.items():
-            torch.testing.assert_close(grad, other[name], rtol=1e-9, atol=1e-12, msg=name)
+            rtol, atol = (1e-3, 1e-5) if policy == "crs" else (1e-9, 1e-12)
+            torch.testing.assert_close(grad, other[name], rtol=rtol, atol=atol, msg=name)
 
 
 def _train(family: str, policy: str, backend: str | None) -> list[dict[str, Tensor | None]]:
     """Return the gradients of two steps."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=32, **SIZES[family]))
-    model.double().train().loss_type = "ForCausalLM"  # without it gpt2 logs, which is no part of a graph
+    dtype = torch.float32 if policy == "crs" else torch.float64  # the way to a norm of float32 depends on its value
+    model.to(dtype).train().loss_type = "ForCausalLM"  # without it gpt2 logs, which is no part of a graph
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     name, options = POLICIES[policy]
     found = []

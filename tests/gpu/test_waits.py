@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.waits import CASES
+from tests.gpu.waits import CASES, WORKER
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -23,9 +23,8 @@ PLAN = {
     "copy to cpu at backward/selection/token/row_plan.py": 1,
     "_local_scalar_dense at backward/selection/token/rows.py": 1,
 }
-# Scores are computed for targets alone, and the time of scoring is measured.
+# Scores are computed for targets alone, which are counted before the forward for the scores begins.
 SCORING = {
-    "torch.cuda.synchronize at backward/selection/score/cost.py": 2,
     "nonzero at backward/selection/score/scorer.py": 1,
 }
 KNOWN: dict[str, dict[str, int]] = {
@@ -47,10 +46,10 @@ KNOWN: dict[str, dict[str, int]] = {
         "copy to cuda at backward/packing/batch.py": 1,
         "_local_scalar_dense at backward/packing/attention.py": 1,
     },
-    # Layers that run again draw what they drew.
-    "segments": {
-        "torch.cuda.get_rng_state at backward/patch/rng.py": 2,
-        "torch.cuda.set_rng_state at backward/patch/rng.py": 2,
+    # Loss and norm are read before the update, and the events of the step after it.
+    WORKER: {
+        "copy to cpu at worker/training.py": 1,
+        "torch.cuda.Event.synchronize at worker/stopwatch.py": 1,
     },
 }
 
@@ -65,7 +64,7 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, WORKER])
 def test_a_step_waits_for_the_device_only_where_that_is_known(found: dict[str, Any], case: str) -> None:
     waits = found[case]
     assert isinstance(waits, dict), waits

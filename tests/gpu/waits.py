@@ -12,14 +12,22 @@ import logging
 import os
 import sys
 import warnings
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
 from benchmarks.fake_gpu.device import fake_cuda
+from sparsebp_cli.plan import Plan
+from sparsebp_cli.recipe.schema import Recipe
+from sparsebp_cli.worker.batch import BatchOrder
+from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.process import Ranks
+from sparsebp_cli.worker.training import Training
 
 SIZE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -95,14 +103,54 @@ def count(name: str) -> dict[str, int]:
     return dict(found)
 
 
+WORKER = "the worker's step"
+
+
+def count_step() -> dict[str, int]:
+    """Return the waits of the worker's step of two micro-batches, with what surrounds it left out."""
+    recipe = Recipe.model_validate(
+        {
+            "version": 1,
+            "name": "step",
+            "model": {"config": {"model_type": "llama"}, "tokenizer": "none"},
+            "dataset": {"name": "austen"},
+            "training": {"max_steps": 9, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+        }
+    )
+    ids = np.ones(64, dtype=np.int64)
+    examples = [Example(ids, ids, 0, {}) for _ in range(16)]
+    with fake_cuda() as found:
+        model: Any = make_model()
+        model.config.use_cache = False  # as the worker builds it
+        training = object.__new__(Training)
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        training.plan, training.ranks, training.step, training.tokens = Plan(recipe=recipe), Ranks(), 0, 0
+        training.model = training.bare = model
+        training.engine = sbp.attach(model, sbp.make_policy("topk", keep=0.25), optimizer=optimizer)
+        training.order = BatchOrder(examples, 4, 0, 0)
+        training.compiled = None
+        stand_in: Any = SimpleNamespace
+        training.optimizer, training.schedule = cast("Any", optimizer), schedule
+        device = torch.device("cuda")
+        training.accelerator = stand_in(device=device, backward=lambda loss: loss.backward())
+        training.memory = stand_in(begin=None)
+        training.measurement = stand_in(peak=stand_in(device=device, bytes=lambda: 0))
+        training.phases = stand_in(at=lambda _: stand_in(policies=()))
+        for _ in range(2):  # the first step creates the optimizer's state
+            found.clear()
+            training._train_step()
+    return dict(found)
+
+
 def main(names: list[str]) -> None:
     """Print the waits of these cases, by default of all."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
-    for name in names or CASES:
+    for name in names or (*CASES, WORKER):
         try:
-            found[name] = count(name)
+            found[name] = count_step() if name == WORKER else count(name)
         except Exception as error:  # all are told together
             found[name] = f"{type(error).__name__}: {str(error)[:200]}"
     print(json.dumps(found, indent=1))

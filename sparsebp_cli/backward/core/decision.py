@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.core.allowance import allowed_share
@@ -36,6 +37,7 @@ from sparsebp_cli.policy import (
     Step,
 )
 
+_WHOLE = Budget(1.0, 1.0)
 _OUTSIDE = (
     "a backward pass reached an attached model from outside: call engine.backward(loss) in place of loss.backward(), "
     "or put forward and backward inside engine.disabled() for dense gradients"
@@ -132,7 +134,11 @@ class SiteCounters:
     def kept(self) -> tuple[float, int]:
         """Return kept entries and all entries over all sites; synchronises with the device."""
         sites = self.by_name.values()
-        return sum(float(site.kept) for site in sites), sum(site.entries for site in sites)
+        tensors = [site.kept.double() for site in sites if isinstance(site.kept, Tensor)]
+        kept = sum(float(site.kept) for site in sites if not isinstance(site.kept, Tensor))
+        for device in {tensor.device for tensor in tensors}:  # one copy each
+            kept += float(torch.stack([tensor for tensor in tensors if tensor.device == device]).sum())
+        return kept, sum(site.entries for site in sites)
 
     def take_kept_share(self) -> float | None:
         """Return the kept share since the last call; None if no gradient arrived since."""
@@ -238,15 +244,19 @@ class SiteDecisions:
     def _decide(
         self, site: Site, seen: Seen, work: SiteCost, dense_rows: int | None
     ) -> tuple[Tensor, Selection | Split | None]:
+        # Runs at each site of each backward: on a small model, calls of Python cost more than the products.
         grad_NO: Tensor = seen.grad_NO
         selection: Selection | Split | None = None
         if not self.enabled:
             return grad_NO, None
-        self.check_inside()
-        assert self.step is not None
-        rule, budget = self._rule_at(site, self.step), Budget(1.0, 1.0)
-        state = self.states.of(rule.selector) if rule is not None and rule.has_state else self.step.state
-        step = replace(self.step, call=self.counters.next_call(site.name), state=state)
+        step = self.step
+        if step is None:
+            raise UsageError(_OUTSIDE)
+        rule, budget, call = self._rule_at(site, step), _WHOLE, self.counters.next_call(site.name)
+        if rule is not None and rule.has_state:
+            step = replace(step, call=call, state=self.states.of(rule.selector))
+        elif call:
+            step = replace(step, call=call)
         if rule is not None:
             budget = rule.budget or Budget.of(rule.policy.budget_at(site, step))
             if grad_NO.numel() > 0:

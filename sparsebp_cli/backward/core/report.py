@@ -9,6 +9,8 @@ from typing import Self
 
 from torch import Tensor
 
+from sparsebp_cli.backward.core.device_seconds import DeviceSeconds
+
 Number = int | float | Tensor  # tensors stay on their device until they are read
 
 
@@ -77,7 +79,8 @@ class Chosen:
         carried: Real positions that carry gradient.
         examples: Examples to choose from.
         chosen_examples: Examples that were backpropagated.
-        scoring_seconds: Wall time of scoring forwards, the reference model's included.
+        scoring_seconds: Wall time of scoring forwards, the reference model's included; ``float()`` of it synchronises
+            with the device.
         scoring_flops: FLOPs of scoring forwards; 0 unless they ran under :func:`~sparsebp_cli.backward.count_flops`.
     """
 
@@ -87,7 +90,7 @@ class Chosen:
     carried: Number = 0
     examples: int = 0
     chosen_examples: int = 0
-    scoring_seconds: float = 0.0
+    scoring_seconds: float | DeviceSeconds = 0.0
     scoring_flops: int = 0
 
     @property
@@ -117,6 +120,7 @@ class Chosen:
     def __repr__(self) -> str:
         """Return all counts as plain numbers. Synchronises with the device."""
         counts = {f.name: getattr(self, f.name) for f in fields(self)}
+        counts["scoring_seconds"] = float(self.scoring_seconds)
         plain = (f"{name}={value.item() if isinstance(value, Tensor) else value}" for name, value in counts.items())
         return f"Chosen({', '.join(plain)})"
 

@@ -69,12 +69,23 @@ def run_in_graph(module: nn.Module, x: Tensor, site: int, layout: WeightLayout, 
     input_norm = weight_norm = None
     with torch.no_grad():  # the compiler computes what several linears read once
         if "input_norm" in reads:
-            input_norm = choice.norm(x.detach().reshape(-1, x.shape[-1]), 1)
+            input_norm = _norm(x.detach().reshape(-1, x.shape[-1]))
         if "weight_norm" in reads:
-            weight_norm = choice.norm(layout.by_output(weight).detach(), 1)
+            weight_norm = _norm(layout.by_output(weight).detach())
     number, keeps_input = LAYOUTS.index(layout), "input" in reads
     result: Tensor = _linear(x, weight, bias, input_norm, weight_norm, site, number, keeps_input)
     return result
+
+
+@torch.library.custom_op("sparsebp::row_norm", mutates_args=(), schema="(Tensor matrix) -> Tensor")
+def _norm(matrix: Tensor) -> Tensor:
+    """Return the norm of each row: its way depends on values and devices, so the compiler does not look into it."""
+    return choice.norm(matrix, 1)
+
+
+@_norm.register_fake
+def _norm_shape(matrix: Tensor) -> Tensor:
+    return matrix.new_empty(matrix.shape[0], dtype=torch.promote_types(matrix.dtype, torch.float32))
 
 
 @torch.library.custom_op(

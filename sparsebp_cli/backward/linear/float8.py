@@ -81,12 +81,14 @@ class Float8Layout(WeightLayout):
         self.grad_for_wgrad = _Casts(config.cast_config_grad_output_for_grad_weight, role.GRAD_OUTPUT, 0)
         self.input_for_wgrad = _Casts(config.cast_config_input_for_grad_weight, role.INPUT, 0)
 
-    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource, saved: Saved | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource, saved: Saved | None = None
+    ) -> Tensor:
         assert saved is None, "refused at attach"
         # Like torchao's forward, which reads CUDA's autocast state on every device.
         if torch.is_autocast_enabled("cuda"):
             x = x.to(torch.get_autocast_dtype("cuda"))
-        return cast("Tensor", _Float8Product.apply(x, module.weight, module.bias, decider))  # type: ignore[no-untyped-call]
+        return cast("Tensor", _Float8Product.apply(x, weight, bias, decider))  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.multiply(self.cast(x, self.input), weight, bias)

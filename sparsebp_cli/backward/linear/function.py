@@ -13,9 +13,9 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast, final
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +77,10 @@ class WeightLayout(ABC):
     output_dim: int  # the dimension of the weight that is O
     replaces: ClassVar[bool] = False  # whether this form also runs where no policy is active, with the same numbers
 
-    def apply(self, module: nn.Module, x: Tensor, decider: SelectionSource, saved: Saved | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, decider: SelectionSource, saved: Saved | None = None
+    ) -> Tensor:
         """Run the layer with a backward that calls the policy; ``saved`` is stored instead of the input."""
-        weight, bias = weight_of(module), cast("Tensor | None", module.bias)
         if torch.is_autocast_enabled(x.device.type):
             # Outside of the Function, so that autograd records the casts and returns gradients in full precision.
             x, weight, bias = autocast(x), autocast(weight), None if bias is None else autocast(bias)
@@ -112,13 +113,18 @@ class LinearCost:
     form: WeightLayout
     saved_share: float = 1.0  # of wgrad's multiplications, with what was saved of the input
     masked: frozenset[type[Selection]] = frozenset()  # kinds that this device multiplies densely
+    known: dict[Share, FlopEstimate] = field(default_factory=dict, compare=False, repr=False)  # claims made before
     pads: ClassVar[bool] = False
 
     def claim(self, selection: type[Selection] | None, budget: float) -> FlopEstimate:
         """Return the dense work, and the part that the kernel for this kind of selection executes."""
+        found = self.known.get((selection, budget))
+        if found is not None:
+            return found
         flops = self.product_flops * (self.needs.dgrad + self.needs.wgrad)
         left = self.product_flops * (self.needs.dgrad + self.needs.wgrad * self.saved_share)
-        return FlopEstimate(flops, left * self._share(selection, budget))
+        self.known[selection, budget] = found = FlopEstimate(flops, left * self._share(selection, budget))
+        return found
 
     def claim_split(self, dgrad: Share, wgrad: Share) -> FlopEstimate:
         """Return the same if dgrad and wgrad are selected apart."""
@@ -182,6 +188,21 @@ class MatmulLayout(WeightLayout):
         return grad_NO.t().mm(x_ND)
 
 
+Backward = Callable[[Any, Tensor | None], tuple[Tensor | None, ...]]
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Do as :func:`torch.autograd.function.once_differentiable`, which turns gradients off in every backward, also
+    where they are off: without ``create_graph`` they always are.
+    """
+    guarded: Backward = once_differentiable(backward)
+
+    def run(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return guarded(ctx, grad) if torch.is_grad_enabled() else backward(ctx, grad)
+
+    return run
+
+
 @final
 class SelectedLinear(Function):
     """A linear layer whose backward calls the policy. Saves the input only for wgrad and the weight only for dgrad.
@@ -215,7 +236,7 @@ class SelectedLinear(Function):
         return decider.form.forward(x, weight, bias).detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, None, None

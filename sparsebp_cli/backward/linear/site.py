@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from inspect import signature
-from typing import TYPE_CHECKING, cast, final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +145,12 @@ def _is_plain(module: nn.Module) -> bool:
     return type(weight.data) is Tensor and not weight.is_complex() and weight.numel() > 0
 
 
+_NO_KINDS = frozenset[type[Selection]]()
+_NO_READINGS: Mapping[Reading, Tensor] = MappingProxyType({})
+# A gradient's shape and so on, the site and its work there.
+_NOTHING_YET = (None, Site("", 0, ()), LinearCost(0.0, Needs(False, False, False), LAYOUTS[0]))
+
+
 class LinearOverride(ForwardOverride):
     """The ``forward`` of one linear: unchanged without gradients, else through :class:`SelectedLinear`.
 
@@ -178,6 +185,7 @@ class LinearOverride(ForwardOverride):
         self._run_informed = uncompiled(self._read_and_run) if self._reads else self._read_and_run
         self._saving = saving
         self._run_saving = self._save_and_run if saving is None else uncompiled(self._save_and_run)
+        self._last: tuple[object, Site, LinearCost] = _NOTHING_YET
         self._number = register(self)  # by which compiled graphs know this site
         self._fits_graph = saving is None and form in LAYOUTS and self._reads <= READABLE
 
@@ -196,7 +204,8 @@ class LinearOverride(ForwardOverride):
             return run_linear(self.module, x, self)
         forward, rows, sizes = self.engine.forward, None, self.engine.batch_sizes
         if not is_compiling:
-            _refuse_transforms(self.name)
+            if are_transforms_active():
+                _refuse_transforms(self.name)
             if sizes is not None:
                 rows = find_rows(x, sizes, time_first=self.time_first)
         reads = self._reads if self.engine.enabled else frozenset[Reading]()
@@ -269,10 +278,14 @@ class LinearOverride(ForwardOverride):
         """Call the policy for a gradient that stands for ``dense_rows`` rows of the dense backward, None for its
         own. ``saved_share`` is the share of wgrad's multiplications with what was saved of the input.
         """
-        site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
-        flops, masked = 2.0 * grad_NO.numel() * num_inputs, cuda.find_masked(grad_NO)
-        work = LinearCost(flops, needs, self.form, saved_share, masked)
-        seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or {})
+        masked = cuda.find_masked(grad_NO) if grad_NO.is_cuda else _NO_KINDS
+        key = (grad_NO.shape, rows, num_inputs, needs, saved_share, masked)
+        if key != self._last[0]:  # most gradients of a site are of one shape
+            site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
+            flops = 2.0 * grad_NO.numel() * num_inputs
+            self._last = key, site, LinearCost(flops, needs, self.form, saved_share, masked)
+        _, site, work = self._last
+        seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or _NO_READINGS)
         return self.engine.decisions.decide_linear(site, seen, work, dense_rows)
 
 
@@ -308,25 +321,25 @@ class _Call:
         return self.linear.decide_rows(grad_NO, rows, num_inputs, needs, self.num_rows, readings, self.saved_share)
 
 
-def _refuse_transforms(name: str) -> None:
-    if are_transforms_active():
-        raise UnsupportedError(
-            f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not built: "
-            "run it inside engine.disabled()"
-        )
+def _refuse_transforms(name: str) -> NoReturn:
+    raise UnsupportedError(
+        f"torch.func (vmap, grad, jacrev) over {name!r} of an attached model is not built: "
+        "run it inside engine.disabled()"
+    )
 
 
 def run_linear(module: nn.Module, x: Tensor, decider: SelectionSource, saved: Saved | None = None) -> Tensor:
     """Run a linear layer, by the same call that the module makes, with a backward that calls the policy; ``saved`` is
     stored instead of the input.
     """
-    weight, bias = module.weight, cast("nn.Parameter | None", module.bias)
+    weight, bias = module.weight, module.bias
     assert isinstance(weight, Tensor)
-    needs_grad = any(t is not None and t.requires_grad for t in (x, weight, bias))
+    assert bias is None or isinstance(bias, Tensor)
+    needs_grad = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if not (needs_grad and torch.is_grad_enabled()):
         output: Tensor = type(module).forward(module, x)
         return output
-    return decider.form.apply(module, x, decider, saved)
+    return decider.form.apply(x, weight, bias, decider, saved)
 
 
 def _known_forms() -> dict[type[nn.Module], Callable[[nn.Module], WeightLayout]]:

@@ -9,15 +9,16 @@ from typing import Self
 
 import torch
 
+from sparsebp_cli.backward.core.device_seconds import DeviceSeconds
 from sparsebp_cli.backward.observe.flops import counting_now
 
 
 @dataclass
 class ScoringCost:
-    """A context manager around scoring forwards. It synchronises with the device at both ends."""
+    """A context manager around scoring forwards. On a CUDA device both ends are events, which are read later."""
 
     device: torch.device
-    seconds: float = 0.0  # wall time, after the block
+    seconds: float | DeviceSeconds = 0.0  # wall time, after the block
     flops: int = 0  # 0 unless FLOPs are being counted
 
     def __enter__(self) -> Self:
@@ -26,7 +27,7 @@ class ScoringCost:
         if count is not None:
             count.is_scoring = True
         self._before = 0 if count is None else count.total
-        self._start = self._now()
+        self._start = _mark(self.device)
         return self
 
     def __exit__(
@@ -34,12 +35,20 @@ class ScoringCost:
     ) -> None:
         """Stop."""
         count = counting_now()
+        start, stop = self._start, _mark(self.device)
+        if isinstance(start, float) or isinstance(stop, float):
+            assert isinstance(start, float) and isinstance(stop, float)  # noqa: PT018 - of one device
+            self.seconds = stop - start
+        else:
+            self.seconds = DeviceSeconds(spans=((start, stop),))
         if count is not None:
             count.is_scoring = False
-        self.seconds = self._now() - self._start
         self.flops = 0 if count is None else count.total - self._before
 
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def _mark(device: torch.device) -> float | torch.cuda.Event:
+    if device.type != "cuda":
         return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -79,9 +79,9 @@ class Scorer:
         }
         layers = self._watch(arguments, next_BT, wanted)
         with torch.no_grad(), evaluating(self.model):
+            rows = (target_N != IGNORED).nonzero()[:, 0]  # waits for a GPU, which has less to do before the forward
             with nullcontext() if layers is None else layers.watching(arguments):
                 hidden_ND = self._hidden(arguments, forward)
-            rows = (target_N != IGNORED).nonzero()[:, 0]
             differentiates = layers is not None and layers.differentiates
             grad_ND = torch.zeros_like(hidden_ND) if differentiates else None
             for row_K in torch.split(rows, self._most_rows) if by_logits or differentiates else ():

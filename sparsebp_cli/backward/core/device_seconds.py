@@ -1,0 +1,41 @@
+"""Seconds that a device spent, read from events once somebody asks, so that nobody waits for the device before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+@final
+@dataclass(frozen=True)
+class DeviceSeconds:
+    """A sum of times between events in a stream; ``float()`` of it waits for the last event."""
+
+    known: float = 0.0
+    spans: tuple[Span, ...] = ()  # that were not over when they were added
+
+    def __add__(self, other: DeviceSeconds | float) -> DeviceSeconds:
+        """Return the sum; spans that are over become a number, so that a training's sum holds few events."""
+        if not isinstance(other, DeviceSeconds):
+            return DeviceSeconds(self.known + other, self.spans)
+        spans = (*self.spans, *other.spans)
+        over = [span for span in spans if span[1].query()]
+        open_spans = tuple(span for span in spans if span not in over)
+        return DeviceSeconds(self.known + other.known + sum(map(_read, over)), open_spans)
+
+    __radd__ = __add__
+
+    def __float__(self) -> float:
+        """Return the seconds."""
+        for _, stop in self.spans:
+            stop.synchronize()
+        return self.known + sum(map(_read, self.spans))
+
+
+def _read(span: Span) -> float:
+    milliseconds: float = span[0].elapsed_time(span[1])
+    return milliseconds / 1e3
