@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                        # eight minutes at most; writes benchmarks/results/gpu.json
     python benchmarks/gpu.py --device cpu --tiny    # the same code on a CPU, in seconds; it measures nothing
+    python benchmarks/gpu.py --fake                 # without a GPU: counts, and times of a model
 
 Exit code 1: a form is wrong, or waits for the device where plain PyTorch does not. See benchmarks/README.md.
 """
@@ -21,6 +22,8 @@ from checkout import use_checkout
 
 NEEDED = ("torch", "transformers", "pydantic", "yaml")
 SECONDS_AFTER = 5.0  # for the summary
+# The share of the time at which each part ends at the latest; whole steps are measured until the end.
+PARTS = {"checks": 0.25, "waits": 0.35, "counts": 0.5, "forms": 0.65, "linears": 0.75}
 
 
 def main() -> int:
@@ -31,10 +34,20 @@ def main() -> int:
     if missing:
         print(f"error: not installed here: {', '.join(missing)}", file=sys.stderr)
         return 2
+    if args.fake:
+        from fake_gpu import guard
+
+        guard.load()  # before torch
     use_checkout()
     # use_checkout() must run before these imports.
+    if args.fake:
+        import modelled
+
+        args.out = args.out or Path(__file__).parent / "results" / "gpu-modelled.json"
+        return modelled.main(args)
     import correct
     import measured
+    import steps
     import torch
     from waiting import watch
 
@@ -48,10 +61,15 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     device, deadline = torch.device(args.device), begin + 60 * args.minutes - SECONDS_AFTER
+    ends = {part: begin + share * (deadline - begin) for part, share in PARTS.items()}
     facts = measured.describe(device)
     print(f"{facts['device']}, torch {facts['versions']['torch']}, transformers {facts['versions']['transformers']}")
-    checks = []
+    print(f"float32 products in TF32: {'yes' if facts.get('tf32') else 'no'}; Triton's kernels: {facts['triton_runs']}")
+    checks, short = [], []
     for check in correct.check_all(device):
+        if time.monotonic() > ends["checks"]:
+            short.append(f"checks ended after {len(checks)}: no time was left for more")
+            break
         checks.append(check)
         if not check.good:
             print(f"WRONG  {check.kind}: {check.form}, {check.dtype}: {check.error:.2e} {check.note}", flush=True)
@@ -59,17 +77,26 @@ def main() -> int:
     print(f"{len(checks) - num_wrong} of {len(checks)} checks are right ({time.monotonic() - begin:.0f} s)", flush=True)
     small = correct.make_subject(device, torch.bfloat16)
     waits_of_small = [watch(small, Variant("plain PyTorch"))]
-    waits_of_small += [watch(small, replace(variant, label=label)) for label, variant in correct.list_variants()]
+    for label, variant in correct.list_variants():
+        if time.monotonic() > ends["waits"]:
+            short.append(f"waits were counted in {len(waits_of_small)} small steps: no time was left for more")
+            break
+        waits_of_small.append(watch(small, replace(variant, label=label)))
     subject, args.batch = measured.make_subject(device, args)
-    entries, notes = measured.count_all(subject, measured.list_cases(args))
+    entries, notes = measured.count_all(subject, measured.list_cases(args), ends["counts"])
+    notes += short
     waits = [watch(entry.subject, entry.variant) for entry in entries]
     print(f"counted {len(entries)} variants ({time.monotonic() - begin:.0f} s)", flush=True)
     variants = [(entry.subject, entry.variant) for entry in entries]
-    passes = run_interleaved(variants, rounds=args.rounds, warmup=args.warmup, deadline=deadline)
+    passes = run_interleaved(variants, rounds=args.rounds, warmup=args.warmup, deadline=ends["forms"])
     rows = [
         make_row(entry.case, entry.count, found, entries[0].count, passes[0])
         for entry, found in zip(entries, passes, strict=True)
     ]
+    layers = steps.LAYERS if args.size == "1b" else {"tiny": [("q", 1, 64, 32)]}
+    swept = steps.sweep(device, args.batch * args.length, layers, ends["linears"])
+    ways = steps.list_ways()[:: 1 if args.size == "1b" else 6]
+    found = steps.measure(subject.model, subject.batch, ways, deadline, args.rounds)
     late = measured.find_late(waits_of_small) + measured.find_late(waits)
     result = {
         "format": 1,
@@ -84,10 +111,14 @@ def main() -> int:
         "waits": [asdict(wait) for wait in waits],
         "waits_of_small": [asdict(wait) for wait in waits_of_small],
         "rows": [row.model_dump(mode="json") for row in rows],
+        "linears": [asdict(row) for row in swept],
+        "steps": [one.as_row(found[0]) for one in found],
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     measured.print_table(rows, waits, len(passes[0]))
+    steps.print_sweep(swept)
+    steps.print_steps([one.as_row(found[0]) for one in found])
     for text in [*notes, *late]:
         print(text)
     print(f"{time.monotonic() - begin:.0f} s; JSON: {args.out.name}")
@@ -97,13 +128,14 @@ def main() -> int:
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda")
+    parser.add_argument("--fake", action="store_true", help="count on a device that does nothing; model the times")
     parser.add_argument("--tiny", dest="size", action="store_const", const="tiny", default="1b", help="a tiny model")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--batch", type=int, default=4, help="halved until a dense step fits")
     parser.add_argument("--length", type=int, help="default: 2048, or 32 with --tiny")
     parser.add_argument("--rounds", type=int, help="at most; default: 20, or 1 with --tiny")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--minutes", type=float, default=8.0, help="no round begins later")
+    parser.add_argument("--minutes", type=float, help="of all parts together; default: 8, or 60 with --tiny")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu.json")
     return parser.parse_args()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import platform
+import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from waiting import Waits
 
+from sparsebp_cli import kernel
 from sparsebp_cli.bench import BenchmarkRow, Form, find_forms
 from sparsebp_cli.errors import UsageError
 from sparsebp_cli.worker.bench.row import BenchCase
@@ -22,7 +25,7 @@ from sparsebp_cli.worker.bench.variant import Variant
 
 KEEPS = (0.5, 0.25, 0.1)
 FORMS = {  # site, execution: values of the policy's options
-    "linears": [("fast", {"along": "rows"}), ("fast", {"along": "columns"}), ("fast", {"along": "2:4"})],
+    "linears": [("fast", {"along": along}) for along in ("rows", "columns", "blocks", "2:4")],
     "branches": [("recomputed", {"along": "rows"}), ("stored", {"along": "rows"})],
 }
 SIZES: dict[str, dict[str, int]] = {
@@ -108,12 +111,17 @@ class Entry:
         return self.case.variant
 
 
-def count_all(subject: Subject, candidates: list[BenchCase]) -> tuple[list[Entry], list[str]]:
-    """Count every variant, plain PyTorch first; return those that run here, and a line for each that does not."""
+def count_all(subject: Subject, candidates: list[BenchCase], end: float = math.inf) -> tuple[list[Entry], list[str]]:
+    """Count every variant, plain PyTorch first, until the end; return those that run here, and a line for each that
+    does not.
+    """
     own = Subject(copy.deepcopy(subject.model), subject.batch)  # to be compiled, so nothing may be attached to it
     found, notes = list[Entry](), list[str]()
     for case in candidates:
         variant = case.variant
+        if found and time.monotonic() > end:
+            notes.append(f"{variant.label}: no time was left")
+            continue
         try:
             if variant.compiler is None:
                 found.append(Entry(case, subject, subject.count(variant)))
@@ -166,7 +174,10 @@ def describe(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {"device": "cpu", "python": platform.python_version(), "machine": platform.machine()}
     names = ("torch", "transformers", "pydantic", "triton")
     facts["versions"] = {name: _version(name) for name in names}
+    facts["triton_runs"] = "none on a CPU"
     if device.type == "cuda":
+        runs = kernel.find(torch.ones(1, 1, device=device, dtype=torch.bfloat16), multiplies=True) is not None
+        facts["triton_runs"] = "used" if runs else "not used"
         properties = torch.cuda.get_device_properties(device)
         facts |= {
             "device": properties.name,
@@ -187,6 +198,7 @@ def choose(args: argparse.Namespace) -> None:
     if args.device == "cpu" and not is_tiny:
         raise UsageError("there is no CUDA device: --device cpu needs --tiny, which measures nothing")
     args.length, args.rounds = args.length or (32 if is_tiny else 2048), args.rounds or (1 if is_tiny else 20)
+    args.minutes = args.minutes or (60.0 if is_tiny else 8.0)
     args.out = args.out or Path(__file__).parent / "results" / ("gpu-tiny.json" if is_tiny else "gpu.json")
 
 

@@ -79,6 +79,10 @@ PROMISES = {
         "a run makes 20,000 steps; a store holds 2,000 runs",
         "memory is flat, the journal grows linearly, and listing takes under a second of CPU",
     ),
+    "R26": (
+        "a run on several nodes loses a rank, a launcher or a node, or one of them hangs",
+        "the run ends with one line that names it, or goes back into the queue and resumes; it never hangs",
+    ),
 }
 TEXT = """This page lists what SparseBP guarantees when something goes wrong, and how often tests tried it. A trial is
 one fault put into a real component: a worker process that is killed, a file that is damaged, a shell that runs a

@@ -53,11 +53,11 @@ from sparsebp_cli.policy import (
     PartSelector,
     Policy,
     PolicyLike,
+    ReferenceReader,
     Stateful,
     Step,
     TileSelector,
     TokenRouter,
-    TokenSelector,
     make_policies,
 )
 from sparsebp_cli.policy.example import EXAMPLE_ROW
@@ -134,7 +134,10 @@ def attach(
         if selectors and adapter.names:  # at nodes they are known after the first backward only
             decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
-    divisible = find_divisible(model, options.exclude) if any(isinstance(p, PartSelector) for p in policies) else {}
+    divisible: Linears = {}
+    for policy in policies:
+        if isinstance(policy, PartSelector):
+            divisible = find_divisible(model, options.exclude, frozen=policy.of_frozen)
     places: _Places = {  # of a policy with state
         GradientSelector: lambda policy: decisions.sites_of(policy, linears),
         InputSaver: lambda _: [site for site in linears if savers[0].scope.contains(site.name, site.layer)],  # the one
@@ -149,7 +152,7 @@ def attach(
     )
     for saver in savers:
         saver.states = states
-    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible, num_examples)
+    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible, num_examples, reference)
     tokens = make_extensions(policies, model, reference, states)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
@@ -216,6 +219,7 @@ class _Given(NamedTuple):
     first: Step
     divisible: Linears  # of whose weights parts can be trained
     num_examples: int | None  # rows of the training data
+    reference: nn.Module | str | None  # as attach takes it
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:
@@ -231,7 +235,13 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
     ),
     BlockDropper: lambda policy, model, given: BlockExtension(policy, model, given.states),
     BatchPacker: lambda policy, model, _: PackingExtension(policy, model),
-    ExampleSelector: lambda policy, model, given: ExampleExtension(policy, model, given.states, given.num_examples),
+    ExampleSelector: lambda policy, model, given: ExampleExtension(
+        policy,
+        model,
+        given.states,
+        num_examples=given.num_examples,
+        reference=given.reference if isinstance(given.reference, nn.Module) else None,
+    ),
     LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
     GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
     TokenRouter: lambda policy, model, _: RoutingExtension(policy, model),
@@ -304,7 +314,7 @@ def check_scoring(
         if isinstance(policy, TokenRouter) and policy.needs_num_steps and num_steps is None:
             name = type(policy).__name__
             raise UsageError(f"{name}: its number of positions grows over the training: give attach(num_steps=...)")
-    readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
+    readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     if readers and reference is None:
         raise UsageError(
             f"{type(readers[0]).__name__} compares with a reference: give attach(reference=MODEL), or "

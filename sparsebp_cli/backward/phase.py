@@ -16,7 +16,7 @@ from sparsebp_cli.backward.core.report import Report
 from sparsebp_cli.backward.observe.internals import has_fsdp_state
 from sparsebp_cli.composition import BackwardChoices, PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Policy, PolicyLike, TokenSelector, make_policies
+from sparsebp_cli.policy import Policy, PolicyLike, ReferenceReader, make_policies
 from sparsebp_cli.run.policy_phase import PolicyPhase, find_empty, find_phase, find_wrong_end, lay_out
 
 
@@ -246,4 +246,4 @@ def needs_reference(policies: Sequence[Policy], schedule: Schedule) -> bool:
 
 
 def _compares(policies: Sequence[Policy]) -> bool:
-    return any(isinstance(policy, TokenSelector) and "reference_loss" in policy.needs for policy in policies)
+    return any(isinstance(policy, ReferenceReader) and policy.reads_reference for policy in policies)

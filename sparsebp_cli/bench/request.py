@@ -26,6 +26,7 @@ class Request(BaseModel):
     length: Annotated[int, Field(ge=8)] = LENGTH  # tokens an example
     exclude: tuple[str, ...] = ()  # sites that stay dense: globs over module names
     mixed_precision: Literal["no", "bf16"] = "no"  # ``bf16`` is autocast
+    compile: bool = False  # whether dense is measured compiled, too
     threads: PositiveInt | None = None  # CPU threads of torch; None: torch's own choice
     device: Literal["auto", "cpu", "cuda"] = "auto"  # ``auto`` is CUDA where there is one
     rounds: PositiveInt = 9  # measured rounds, in each of which every form runs once
@@ -45,6 +46,7 @@ class Request(BaseModel):
             length=recipe.dataset.max_seq_length,
             exclude=tuple(recipe.backward.exclude),
             mixed_precision=recipe.training.mixed_precision,
+            compile=recipe.training.compile,
             threads=recipe.target.threads,
             device=recipe.target.device,
             seed=recipe.training.seed,

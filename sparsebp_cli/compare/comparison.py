@@ -138,6 +138,9 @@ class RunLine:
     curves: dict[str, tuple[Point, ...]]
 
 
+COMPILATION = "torch.compile"  # the confound that a run was compiled
+
+
 @dataclass(frozen=True)
 class Confound:
     """Something other than the recipe that differs and could explain a difference.

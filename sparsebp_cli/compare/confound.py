@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sparsebp_cli.compare.comparison import Change, Confound, Group
+from sparsebp_cli.compare.comparison import COMPILATION, Change, Confound, Group
 from sparsebp_cli.compare.grouping import Grouping
 from sparsebp_cli.compare.load import ran_together
 from sparsebp_cli.compare.loaded import POLICY_KEYS, LoadedRun, flatten
@@ -40,6 +40,12 @@ def _joined(values: Iterable[object]) -> str | None:
     return ", then ".join(dict.fromkeys(str(value) for value in values if value not in (None, ""))) or None
 
 
+def _is_compiled(run: LoadedRun) -> str | None:
+    if not run.is_ours:
+        return None
+    return "yes" if run.flat.get("training.compile") else "no"
+
+
 SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     "device": _fact("device"),
     "GPU": _machine("gpu"),
@@ -50,6 +56,7 @@ SOURCES: dict[str, Callable[[LoadedRun], object]] = {
     "CPU": _machine("cpu"),
     "cores": _machine("cores"),
     "threads": _fact("threads"),
+    COMPILATION: _is_compiled,
     "tokens a step": _fact("tokens_per_step"),
     "dataset digest": _fact("dataset_digest"),
     "training examples": _fact("train_examples"),
@@ -64,7 +71,7 @@ SOURCES: dict[str, Callable[[LoadedRun], object]] = {
 }
 
 
-HARDWARE = ("device", "GPU", "CPU", "cores", "threads")
+HARDWARE = ("device", "GPU", "CPU", "cores", "threads", COMPILATION)
 
 
 def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound, ...]:
@@ -83,7 +90,7 @@ def find_confounds(members: Mapping[str, Sequence[LoadedRun]]) -> tuple[Confound
 
 
 def find_hardware(runs: Sequence[LoadedRun], others: Sequence[LoadedRun]) -> tuple[str, ...]:
-    """Name the known differences between the machines of two groups that affect step time."""
+    """Name the known differences between two groups' machines, and in compilation, that affect step time."""
     found = []
     for name in HARDWARE:
         here, there = (_values(name, some) for some in (runs, others))
@@ -150,7 +157,15 @@ def find_warnings(runs: Sequence[LoadedRun], groups: Sequence[Group], quality: s
     if unseeded := [run for run in counted if run.seed is None]:
         lines.append(f"{len(unseeded)} run{'s' * (len(unseeded) > 1)} did not log a seed: in no pair{_hint(unseeded)}")
     lines += [f"{group.label}: no run has {quality} after its last step" for group in groups if _blind(group)]
+    lines += _compilation_warning(groups, counted)
     return (*lines, *_notes(counted, groups))
+
+
+def _compilation_warning(groups: Sequence[Group], runs: Sequence[LoadedRun]) -> Iterator[str]:
+    compiled = {run.group for run in runs if _is_compiled(run) == "yes"}
+    if compiled and any(_is_compiled(run) == "no" for run in runs):
+        which = ", ".join(group.label for group in groups if group.group in compiled)
+        yield f"{which} ran compiled (training.compile) and others did not: step times differ by the compiler, too"
 
 
 def _hint(runs: Sequence[LoadedRun]) -> str:

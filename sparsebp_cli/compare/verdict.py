@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sparsebp_cli.compare.comparison import Control
+from sparsebp_cli.compare.comparison import COMPILATION, Control
 from sparsebp_cli.compare.control import EQUAL_COST, WORDS
 from sparsebp_cli.compare.cost import SAVES
 from sparsebp_cli.compare.margin import NotWorse
@@ -231,7 +231,8 @@ def _speed(speed: Speed, baseline: Speed, hardware: Sequence[str]) -> list[str]:
     statements = _step_statements(speed, baseline.step)
     if hardware:
         different = ", ".join(hardware)
-        statements.append(f"the step times are of different hardware ({different}), which can explain all of that")
+        what = "of different hardware" if COMPILATION not in hardware else "of another compilation"
+        statements.append(f"the step times are {what} ({different}), which can explain all of that")
     return statements
 
 

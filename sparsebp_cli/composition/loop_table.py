@@ -11,6 +11,7 @@ from sparsebp_cli.composition.rule import (
     LAYERS,
     PACKER,
     PARTS,
+    SEVERAL,
     SHORTENS,
     TURNING,
     TURNS,
@@ -105,6 +106,37 @@ OWN_LOOP = (
         "{update} needs optimizer=: the one that updates the model's parameters",
         options={"update": ("eager",), "optimizer": ABSENT, "loop": ("own",)},
         blame="update",
+    ),
+)
+# What a recipe compiles; what a user wraps is refused above, or where it fails.
+COMPILED = (
+    Rule(
+        "{policy} is not built with {compile}: the forward's computation differs from step to step",
+        policy=SHORTENS,
+        options={"compile": (True,)},
+    ),
+    Rule(
+        "{policy} is not built with {compile}: gradients are estimated without a backward, by forwards that are not "
+        "compiled",
+        policy=ESTIMATOR,
+        options={"compile": (True,)},
+    ),
+    Rule(
+        "{compile} is not built at {sites}: the nodes of a compiled graph are hidden",
+        options={"compile": (True,), "sites": ("nodes",)},
+        blame="compile",
+    ),
+    Rule(
+        "{compile} is not built with {update}: a compiled backward returns all gradients at once, so none is freed "
+        "before the next",
+        options={"compile": (True,), "update": ("eager",)},
+        blame="compile",
+    ),
+    Rule(
+        "{compile} works in one process, got {processes}",
+        why="Compiled graphs with an engine are not tested under DDP and FSDP2.",
+        options={"compile": (True,), "processes": SEVERAL},
+        blame="compile",
     ),
 )
 _TRAINER = "policies in a transformers.Trainer are not built with "

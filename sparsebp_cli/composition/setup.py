@@ -23,6 +23,7 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     PartSelector,
     Policy,
+    ReferenceReader,
     Stateful,
     TileSelector,
     TokenRouter,
@@ -81,8 +82,9 @@ class PolicyFacts:
             facts["weighs"] = policy.weighs
             facts["reads_rows"] = policy.reads_rows
         if isinstance(policy, TokenSelector):
-            compares = "reference_loss" in policy.needs
-            facts |= {"mode": policy.mode, "compares": compares, "reference": policy.reference}
+            facts |= {"mode": policy.mode, "differentiates": "last_gradient" in policy.needs}
+        if isinstance(policy, ReferenceReader):
+            facts |= {"compares": policy.reads_reference, "reference": policy.reference}
         return cls(label or (type(policy).__name__ if kind else f"policy {policy!r}"), facts, place)
 
 

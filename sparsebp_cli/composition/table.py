@@ -5,7 +5,7 @@ What no rule refuses works; ``tests/composition`` checks both.
 
 from __future__ import annotations
 
-from sparsebp_cli.composition.loop_table import OWN_LOOP, TRAINER
+from sparsebp_cli.composition.loop_table import COMPILED, OWN_LOOP, TRAINER
 from sparsebp_cli.composition.rule import (
     ABSENT,
     DROPPER,
@@ -156,8 +156,18 @@ _POLICY_RULES = (
     ),
     Rule(
         "{policy} compares with a reference: give its option reference, a model by name or path",
-        policy={**TOKENS, "compares": (True,), "reference": ABSENT},
+        policy={"compares": (True,), "reference": ABSENT},
         options={"loop": ("worker",)},
+    ),
+    Rule(
+        "{policy} compares with a reference language model: needs {format:text} or completion, got {format:=}",
+        policy={"kind": ("ExampleSelector",), "compares": (True,)},
+        options={"format": ("classification",)},
+    ),
+    Rule(
+        "{other} and {policy} both compare with a reference: give one of them",
+        policy={"kind": ("ExampleSelector",), "compares": (True,)},
+        other={**TOKENS, "compares": (True,)},
     ),
     Rule(
         "{policy} routes at graph nodes: needs {sites:nodes}, got {sites:=}",
@@ -180,6 +190,11 @@ _POLICY_RULES = (
         why="Branches and nodes store tensors by their index among all positions.",
         policy=TOKENS,
         options={"sites": ("branches", "nodes")},
+    ),
+    Rule(
+        "{policy} needs {sharding:none}: its score differentiates the last layer inside of the forward",
+        policy={**TOKENS, "differentiates": (True,)},
+        options={"sharding": ("fsdp2",)},
     ),
     Rule(
         "{policy} with {segments} is not built: it runs layers for some positions only",
@@ -292,6 +307,11 @@ _POLICY_RULES = (
         "{policy} in a schedule of phases is not built: the optimizer's state of a part does not fit the whole weight",
         policy=PARTS,
         options={"phases": SEVERAL},
+    ),
+    Rule(
+        "{policy} with {optim} is not built: this optimizer has state of whole weights before parts of them are chosen",
+        policy=PARTS,
+        options={"optim": ("adagrad",)},
     ),
     Rule(
         "{policy} with {float8} is not built: the product of a part would have another float8 scale",
@@ -432,7 +452,7 @@ _PHASE_RULES = (
     Rule(
         "{policy} compares with another reference than a policy of another phase: give one reference and one "
         "reference_scores in the whole schedule",
-        policy={**TOKENS, "compares": (True,)},
+        policy={"compares": (True,)},
         options={"phases": SEVERAL, "references": SEVERAL},
     ),
     Rule(
@@ -534,4 +554,4 @@ _OPTION_RULES = (
         blame="optim",
     ),
 )
-RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *TRAINER)
+RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *COMPILED, *TRAINER)

@@ -8,6 +8,8 @@ Neither torch nor Triton is imported before a tensor on CUDA comes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -20,6 +22,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+_disabled = [False]
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Return a context without Triton's kernels, with which a benchmark compares them."""
+    before, _disabled[0] = _disabled[0], True
+    try:
+        yield
+    finally:
+        _disabled[0] = before
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor is on CUDA, where forms differ from those on a CPU: it reads memory once rather than
+    save arithmetic.
+    """
+    return tensor.is_cuda
+
+
 def find(tensor: Tensor, *, multiplies: bool = False) -> Any:
     """Return the module of operations for a tensor, or None where PyTorch's own are to be used.
 
@@ -30,31 +52,41 @@ def find(tensor: Tensor, *, multiplies: bool = False) -> Any:
     Returns:
         :mod:`sparsebp_cli.kernel.operation`, or None.
     """
-    if not tensor.is_cuda or not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
+    if _disabled[0] or not is_on_gpu(tensor) or not tensor.is_floating_point() or tensor.element_size() not in (2, 4):
         return None
-    if multiplies and tensor.element_size() == 4 and not _allows_tf32():
+    if _is_compiling() or (multiplies and tensor.element_size() == 4 and not _allows_tf32()):
         return None
-    return find_on(tensor.device)
+    return find_on(tensor.device, tensor.dtype if multiplies else None)
 
 
 @cache
-def find_on(device: torch.device) -> Any:
-    """Return the operations on a CUDA device, or None."""
+def find_on(device: torch.device, product: torch.dtype | None = None) -> Any:
+    """Return the operations on a CUDA device, or None; ``product`` is the dtype of what is multiplied, None for scores.
+
+    Small cases run first and are compared with PyTorch's operations, once for each dtype; this is the only time that
+    the host waits.
+    """
     import torch
 
     if torch.version.cuda is None or find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
         return None
     try:
-        operation = import_module("sparsebp_cli.kernel.operation")
-        norm_N = operation.row_norm(torch.full((1, 16), 0.5, device=device))  # built with the machine's C compiler
-        is_right = float(norm_N) == 2.0
-        reason = "a norm is wrong"
+        operation = import_module("sparsebp_cli.kernel.operation")  # built with the machine's C compiler
+        check = import_module("sparsebp_cli.kernel.check")
+        wrong = check.find_wrong(operation, device, product)
+        reason = f"wrong: {', '.join(wrong)}"
     except Exception as error:  # no compiler, a folder that cannot be written, a device that Triton does not know
-        is_right, reason = False, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    if not is_right:
-        log.warning("Triton's kernels do not run on %s (%s): PyTorch's operations are used", device, reason)
+        wrong, reason = ["all"], f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    if wrong:
+        log.warning("Triton's kernels are not used on %s (%s): PyTorch's operations are used", device, reason)
         return None
     return operation
+
+
+def _is_compiling() -> bool:
+    import torch
+
+    return torch.compiler.is_compiling()  # then PyTorch's operations are compiled, and no small case can run
 
 
 def _allows_tf32() -> bool:

@@ -30,10 +30,11 @@ class Tile(NamedTuple):
     num_stages: int
 
 
+WIDE = Tile(128, 256, 64, 8, 3)  # on Hopper alone: older tensor cores need more registers than there are
 LARGE = Tile(128, 128, 64, 8, 3)
 SMALL = Tile(64, 64, 64, 4, 4)
 INTERPRETED = Tile(16, 32, 16, 4, 1)  # the interpreter takes seconds for large tiles
-NUM_TILES = 132  # an H100 has as many multiprocessors: a product of fewer large tiles leaves some of them idle
+NUM_TILES = 120  # an H100 has 132 multiprocessors: a product of fewer large tiles leaves many of them idle
 
 
 @triton.jit
@@ -121,7 +122,7 @@ def multiply_dgrad(grad_NO: Tensor, weight_OD: Tensor, index_K: Tensor, weight_K
     (num_rows, num_outputs), num_inputs, num_kept = grad_NO.shape, weight_OD.shape[1], index_K.numel()
     dgrad_ND = grad_NO.new_zeros(num_rows, num_inputs)
     if num_kept and num_outputs and num_inputs:
-        tile = choose_tile(num_kept, num_inputs)
+        tile = choose_tile(num_kept, num_inputs, grad_NO)
         factor = index_K if weight_K is None else weight_K.contiguous()
         with on_device(grad_NO):
             dgrad_of_rows[(count_tiles(tile, num_kept, num_inputs),)](
@@ -139,7 +140,7 @@ def multiply_wgrad(
     num_outputs, num_inputs, num_kept = grad_NO.shape[1], x_ND.shape[1], index_K.numel()
     wgrad_OD = empty_wgrad(grad_NO, num_inputs, by_input=by_input)
     if wgrad_OD.numel():
-        tile = choose_tile(num_outputs, num_inputs)
+        tile = choose_tile(num_outputs, num_inputs, grad_NO)
         factor = index_K if weight_K is None else weight_K.contiguous()
         with on_device(grad_NO):
             wgrad_of_rows[(count_tiles(tile, num_outputs, num_inputs),)](
@@ -158,11 +159,18 @@ def empty_wgrad(grad_NO: Tensor, num_inputs: int, *, by_input: bool) -> Tensor:
     return grad_NO.new_empty(num_outputs, num_inputs)
 
 
-def choose_tile(high: int, wide: int) -> Tile:
-    """Return the tile for a product of this size."""
+def choose_tile(high: int, wide: int, like: Tensor) -> Tile:
+    """Return the tile for a product of this size, on the device of a tensor and of its type."""
     if IS_INTERPRETED:
         return INTERPRETED
-    return LARGE if count_tiles(LARGE, high, wide) >= NUM_TILES else SMALL
+    capability = torch.cuda.get_device_capability(like.device)
+    return find_tile(high, wide, is_hopper=capability == (9, 0) and like.element_size() == 2)
+
+
+def find_tile(high: int, wide: int, *, is_hopper: bool) -> Tile:
+    """Return the largest tile of which enough cover the product."""
+    fitting = [WIDE, LARGE] if is_hopper else [LARGE]
+    return next((tile for tile in fitting if count_tiles(tile, high, wide) >= NUM_TILES), SMALL)
 
 
 def count_tiles(tile: Tile, high: int, wide: int) -> int:

@@ -6,10 +6,16 @@ mean magnitude of their gradients: Haoze He et al., "SMT: Fine-Tuning Large Lang
 2025), https://arxiv.org/abs/2405.15525. Entries by the magnitudes of theirs: Weixi Song et al., "Sparse is Enough in
 Fine-tuning Pre-trained Large Language Models" (SIFT, ICML 2024), https://arxiv.org/abs/2312.11875.
 
+Entries of the weights under low-rank adapters, which are trained beside them (``of: frozen``): Mahdi Nikdan, Soroush
+Tabesh, Elvir Crncevic and Dan Alistarh, "RoSA: Accurate Parameter-Efficient Fine-Tuning via Robust Adaptation" (ICML
+2024), https://arxiv.org/abs/2401.04679.
+
 We differ. Channels are chosen singly, not whole heads of an attention, and the chosen ones are copied, not moved next
 to each other. SMT trains the whole model for 100 steps to see gradients; we take those of ``batches`` batches at the
 first weights, which costs as many dense passes and trains nothing. SIFT's published hook takes the gradient of another
-parameter than it says; ours takes the parameter's own. All other parameters are frozen, biases included.
+parameter than it says; ours takes the parameter's own. RoSA trains the adapters alone for a while and takes squares of
+gradients by default; we take magnitudes, at the first weights, where the adapters add nothing. All other parameters are
+frozen, biases included; with ``of: frozen`` those that the user trains are not.
 
 Cost: forward and dgrad stay dense, so a step takes at least two thirds of a dense one; wgrad is computed for rows,
 columns and blocks only, and for entries whole. The optimizer has state for the part alone. Of the input, columns and
@@ -100,6 +106,11 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
     scope: Literal["weight", "model"] = Field(
         "weight", description="Where blocks or entries compete: in each weight, or in all of them together."
     )
+    of: Literal["trained", "frozen"] = Field(
+        "trained",
+        description="trained: parts of weights that would be trained, and all else is frozen. frozen: of those that "
+        "are frozen, as under adapters (`*.base_layer`), and all else is trained as it was.",
+    )
     by: Literal["gradient", "weight", "random"] = Field(
         "gradient",
         description="What is chosen: the largest sums of magnitudes of the gradient, the largest 2-norms of the "
@@ -118,6 +129,10 @@ class Subnet(Stateful[TrainedWeight], PartSelector):
         if (self.scope == "model" and len(given) != 1) or (self.scope == "model" and given[0] in ("rows", "columns")):
             raise ValueError("scope: model needs blocks alone or elements alone, which are of one size")
         return self
+
+    @property
+    def of_frozen(self) -> bool:
+        return self.of == "frozen"
 
     @property
     def control(self) -> dict[str, object] | None:

@@ -4,13 +4,24 @@ Zhenghao Lin et al., "Rho-1: Not All Tokens Are What You Need" (2024), https://a
 excess``. We differ: their share is taken within the batch, ours also within each example, and our backward can skip the
 work for untrained tokens (``mode``), where theirs does all of it.
 
+``score: tokenseek``: Runjia Zeng, Qifan Wang, Qiang Guan, Ruixiang Tang, Lifu Huang, Zhenting Wang, Xueling Zhang,
+Cheng Han and Dongfang Liu, "TokenSeek: Memory Efficient Fine Tuning via Instance-Aware Token Ditching" (ICLR 2026),
+https://arxiv.org/abs/2601.19739, after the abstract: the attention that a position receives in the last layers plus the
+norm of the gradient at the last block, each times a weight. We differ: both are of the last layer alone, attention in
+the mean over heads and summed over positions, the gradient at the layer's input; and each is divided by its mean over
+the batch before they are added.
+
+``score: update``: "TokenDrop" (ICML 2026, poster 65486), after the abstract: the norm of what a layer adds to the
+residual stream. We differ: the sum over layers chooses one set of positions for all layers, by a forward of its own,
+where theirs lets the set grow from layer to layer towards the loss and reads the norms from the same forward.
+
 ``draw: proportional`` is importance sampling of tokens, as Angelos Katharopoulos and François Fleuret (ICML 2018),
 https://arxiv.org/abs/1803.00942, sample examples: with ``score: gradient_norm`` by their upper bound of a gradient.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 from typing_extensions import override
@@ -27,12 +38,14 @@ _NEEDS: dict[str, frozenset[Score]] = {
     "entropy": frozenset({"entropy"}),
     "gradient_norm": frozenset({"gradient_norm"}),
     "excess": frozenset({"loss", "reference_loss"}),
+    "update": frozenset({"update"}),
 }
+_SEEKS: tuple[Score, Score] = ("attention", "last_gradient")
 
 
 @final
 class SelectedTokens(ScoredTokenSelector):
-    """Train the marked tokens, or those of largest loss, excess loss, entropy, or random ones."""
+    """Train the marked tokens, or those of largest loss, excess loss, entropy, gradient or update, or random ones."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
         use="With mode exact wherever few positions are trained. detach and stop where a shorter step is worth "
@@ -47,10 +60,16 @@ class SelectedTokens(ScoredTokenSelector):
         code="microsoft/rho, MIT, without training code.",
     )
 
-    score: Literal["mask", "random", "loss", "excess", "entropy", "gradient_norm"] = Field(
+    score: Literal["mask", "random", "loss", "excess", "entropy", "gradient_norm", "tokenseek", "update"] = Field(
         description="mask: all tokens that the data marks; loss, entropy: the model's own at this step; gradient_norm: "
-        "the length of the loss' gradient at the token's logits; excess: the loss minus the reference's; random: the "
-        "control at the same budget."
+        "the length of the loss' gradient at the token's logits; excess: the loss minus the reference's; tokenseek: "
+        "attention received in the last layer, and the length of the gradient at its input; update: the lengths of "
+        "what the layers add to the residual stream; random: the control at the same budget."
+    )
+    attention_weight: Annotated[float, Field(ge=0.0, le=1.0)] | None = Field(
+        None,
+        description="With score: tokenseek, the share of attention in the sum; 1 leaves the gradient out, 0 attention. "
+        "null: 0.5.",
     )
     draw: Literal["largest", "proportional"] = Field(
         "largest",
@@ -58,6 +77,8 @@ class SelectedTokens(ScoredTokenSelector):
         "probabilities in proportion to the score, each with the weight 1 / probability, so that the gradient is that "
         "of all targets in the mean.",
     )
+
+    constants: ClassVar[tuple[str, ...]] = ("attention_weight",)  # it says which scores are computed
 
     @model_validator(mode="after")
     def _has_budget(self) -> Self:
@@ -73,6 +94,8 @@ class SelectedTokens(ScoredTokenSelector):
                 raise ValueError(f"draw: proportional needs a score that is never negative, got score: {self.score}")
             if self.band is not None or self.within != "batch" or self.mask_column is not None:
                 raise ValueError("draw: proportional needs keep, a share of all targets of the batch")
+        if self.attention_weight is not None and self.score != "tokenseek":
+            raise ValueError(f"attention_weight has no effect with score: {self.score}: leave it out")
         if self.score == "excess" and self.reference is None:
             raise ValueError("score: excess needs reference: a model, by name or path")
         return self
@@ -89,12 +112,16 @@ class SelectedTokens(ScoredTokenSelector):
         if self.score in ("mask", "random"):
             return None
         keep = self.keep if self.band is None else self.band[1] - self.band[0]
-        as_here = self.model_dump(mode="json", exclude={"reference", "reference_scores", "band", "draw"})
+        as_here = self.model_dump(
+            mode="json", exclude={"reference", "reference_scores", "band", "draw", "attention_weight"}
+        )
         return {"name": "tokens", **as_here, "score": "random", "keep": keep}
 
     @property
     def needs(self) -> frozenset[Score]:
-        return _NEEDS[self.score]
+        if self.score != "tokenseek":
+            return _NEEDS[self.score]
+        return frozenset(name for name, share in zip(_SEEKS, self._seek_shares(), strict=True) if share != 0.0)
 
     def score_tokens(self, tokens: Tokens, step: Step) -> Tensor | None:
         import torch
@@ -106,7 +133,19 @@ class SelectedTokens(ScoredTokenSelector):
             return torch.rand(tokens.target_BT.shape, generator=step.generator(tokens, device), device=device)
         if self.score == "excess":
             return tokens.scores["loss"] - tokens.scores["reference_loss"]
+        if self.score == "tokenseek":
+            score_BT = torch.zeros(tokens.target_BT.shape, device=tokens.target_BT.device)
+            for name, share in zip(_SEEKS, self._seek_shares(), strict=True):
+                if share != 0.0:
+                    own_BT = tokens.scores[name]
+                    score_BT = score_BT + share * own_BT * tokens.target_BT.sum() / own_BT.sum().clamp(min=1e-30)
+            return score_BT
         return tokens.scores[self.score]
+
+    def _seek_shares(self) -> tuple[float, float]:
+        """Return the shares of attention and of the gradient."""
+        share = 0.5 if self.attention_weight is None else self.attention_weight
+        return share, 1.0 - share
 
     @override
     def pick(self, score_BT: Tensor, candidate_BT: Tensor, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor | None]:

@@ -14,6 +14,7 @@ from sparsebp_cli.policy.packer import BatchPacker, PackedSize
 from sparsebp_cli.policy.parameter import Parameter, ParameterSelector
 from sparsebp_cli.policy.part import WeightBlocks, WeightColumns, WeightElements, WeightPart, WeightRows
 from sparsebp_cli.policy.part_selector import PartSelector, TrainedWeight
+from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.router import Edge, EdgeRouter
 from sparsebp_cli.policy.saved import (
     Saved,
@@ -69,6 +70,7 @@ __all__ = [
     "Policy",
     "PolicyLike",
     "Reading",
+    "ReferenceReader",
     "ResidualBlock",
     "RoutedLayer",
     "Rows",

@@ -107,7 +107,7 @@ def norm(matrix_NO: Tensor, dim: int) -> Tensor:
     import torch
 
     dtype = torch.promote_types(matrix_NO.dtype, torch.float32)
-    if matrix_NO.is_cuda and dtype == torch.float32:
+    if kernel.is_on_gpu(matrix_NO) and dtype == torch.float32:
         return _norm_on_cuda(matrix_NO, dim)
     matrix_NO = matrix_NO.to(dtype)
     if matrix_NO.numel() == 0:
@@ -148,11 +148,11 @@ def size(matrix_NO: Tensor, dim: int, order: int = 2) -> Tensor:
     import torch
 
     dtype = torch.promote_types(matrix_NO.dtype, torch.float32)
-    if matrix_NO.is_cuda and order == 2:
+    if kernel.is_on_gpu(matrix_NO) and order == 2:
         return norm(matrix_NO, dim)
     if order == 2:
         matrix_NO = without_underflow(matrix_NO.to(dtype))
-    if dim == 1 or matrix_NO.is_cuda:
+    if dim == 1 or kernel.is_on_gpu(matrix_NO):
         found: Tensor = torch.linalg.vector_norm(matrix_NO, ord=order, dim=dim, dtype=dtype)
         return found
     # Squared norms have the same order; vector_norm over columns takes ten times as long (torch 2.13, CPU).
@@ -173,7 +173,7 @@ def block_size(matrix_NO: Tensor, block_shape: tuple[int, int], order: int = 2) 
     import torch
 
     dtype = torch.promote_types(matrix_NO.dtype, torch.float32)
-    if matrix_NO.is_cuda:  # one read; in float64 squares of float32 do not underflow
+    if kernel.is_on_gpu(matrix_NO):  # one read; in float64 squares of float32 do not underflow
         norm_in_double: Tensor = torch.linalg.vector_norm(
             _split(matrix_NO, block_shape), ord=order, dim=(1, 3), dtype=torch.float64
         )

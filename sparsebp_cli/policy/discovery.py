@@ -17,6 +17,7 @@ from sparsebp_cli.policy.contract import Policy
 from sparsebp_cli.policy.error_text import shorten
 from sparsebp_cli.policy.field_error import describe_errors
 from sparsebp_cli.policy.hidden_state import find_hidden_state, refuse_hidden_state
+from sparsebp_cli.policy.reference import ReferenceReader
 from sparsebp_cli.policy.scheduled_option import split_schedules
 
 GROUP = "sparsebp.policies"
@@ -207,9 +208,10 @@ def _find_problem(policy_class: object) -> str:
 
 def _find_kinds(policy_class: type[Policy]) -> list[type[Policy]]:
     """Return the abstract policies that a class derives from; the last is the contract's, those before are a plugin's
-    own."""
+    own. Options that several kinds share decide nothing."""
     above = policy_class.__mro__[1:]
-    return [c for c in above if inspect.isabstract(c) and issubclass(c, Policy) and c is not Policy]
+    shared = (Policy, ReferenceReader)
+    return [c for c in above if inspect.isabstract(c) and issubclass(c, Policy) and c not in shared]
 
 
 def _describe_failure(error: BaseException) -> str:

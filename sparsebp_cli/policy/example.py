@@ -27,12 +27,15 @@ class Examples:
             an example without any, the mean of the others. None if the policy does not need it.
         gradient_norm_B: The 2-norm of the gradient of each example's summed loss with respect to its logits at the
             same positions, float32, at least 0. None unless the policy reads it.
+        reference_loss_B: As ``loss_B``, of the reference model. None unless the policy is a
+            :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
         row_B: The row of each example in the training data, int64. None unless the policy reads it.
     """
 
     number: int
     loss_B: torch.Tensor | None = None
     gradient_norm_B: torch.Tensor | None = None
+    reference_loss_B: torch.Tensor | None = None
     row_B: torch.Tensor | None = None
 
     @property

@@ -45,7 +45,8 @@ class TrainedWeight:
 
 
 class PartSelector(Policy):
-    """Chooses which parts of the weights of linears are trained, once for the whole training. All else is frozen.
+    """Chooses which parts of the weights of linears are trained, once for the whole training. All else is frozen,
+    unless the parts are ``of_frozen`` weights.
 
     The optimizer gets a parameter of the part's shape in place of the weight, and so has state for the part alone. The
     gradient of a part is the dense one of its entries. A policy that chooses by gradients is
@@ -54,6 +55,12 @@ class PartSelector(Policy):
     """
 
     takes_schedules: ClassVar[bool] = False
+
+    @property
+    def of_frozen(self) -> bool:
+        """Whether the parts are those of weights that the user has frozen, as those under adapters are. Then all that
+        the user trains is trained whole beside them, and dense is the training of both."""
+        return False
 
     @property
     def exact(self) -> bool:
@@ -74,7 +81,7 @@ class PartSelector(Policy):
 
         Args:
             weights: Of all linears of which parts can be trained, in the model's order: not those that are tied,
-                quantised, sharded, in float8, parametrized, or frozen by the user.
+                quantised, sharded, in float8, parametrized, or frozen by the user; with ``of_frozen`` those that are.
             step: Always of index 0, with the state; ``step.generator(...)`` is the only source of randomness allowed.
 
         Returns:

@@ -9,16 +9,17 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from sparsebp_cli.policy.contract import Policy, Step
+from sparsebp_cli.policy.contract import Step
+from sparsebp_cli.policy.reference import ReferenceReader
 
 if TYPE_CHECKING:
     import torch
 
-Score = Literal["loss", "entropy", "gradient_norm", "reference_loss"]
+Score = Literal["loss", "entropy", "gradient_norm", "reference_loss", "attention", "last_gradient", "update"]
 TokenMode = Literal["exact", "detach", "stop"]
 
 
@@ -32,7 +33,10 @@ class Tokens:
         real_BT: Whether the position is no padding.
         scores: Scores that the policy needs, by name, each (B, T) in float32 and 0 where there is no target: ``loss``
             in nats and ``entropy`` in nats of the model at this step, ``gradient_norm``, the 2-norm of the loss'
-            gradient with respect to the position's logits, and ``reference_loss`` of the reference model.
+            gradient with respect to the position's logits, and ``reference_loss`` of the reference model; ``attention``
+            that all positions but padding give to this one in the last layer, in the mean over its heads;
+            ``last_gradient``, the 2-norm of the gradient of the batch's summed loss at the input of the last layer; and
+            ``update``, the sum over layers of the 2-norm of what a layer adds to the residual stream.
         columns: Further columns of the batch, by name, each (B, T), as in the data: the entry at t refers to the token
             at t, which the position t - 1 predicts.
     """
@@ -70,10 +74,10 @@ class TokenChoice:
     denominator: Literal["targets", "weights"] = "targets"
 
 
-class TokenSelector(Policy):
+class TokenSelector(ReferenceReader):
     """Selects the positions that are trained and those that carry gradient, before the forward that training
-    differentiates. It receives the scores of a forward without gradients if it needs them. All token selectors have the
-    three options below; the engine implements them."""
+    differentiates. It receives the scores of a forward without gradients if it needs them. All token selectors have
+    ``mode`` and the options of a reference; the engine implements them."""
 
     mode: TokenMode = Field(
         "exact",
@@ -81,19 +85,16 @@ class TokenSelector(Policy):
         "values of positions that carry no gradient are constants in every layer; biased, and much faster. stop: their "
         "gradient trains the weights that make them, and ends at the input of the layer; biased less than detach.",
     )
-    reference: str | None = Field(
-        None, description="Model, by name or path, whose loss of each token is the score reference_loss."
-    )
-    reference_scores: Literal["cached", "fly"] = Field(
-        "cached",
-        description="cached: the reference scores the training data once, and the scores are stored on disk; fly: it "
-        "scores each batch when the batch is trained on.",
-    )
 
     @property
     @abstractmethod
     def needs(self) -> frozenset[Score]:
         """Scores that ``choose`` reads with these options; each costs a forward, which is counted."""
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether ``needs`` has the loss of a reference."""
+        return "reference_loss" in self.needs
 
     @property
     def reads(self) -> frozenset[str]:
@@ -124,9 +125,3 @@ class TokenSelector(Policy):
         Returns:
             The positions that are trained, and those that carry gradient.
         """
-
-    @model_validator(mode="after")
-    def _has_reference(self) -> Self:
-        if self.reference is not None and "reference_loss" not in self.needs:
-            raise ValueError("reference is not read by any score that these options use: leave it out")
-        return self

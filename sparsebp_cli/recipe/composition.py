@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import TokenSelector, make_policy
+from sparsebp_cli.policy import ReferenceReader, make_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
@@ -24,6 +24,7 @@ PLACES: dict[str, Location] = {
     "max_grad_norm": ("training", "max_grad_norm"),
     "optim": ("training", "optim"),
     "mixed_precision": ("training", "mixed_precision"),
+    "compile": ("training", "compile"),
     "dtype": ("model", "dtype"),
     "attention": ("model", "attention"),
     "float8": ("model", "float8"),
@@ -75,13 +76,14 @@ def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Set
         words["max_grad_norm"] = f"{_format_key('max_grad_norm', values['max_grad_norm'])}, the default,"
     with suppress(UsageError):  # _find_arguments reports an unknown optimizer
         values["optim_is_sharded"] = find_optimizer(recipe.training.optim).is_sharded
-    return Setup(policies, values | {"loop": "worker"}, _format_key, words)
+    values |= {"loop": "worker", "wrapped": "compiled" if values["compile"] else None}
+    return Setup(policies, values, _format_key, words)
 
 
 def _count_references(recipe: Recipe) -> int:
     """Return how many reference models the phases compare with, each way to score by it counted."""
     policies = [make_policy(entry.name, **entry.options) for entry in recipe.policies]
-    readers = [p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs]
+    readers = [p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference]
     return len({(policy.reference, policy.reference_scores) for policy in readers})
 
 

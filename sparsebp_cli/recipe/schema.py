@@ -186,6 +186,12 @@ class TrainingSection(Section):
     ] = Field("linear", description="Schedule of the learning rate, by transformers' name.")
     warmup_steps: CountFromZero = Field(0, description="Steps over which the learning rate rises from 0.")
     mixed_precision: Literal["no", "bf16"] = Field("no", description="bf16: autocast; weights keep their type.")
+    compile: bool = Field(
+        False,
+        description="Compile the model with torch.compile for the training steps; it needs a C++ compiler, on a GPU "
+        "Triton. Evaluations, probes and other measurements run uncompiled, so what they time is eager; the memory of "
+        "steps is not traced.",
+    )
     group_by: Literal["length", "prefix"] | None = Field(
         None,
         description="What the examples of a batch have in common: a similar length, or their first 16 tokens. It "

@@ -9,7 +9,7 @@ from typing import Literal
 
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import DataError
-from sparsebp_cli.policy import TokenSelector, make_policy
+from sparsebp_cli.policy import ReferenceReader, TokenSelector, make_policy
 from sparsebp_cli.policy.field_error import Location
 from sparsebp_cli.recipe.schema import DatasetSection, Recipe
 from sparsebp_cli.source.data import NUM_ROWS, Rows, check_rows, missing_split, read_rows
@@ -119,7 +119,7 @@ def _inspect_reference(recipe: Recipe, folders: Sequence[Path]) -> Iterator[Prob
     entries = {(*phase.key, n): entry for phase in recipe.phases for n, entry in enumerate(phase.policies)}
     for key, entry in entries.items():
         policy = make_policy(entry.name, **entry.options)
-        if isinstance(policy, TokenSelector) and policy.reference is not None:
+        if isinstance(policy, ReferenceReader) and policy.reference is not None:
             at: Location = (*key, "reference")
             folder, problems = _find_model(policy.reference, at, folders)
             yield from problems

@@ -17,6 +17,7 @@ from sparsebp_cli.errors import UsageError
 from sparsebp_cli.recipe.schema import PositiveInt
 from sparsebp_cli.target.confinement import read_mount
 from sparsebp_cli.target.container import ContainerOptions, MountText, Size, check_gpus
+from sparsebp_cli.target.engine import LOST_CODE, MOST_RESTARTS
 
 AbsoluteFolder = Annotated[str, Field(pattern=r"^/[\w./@+-]*$")]
 Word = Annotated[str, Field(pattern=r"^[\w.,:@/*+-]+$")]
@@ -24,7 +25,6 @@ JOB_NAME = "sparsebp"
 # Launchers meet at a port between these, by the job's number; below the ports that systems give to programs (32768).
 FIRST_PORT, NUM_PORTS = 20000, 10000
 OTHERS_SECONDS = 180  # for the launchers of other nodes, after the first one that ended; longer than they need
-MOST_RESTARTS = 3  # of a job that has lost a node
 
 
 class SlurmOptions(ContainerOptions):
@@ -141,7 +141,7 @@ while [ -n "$hit" ]; do  # a signal ends a wait, and leaves the worker's exit co
   [ "$waited" = 127 ] || code=$waited
 done
 
-if {_requeue_condition(options)} && [ ! -e "$run/slurm-stop" ]{"" if options.requeue else " && false"}; then
+{_reading(options)}if {_requeue_condition(options)}; then
   # Write no exit file from here on: the job is not over, and Slurm ends what still runs of it.
   trap 'exit 143' TERM
   if scontrol requeue "$key"; then sleep 60 & wait; exit 143; fi
@@ -171,18 +171,27 @@ def _forwarding(options: SlurmOptions) -> str:
 
 
 def _meeting(options: SlurmOptions) -> str:
-    """Return the line that tells where the launchers of several nodes meet: on the node of this script, the first."""
+    """Return the lines that tell where the launchers of several nodes meet: on the node of this script, the first."""
     if options.nodes == 1:
         return ""
-    return f"\nexport SPARSEBP_FIRST_NODE=$(uname -n):$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
+    place = f"$(uname -n):$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))"
+    return f'\nrm -f "$run/slurm-code"\nexport SPARSEBP_FIRST_NODE={place} SPARSEBP_CODE_FILE="$run/slurm-code"'
+
+
+def _reading(options: SlurmOptions) -> str:
+    """Return the line that reads the run's exit code, since that of srun is the largest of any node."""
+    if options.nodes == 1:
+        return ""
+    return '[ ! -e "$run/slurm-code" ] || code=$(cat "$run/slurm-code")\nrm -f "$run/slurm-code"\n'
 
 
 def _requeue_condition(options: SlurmOptions) -> str:
+    """Return the test of whether the job goes back into the queue: it was warned, or has lost a node."""
     warned = '[ -n "$again" ] && [ "$code" = 143 ]'
-    if options.nodes == 1:
-        return warned
-    # 4: the worker has lost a node
-    return f'{{ {{ {warned}; }} || {{ [ "$code" = 4 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]; }}; }}'
+    if options.nodes > 1:
+        lost = f'[ "$code" = {LOST_CODE} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {MOST_RESTARTS} ]'
+        warned = f"{{ {{ {warned}; }} || {{ {lost}; }}; }}"
+    return f'{warned} && [ ! -e "$run/slurm-stop" ]' + ("" if options.requeue else " && false")
 
 
 def worker_command(options: SlurmOptions, run: str) -> str:

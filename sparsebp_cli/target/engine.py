@@ -18,6 +18,9 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.run import RunFolder
 from sparsebp_cli.target.contract import CheckResult
 
+LOST_CODE = 4  # a worker's exit code where another node of its run is lost
+MOST_RESTARTS = 3  # of a run that has lost a node
+
 
 class Phase(StrEnum):
     """How far a worker is, as its engine reports it."""

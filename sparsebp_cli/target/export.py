@@ -19,7 +19,7 @@ from sparsebp_cli.recipe.schema import TargetOptions, TargetSection
 from sparsebp_cli.run import home
 from sparsebp_cli.target.batch import SlurmOptions, render_script
 from sparsebp_cli.target.container import ContainerOptions, container_name, run_folder
-from sparsebp_cli.target.manifest import KubernetesOptions, as_literal, make_job
+from sparsebp_cli.target.manifest import KubernetesOptions, as_literal, make_job, make_service
 
 END = "END_OF_PLAN"
 SHARED = set(TargetOptions.model_fields) - {"worker"}  # of a target's options, those that the worker reads
@@ -35,8 +35,8 @@ def export_sbatch(plans: Sequence[Plan], max_parallel: int) -> str:
 
 
 def export_kubernetes(plans: Sequence[Plan]) -> str:
-    """Return a ConfigMap and a Job for each plan, as YAML for ``kubectl apply``. Without a claim, the files that the
-    run writes are lost with its pod."""
+    """Return a ConfigMap and a Job for each plan, on several nodes also a Service, as YAML for ``kubectl apply``.
+    Without a claim, the files that the run writes are lost with its pod."""
     documents = []
     for plan in plans:
         options = KubernetesOptions.model_validate(_options(plan, "kubernetes"))
@@ -45,13 +45,19 @@ def export_kubernetes(plans: Sequence[Plan]) -> str:
         pod = job["spec"]["template"]["spec"]
         python = shlex.quote(options.python)
         worker = f"{python} -P -m {options.worker} {folder}/plan.json"
-        line = f"mkdir -p {folder} && cp /plan/plan.json {folder}/ && exec {worker}"
+        write = f"mkdir -p {folder} && cp /plan/plan.json {folder}/"
+        if options.nodes > 1:  # one pod writes the plan, whole, and the others wait for it
+            wait = f"until [ -e {folder}/plan.json ]; do sleep 1; done"
+            move = f"mv {folder}/plan.json.part {folder}/plan.json"
+            write = f'if [ "$SPARSEBP_NODE" = 0 ]; then {write}plan.json.part && {move}; else {wait}; fi'
+        line = f"{write} && exec {worker}"
         pod["containers"][0]["command"] = ["sh", "-c", as_literal(line)]
         pod["containers"][0]["volumeMounts"].append({"name": "plan", "mountPath": "/plan", "readOnly": True})
         pod["volumes"].append({"name": "plan", "configMap": {"name": name}})
         metadata = {"name": name, "labels": job["metadata"]["labels"]}
         text = _plan_text(plan)
-        documents += [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"plan.json": text}}, job]
+        documents.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"plan.json": text}})
+        documents += [*([make_service(plan.run_id)] if options.nodes > 1 else []), job]
     return yaml.dump_all(documents, Dumper=_Plain, sort_keys=False, width=10**6)
 
 

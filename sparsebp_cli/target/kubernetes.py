@@ -22,7 +22,7 @@ from sparsebp_cli.target.confinement import read_mount
 from sparsebp_cli.target.container import check_paths, container_name, run_folder
 from sparsebp_cli.target.contract import CheckResult
 from sparsebp_cli.target.engine import Phase, TargetEngine, WorkerStatus, read_exit_code
-from sparsebp_cli.target.manifest import KubernetesOptions, make_job, make_reader, to_text
+from sparsebp_cli.target.manifest import INDEX, KubernetesOptions, make_job, make_reader, make_service, to_text
 from sparsebp_cli.target.remote import RemoteTarget
 from sparsebp_cli.target.tool import CommandResult, Tool, matching
 
@@ -50,10 +50,12 @@ class KubernetesEngine(TargetEngine):
         self._tool = Tool(self._place, matching(REFUSALS))
 
     def command(self, run: RunFolder) -> list[str]:
-        return [*self._words, "create", "--filename", "job.json"]
+        files = [word for name in self.files(run) for word in ("--filename", name)]
+        return [*self._words, "create", *files]
 
     def files(self, run: RunFolder) -> dict[str, str]:
-        return {"job.json": to_text(make_job(self._options, run.run_id))}
+        service = {"service.json": to_text(make_service(run.run_id))} if self._options.nodes > 1 else {}
+        return {**service, "job.json": to_text(make_job(self._options, run.run_id))}
 
     def check_plan(self, plan: Plan) -> None:
         check_paths(plan, [read_mount(mount).target for mount in self._options.mounts])
@@ -64,6 +66,10 @@ class KubernetesEngine(TargetEngine):
 
     def start(self, runs: Sequence[RunFolder], max_parallel: int) -> list[str]:
         (run,) = runs
+        if self._options.nodes > 1:
+            made = self._run("create", "--filename", "-", given=to_text(make_service(run.run_id)).encode())
+            if made.code != 0 and "(AlreadyExists)" not in made.err:
+                raise RunFailedError(f"{self._place} refused the run: {made.problem}")
         manifest = to_text(make_job(self._options, run.run_id)).encode()
         words = [*self._words, "create", "--filename", "-", "--output", "jsonpath={.metadata.uid}"]
         answer = self._tool.run(words, given=manifest)
@@ -123,6 +129,8 @@ class KubernetesEngine(TargetEngine):
             folder = run_folder(run.run_id)
             self._exec(pod, "sh", "-c", f"cd {folder} && rm -rf plan.json checkpoints model .go && touch .fetched")
         self._delete("job", handle.partition(" ")[0])
+        if self._options.nodes > 1:
+            self._delete("service", container_name(run.run_id))
 
     def check(self) -> Iterator[CheckResult]:
         options = self._options
@@ -162,7 +170,9 @@ class KubernetesEngine(TargetEngine):
         raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
 
     def _newest_pod(self, run: RunFolder) -> dict[str, Any] | None:
-        answer = self._run("get", "pods", "--selector", f"sparsebp.run={run.run_id}", "--output", "json")
+        """Return the newest pod of a run, or of its first node."""
+        first = f",{INDEX}=0" if self._options.nodes > 1 else ""
+        answer = self._run("get", "pods", "--selector", f"sparsebp.run={run.run_id}{first}", "--output", "json")
         if answer.code != 0:
             raise UnreachableError(f"{self._place} does not answer as it should: {answer.problem}")
         pods = json.loads(answer.text)["items"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sparsebp_cli.recipe.schema import CountFromZero, Name, PositiveInt
 from sparsebp_cli.target.confinement import NOBODY, read_mount
@@ -15,12 +15,15 @@ from sparsebp_cli.target.container import (
     ContainerOptions,
     MountText,
     UserText,
+    check_gpus,
     container_name,
     run_folder,
 )
 
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 DnsName = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+INDEX = "batch.kubernetes.io/job-completion-index"  # label (from Kubernetes 1.28 on) and annotation of a pod
+NODE_PORT = 29400  # where the first pod's launcher listens
 GRACE_SECONDS = 120  # for a checkpoint, when a pod has to go
 
 
@@ -34,16 +37,19 @@ class KubernetesOptions(ContainerOptions):
     pull: Literal["missing", "always", "never"] = Field("missing", description="When a node pulls the image.")
     claim: DnsName | None = Field(
         None,
-        description="PersistentVolumeClaim for runs, so that a pod can go on where another one was lost; null: none.",
+        description="PersistentVolumeClaim for runs, so that a pod can go on where another one was lost; null: none. "
+        "Several nodes need one that all of their pods can mount (ReadWriteMany).",
     )
-    gpus: PositiveInt | None = Field(None, description="GPUs of a run; null: none.")
+    gpus: PositiveInt | None = Field(None, description="GPUs of each pod, one pod a node; null: none.")
     gpu_resource: Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[\w.-]+$")] = Field(
         "nvidia.com/gpu", description="What a GPU is called in the cluster."
     )
     cpus: Quantity | None = Field(
-        None, description="CPUs of a run, requested and limited; null: the namespace's default."
+        None, description="CPUs of each pod, requested and limited; null: the namespace's default."
     )
-    memory: Quantity | None = Field(None, description="Memory, such as 16Gi, requested and limited; null: the default.")
+    memory: Quantity | None = Field(
+        None, description="Memory of each pod, such as 16Gi, requested and limited; null: the default."
+    )
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels that a node must have.")
     priority_class: DnsName | None = Field(None, description="PriorityClass of the pods.")
     backoff_limit: CountFromZero = Field(
@@ -53,20 +59,57 @@ class KubernetesOptions(ContainerOptions):
     mounts: list[MountText] = Field(default_factory=list, description="Folders of the node: SOURCE:TARGET[:ro|rw].")
     host_network: bool = Field(False, description="Whether pods use the node's network.")
     user: UserText = Field(NOBODY, description=USER)
+    spans_nodes: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _several_pods(self) -> KubernetesOptions:
+        if self.nodes > 1:
+            check_gpus(self, self.gpus)
+            if self.claim is None:
+                raise ValueError(f"nodes: {self.nodes} needs a claim that all of their pods can mount (ReadWriteMany)")
+            if self.host_network:
+                raise ValueError(f"nodes: {self.nodes} needs host_network: false, since pods find each other by name")
+        return self
 
 
 def make_job(options: KubernetesOptions, run_id: Name) -> dict[str, Any]:
-    """Return the ``batch/v1`` Job of a run."""
-    labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.run": run_id}
+    """Return the ``batch/v1`` Job of a run; on several nodes an Indexed Job with a pod for each."""
+    labels = _labels(run_id)
     hold = str(60 * options.hold_min)
     words = [options.python, "-P", "-m", "sparsebp_cli.target.relay", options.worker, run_folder(run_id), hold]
+    pod = _make_pod(options, words)
+    several: dict[str, Any] = {}
+    if options.nodes > 1:
+        name = container_name(run_id)
+        several = {"completionMode": "Indexed", "completions": options.nodes, "parallelism": options.nodes}
+        pod["subdomain"] = name  # that of make_service: pods are called NAME-0.NAME, NAME-1.NAME, ...
+        pod["containers"][0]["env"] += [
+            {"name": "SPARSEBP_NODE", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
+            {"name": "SPARSEBP_FIRST_NODE", "value": f"{name}-0.{name}:{NODE_PORT}"},
+        ]
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": {"name": container_name(run_id), "labels": labels},
         "spec": {
+            **several,
             "backoffLimit": options.backoff_limit,
-            "template": {"metadata": {"labels": labels}, "spec": _make_pod(options, words)},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+
+
+def make_service(run_id: Name) -> dict[str, Any]:
+    """Return the headless Service by which the pods of several nodes find each other."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": container_name(run_id), "labels": _labels(run_id)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"sparsebp.run": run_id},
+            "ports": [{"name": "nodes", "port": NODE_PORT}],
         },
     }
 
@@ -77,6 +120,10 @@ def make_reader(options: KubernetesOptions, run_id: str) -> dict[str, Any]:
     labels = {"app.kubernetes.io/name": "sparsebp", "sparsebp.reader": run_id}
     name = f"{container_name(run_id)}-reader"
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": pod}
+
+
+def _labels(run_id: Name) -> dict[str, str]:
+    return {"app.kubernetes.io/name": "sparsebp", "sparsebp.run": run_id}
 
 
 def to_text(manifest: dict[str, Any]) -> str:

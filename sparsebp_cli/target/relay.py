@@ -5,17 +5,21 @@
 It waits for the run's folder (``.go``), starts the worker, copies its output to the log and to its own output, and
 stays until the results were fetched (``.fetched``) or the hold time is over. ``.state`` holds ``waiting``,
 ``working``, or ``over`` and the exit code. A replacement pod on a persistent volume finds these files and continues
-without help.
+without help. Of a run on several nodes each pod has a relay; only that of the first node writes files, and each starts
+its worker again where another node is lost.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import FrameType
+
+from sparsebp_cli.target.engine import LOST_CODE, MOST_RESTARTS
 
 POLL_SECONDS = 0.2
 
@@ -27,6 +31,7 @@ class Relay:
         self._module, self._folder = module, folder
         self._process: subprocess.Popen[bytes] | None = None
         self._signal = 0
+        self._is_first = os.environ.get("SPARSEBP_NODE", "0") == "0"
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, hold_seconds: float) -> int:
@@ -37,8 +42,12 @@ class Relay:
             if self._signal:
                 return 128 + self._signal
             time.sleep(POLL_SECONDS)
-        (self._folder / ".fetched").unlink(missing_ok=True)
-        code = self._work()
+        if self._is_first:
+            (self._folder / ".fetched").unlink(missing_ok=True)
+        for _ in range(1 + MOST_RESTARTS):
+            code = self._work()
+            if code != LOST_CODE or self._signal:
+                break
         self._write_state(f"over {code}")
         deadline = time.monotonic() + hold_seconds
         while not self._signal and not self._exists(".fetched") and time.monotonic() < deadline:
@@ -49,11 +58,12 @@ class Relay:
         self._write_state("working")
         command = [sys.executable, "-P", "-m", self._module, str(self._folder / "plan.json")]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        (self._folder / ".pid").write_text(str(self._process.pid), encoding="utf-8")
+        if self._is_first:
+            (self._folder / ".pid").write_text(str(self._process.pid), encoding="utf-8")
         if self._signal:
             self._process.send_signal(self._signal)
         assert self._process.stdout is not None
-        with (self._folder / "worker.log").open("ab", buffering=0) as log:
+        with Path(self._folder / "worker.log" if self._is_first else os.devnull).open("ab", buffering=0) as log:
             for line in self._process.stdout:
                 log.write(line)
                 sys.stdout.buffer.write(line)
@@ -70,6 +80,8 @@ class Relay:
         return (self._folder / name).exists()
 
     def _write_state(self, state: str) -> None:
+        if not self._is_first:
+            return
         part = self._folder / ".state.part"
         part.write_text(state, encoding="utf-8")
         part.replace(self._folder / ".state")

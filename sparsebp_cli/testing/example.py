@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Examples, ExampleSelector, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Step, WeightedExamples
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json, vary
 from sparsebp_cli.testing.state import check_state, first_state
 
@@ -156,7 +156,9 @@ def _examples(policy: ExampleSelector, number: int, step: Step) -> Examples:
     if not policy.needs_loss(step):
         return Examples(number, row_B=row_B)
     score_B = torch.rand(number, generator=torch.Generator().manual_seed(number)).mul(8).round()
-    return Examples(number, score_B, score_B + 0.5 if policy.reads_gradient_norm else None, row_B)
+    compares = isinstance(policy, ReferenceReader) and policy.reads_reference
+    norm_B = score_B + 0.5 if policy.reads_gradient_norm else None
+    return Examples(number, score_B, norm_B, score_B.flip(0) / 2 if compares else None, row_B)
 
 
 def _places(policy: ExampleSelector) -> Sequence[int]:

@@ -38,24 +38,27 @@ class _Network(nn.Module):
 def check_part_selector(policy: PartSelector) -> None:
     """Check a part selector against every promise of the contract, on a model of two gated MLPs whose linears are
     ``layers.0.up_proj``, ``gate_proj`` and ``down_proj``, and those of ``layers.1``, all 256 wide."""
-    check_state(policy, _weights())
+    check_state(policy, _weights(policy))
     for check in _CHECKS:
         check(policy)
 
 
-def _network() -> _Network:
+def _network(policy: PartSelector) -> _Network:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _Network()
+        network = _Network()
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(not (policy.of_frozen and name.endswith("weight")))
+    return network
 
 
-def _weights() -> tuple[TrainedWeight, ...]:
-    network = _network()
-    return show_weights(network, find_divisible(network))
+def _weights(policy: PartSelector) -> tuple[TrainedWeight, ...]:
+    network = _network(policy)
+    return show_weights(network, find_divisible(network, frozen=policy.of_frozen))
 
 
 def _choose(policy: PartSelector, seed: int = 0) -> dict[str, WeightPart]:
-    weights = _weights()
+    weights = _weights(policy)
     state = policy.init(weights) if isinstance(policy, Stateful) else {}
     return dict(policy.parts(weights, Step(0, seed=seed, num_steps=NUM_STEPS, state=state)))
 
@@ -65,7 +68,7 @@ def _numbers(parts: dict[str, WeightPart]) -> dict[str, tuple[type[WeightPart], 
 
 
 def _check_choice(policy: PartSelector) -> None:
-    sizes = {weight.name: (weight.num_outputs, weight.num_inputs) for weight in _weights()}
+    sizes = {weight.name: (weight.num_outputs, weight.num_inputs) for weight in _weights(policy)}
     states = random_states()
     parts = _choose(policy)
     require(states == random_states(), f"{name_of(policy)}: uses a global random generator: use step.generator")
@@ -82,7 +85,7 @@ def _check_choice(policy: PartSelector) -> None:
 
 def _train(policy: PartSelector, execution: Literal["fast", "reference"]) -> dict[str, Tensor]:
     """Train a few steps and return the weights."""
-    network = _network()
+    network = _network(policy)
     batches = [torch.randn(5, _SIZE, generator=torch.Generator().manual_seed(number)) for number in range(8)]
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     with attach(network, policy, optimizer=optimizer, num_steps=NUM_STEPS, execution=execution) as engine:
@@ -99,10 +102,12 @@ def _train(policy: PartSelector, execution: Literal["fast", "reference"]) -> dic
 
 def _check_training(policy: PartSelector) -> None:
     """Nothing outside of parts changes, and the reference, which restricts dense gradients, trains the same."""
-    before, fast, reference = _network().state_dict(), _train(policy, "fast"), _train(policy, "reference")
+    before, fast, reference = _network(policy).state_dict(), _train(policy, "fast"), _train(policy, "reference")
     changed = [name for name, value in fast.items() if not torch.equal(value, before[name])]
     require(bool(changed), f"{name_of(policy)}: trains nothing")
-    require(not any(name.endswith("bias") for name in changed), f"{name_of(policy)}: trains a bias")
+    biases = any(name.endswith("bias") for name in changed)
+    text = f"{name_of(policy)}: {'freezes' if policy.of_frozen else 'trains'} a bias"
+    require(biases == policy.of_frozen, text)
     for name, value in fast.items():
         same = torch.allclose(value, reference[name], rtol=1e-4, atol=1e-6)
         require(same, f"{name_of(policy)}: {name} differs from the reference")

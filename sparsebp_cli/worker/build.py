@@ -31,6 +31,7 @@ from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
+from sparsebp_cli.worker.compiled import compile_model
 from sparsebp_cli.worker.data import Data, Example, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
@@ -42,13 +43,13 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.reference import Reference, build_reference
 from sparsebp_cli.worker.resume_check import ResumeCheck, find_journal_gaps
 from sparsebp_cli.worker.sharding import shard, sum_gradients
+from sparsebp_cli.worker.snapshot import SEED_STEP
 from sparsebp_cli.worker.trial_step import NO_DENSE, freezes_parameters
 
 NO_PROBE = (
     "target.sharding: fsdp2 runs without probes (measure.probe_every): the probe cannot distinguish weights gathered "
     "for a layer from tensors saved for the backward"
 )
-SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than any usual difference of seeds
 
 
 def build_training(
@@ -93,6 +94,7 @@ def build_training(
         sum_gradients(prepared)
         if ranks.rank:  # weights are initialised alike on every rank; dropout must differ from here on
             set_seed((recipe.training.seed + SEED_STEP * ranks.rank) % 2**32)
+    compiled = compile_model(prepared, accelerator.device) if recipe.training.compile else None
     journal.write("facts", values=facts | ({"reference": reference.facts} if reference.facts else {}))
     _tell_prefix_gain(recipe, policies, data.train, ranks, journal)
     parts = {
@@ -102,6 +104,7 @@ def build_training(
         "stop": stop,
         "accelerator": accelerator,
         "model": prepared,
+        "compiled": compiled,
         "engine": engine,
         "phases": sequence,
         "optimizer": accelerator.prepare_optimizer(optimizer),

@@ -68,6 +68,7 @@ def run_ranks(plan: Plan, run: RunFolder, stop: StopRequest) -> int:
 def run_ranks_of_node(plan: Plan, run: RunFolder) -> int:
     """Execute the part of a plan that a node other than the first one has; return the exit code, that of the run."""
     options = process_options(plan.recipe)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # one line says that the first node is lost
     try:
         place = read_place(options)
         assert place is not None

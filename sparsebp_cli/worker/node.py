@@ -8,6 +8,7 @@ elsewhere kills its own ranks, because those of another node may wait for a lost
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from sparsebp_cli.errors import DataError, RunFailedError
 from sparsebp_cli.recipe.schema import TargetOptions
-from sparsebp_cli.worker.process import NodePlace
+from sparsebp_cli.worker.process import CODE_FILE, NodePlace
 from sparsebp_cli.worker.rank import Reason
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class NodeGroup:
 
     def finish(self, code: int) -> None:
         """First node: tell the others the run's exit code, and stay until they have read it."""
+        if file := os.environ.get(CODE_FILE):
+            Path(file).write_text(str(code), encoding="utf-8")
         self._store.set("over", str(code))
         deadline = time.monotonic() + LEAVE_SECONDS
         living = [node for node in self._peers if node in self._seen and not self._is_lost(node)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparsebp_cli.backward import Engine, attach
 from sparsebp_cli.backward.core.engine import OF_POLICIES
-from sparsebp_cli.policy import EpochSelector, ExampleSelector, Policy, TokenSelector, make_policy
+from sparsebp_cli.policy import EpochSelector, ExampleSelector, Policy, ReferenceReader, TokenSelector, make_policy
 from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run.policy_phase import PolicyPhase, describe_phases, find_phase
@@ -85,7 +85,7 @@ class PhaseSequence:
 
 def compares(policy: Policy) -> bool:
     """Return whether a policy compares with a reference model."""
-    return isinstance(policy, TokenSelector) and "reference_loss" in policy.needs
+    return isinstance(policy, ReferenceReader) and policy.reads_reference
 
 
 def find_columns(policies: Sequence[Policy]) -> frozenset[str]:

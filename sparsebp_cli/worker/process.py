@@ -23,6 +23,7 @@ T = TypeVar("T")
 MEETING_FILE = "SPARSEBP_MEETING_FILE"
 # With several nodes, the target sets these for the worker on each: its number from 0, and where the first one listens.
 NODE, FIRST_NODE = "SPARSEBP_NODE", "SPARSEBP_FIRST_NODE"
+CODE_FILE = "SPARSEBP_CODE_FILE"  # names the file for the run's exit code, where what starts the nodes would hide it
 _LEFT: list[object] = []  # process groups that were closed
 
 

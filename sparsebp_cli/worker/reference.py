@@ -1,4 +1,4 @@
-"""The reference model of a token selector: its loss of every training token, cached on disk or computed batch by batch.
+"""The reference model of a policy: its loss of every training token, cached on disk or computed batch by batch.
 
 The cache key depends on the data, the reference's weights and the numerical precision, and on nothing else of the run.
 The cost of scoring is stored with the scores, so that runs that reuse them still report it.
@@ -25,8 +25,8 @@ from transformers import PreTrainedTokenizerBase
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
 from sparsebp_cli.backward.selection.score.scorer import Scorer, next_tokens
-from sparsebp_cli.backward.selection.score.token_scores import REFERENCE_COLUMN
-from sparsebp_cli.policy import Policy, TokenSelector
+from sparsebp_cli.policy import Policy, ReferenceReader
+from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 from sparsebp_cli.recipe.schema import ModelSection, Recipe
 from sparsebp_cli.run import home
 from sparsebp_cli.worker.batch import ordered_batches
@@ -55,7 +55,7 @@ def build_reference(
 ) -> Reference:
     """Load the reference model that a policy names, and its cached scores. ``tell`` receives a line before scoring,
     which may take long. Without such a policy, return the data alone."""
-    policy = next((p for p in policies if isinstance(p, TokenSelector) and "reference_loss" in p.needs), None)
+    policy = next((p for p in policies if isinstance(p, ReferenceReader) and p.reads_reference), None)
     if policy is None:
         return Reference(data)
     section = ModelSection(name=policy.reference, dtype=recipe.model.dtype, attention=recipe.model.attention)

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import set_seed
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -14,6 +15,7 @@ from sparsebp_cli.backward.core.rewind import capture_rng, restore_rng
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
+from sparsebp_cli.recipe.schema import TrainingSection
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.checkpoint import RankState, Snapshot
@@ -21,6 +23,7 @@ from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import copy_full, gather, gather_optimizer, load_optimizer
 from sparsebp_cli.worker.trial_step import trainable_parameters
 
+SEED_STEP = 1_000_003  # difference between the dropout seeds of two ranks; larger than any usual difference of seeds
 _EPOCH = "epoch: "  # before those of the epochs that a policy chooses
 _POLICY = "policy state: "  # before the names of tensors of policies' states; no site's name has a space
 
@@ -78,16 +81,11 @@ def take_snapshot(training: Restorable) -> Snapshot:
 
 
 def restore(training: Restorable, snapshot: Snapshot) -> None:
-    """Restore a snapshot into a training that was just built. Raise UnsupportedError if another number of processes
-    wrote it, or if it is of another model or optimizer."""
+    """Restore a snapshot into a training that was just built. Raise UnsupportedError if it is of another model or
+    optimizer, or of another number of processes on which it cannot go on."""
     ranks = training.ranks
-    if len(snapshot.ranks) != ranks.count:
-        raise UnsupportedError(
-            f"the checkpoint of step {snapshot.step} is of {len(snapshot.ranks)} processes, got target.processes: "
-            f"{ranks.count}; each process resumes its own random draws"
-        )
     _check_fit(training, snapshot)
-    own = snapshot.ranks[ranks.rank]
+    own = snapshot.ranks[ranks.rank] if ranks.count == len(snapshot.ranks) else _redistribute(training, snapshot)
     try:
         for name, tensor in _weights(training).items():
             copy_full(tensor, snapshot.weights[name])
@@ -104,12 +102,48 @@ def restore(training: Restorable, snapshot: Snapshot) -> None:
         training.engine.load_state_dict(state)
         training.step, training.tokens = snapshot.step, snapshot.rest["tokens"]
         training.allowance.load_state_dict(snapshot.rest.get("spent", {}))  # older checkpoints have none
-        restore_rng(own.rng)
+        if own.rng:
+            restore_rng(own.rng)
     except (LookupError, ValueError, RuntimeError, TypeError, AttributeError, ArithmeticError) as error:
         # optimizers, policies and generators raise these for a state that does not fit
         raise UnsupportedError(
             f"the checkpoint of step {snapshot.step} does not fit the plan: {type(error).__name__}: {error}"
         ) from error
+
+
+def _redistribute(training: Restorable, snapshot: Snapshot) -> RankState:
+    """Return this rank's state from a checkpoint of another number of processes. Raise UnsupportedError if the examples
+    of its steps would be others, or if each process kept something of its own examples."""
+    ranks, count = training.ranks, len(snapshot.ranks)
+    before = f"the checkpoint of step {snapshot.step} is of {count} process{'es' * (count > 1)}"
+    section = training.plan.recipe.training
+    seal = Seal.from_json(snapshot.seal or {})
+    if seal is None:
+        raise UnsupportedError(f"{before} and does not record its batch: it resumes with target.processes: {count}")
+    then = TrainingSection.model_validate(seal.recipe["training"])
+    batches = (then.per_device_train_batch_size * count, section.per_device_train_batch_size * ranks.count)
+    steps = (batches[0] * then.gradient_accumulation_steps, batches[1] * section.gradient_accumulation_steps)
+    if steps[0] != steps[1]:
+        raise UnsupportedError(
+            f"{before} with {steps[0]} examples a step, the plan has {steps[1]} with target.processes: {ranks.count}; "
+            "choose training.per_device_train_batch_size so that they are as many"
+        )
+    if section.group_by is not None and batches[0] != batches[1]:
+        raise UnsupportedError(
+            f"{before} with {batches[0]} examples in a micro-batch, the plan has {batches[1]}: with "
+            f"training.group_by: {section.group_by} their order depends on it"
+        )
+    state = snapshot.ranks[0].policy
+    if any(not name.startswith((_EPOCH, _POLICY)) for name in state):
+        raise UnsupportedError(
+            f"{before}, which keep what error feedback left out of their own examples: it resumes with "
+            f"target.processes: {count}"
+        )
+    # A process without a state of its own draws on as it began, but not the same numbers again.
+    if ranks.rank >= count:
+        set_seed((section.seed + SEED_STEP * ranks.rank + snapshot.step) % 2**32)
+    generators = snapshot.ranks[ranks.rank].rng if ranks.rank < count else {}
+    return RankState(state, generators)
 
 
 def _check_fit(training: Restorable, snapshot: Snapshot) -> None:

@@ -68,7 +68,9 @@ class StepMemoryRecorder:
         traced unless it is the only one, because optimizers create their state in it."""
         last = self.recipe.training.max_steps
         first = max(2, self.recipe.measure.warmup_steps)
-        return self.watches and self.recipe.measure.probe_every is not None and step in (min(first, last), last)
+        # The trace's hooks on saved tensors would be compiled into the graph.
+        watches = self.watches and not self.recipe.training.compile
+        return watches and self.recipe.measure.probe_every is not None and step in (min(first, last), last)
 
     def watch(self, step: int, run: Callable[[], Values]) -> Values:
         """Make a step and return its metrics, including those of its memory if it is traced."""

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sparsebp_cli.backward import Engine, count_flops
+from sparsebp_cli.backward.selection.part import PartExtension
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.plan.seal import Seal
@@ -29,6 +30,7 @@ from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.allowance import Allowance
 from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
+from sparsebp_cli.worker.compiled import describe_graphs
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.evaluate import (
@@ -85,12 +87,14 @@ class Training:
     tokenizer: PreTrainedTokenizerBase
     seal: Seal  # recipe, code and data that its checkpoints record
     ranks: Ranks = field(default_factory=Ranks)
+    compiled: nn.Module | None = None  # the same model as the training steps run it; None: as it is
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen in training, of all ranks
     bare: nn.Module = field(init=False)  # the model inside DDP's wrapper
     allowance: Allowance = field(init=False)
     measurement: Measurement = field(init=False)
     memory: StepMemoryRecorder = field(init=False)
+    _told_graphs: bool = False
 
     def __post_init__(self) -> None:
         self.bare = unwrap(self.model)
@@ -161,6 +165,7 @@ class Training:
             self.allowance.count(measured)
             values = self.memory.watch(self.step + 1, self._train_step)
             self.allowance.spend(values[metric.STEP_SECONDS.name], self._in_steps(values[metric.PROBING_FLOPS.name]))
+            self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))
             if self.phase is not self.phases.at(self.step - 1):
@@ -196,6 +201,12 @@ class Training:
         self.measurement.follow(self.engine)
         self.memory.engine = self.engine
 
+    def _tell_graphs(self) -> None:
+        """Say after the first step of an attempt how the model was compiled."""
+        if self.compiled is not None and not self._told_graphs:
+            self._told_graphs = True
+            self.journal.write("note", level="info", text=describe_graphs())
+
     def _is_stop_requested(self) -> bool:
         """Return whether any rank received a stop signal, so that all ranks stop after the same step."""
         number = int(self.ranks.all_max([self.stop.signal or 0])[0])
@@ -217,7 +228,7 @@ class Training:
                     if self.engine.estimator is not None:
                         loss, loss_B = self.engine.estimate(partial(self._plain_loss, batch, targets)), None
                     else:
-                        loss, loss_B = self._forward(number, batch, targets)
+                        loss, loss_B = self._forward(number, batch, targets, self.compiled)
                 loss_sum += check_loss(self.ranks.all_sum([float(loss.detach())])[0], self.step + 1)
                 if loss_B is not None:
                     self.order.see(number, loss_B)
@@ -283,12 +294,18 @@ class Training:
         """Return the loss of a micro-batch as if it were a whole step."""
         return self._forward(number, *self.order.rank_part(number))[0]
 
-    def _forward(self, number: int, batch: Batch, targets: int) -> tuple[Tensor, Tensor | None]:
-        """Return the loss of a micro-batch, and the loss of each example where a policy chooses epochs by it."""
+    def _forward(
+        self, number: int, batch: Batch, targets: int, compiled: nn.Module | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the loss of a micro-batch, and the loss of each example where a policy chooses epochs by it.
+
+        Training steps alone run ``compiled``: dynamo never compiles again what it has met under a counter.
+        """
+        model = self.model if compiled is None else compiled
         device, weights = self.accelerator.device, self.order.weights(number)
         if weights is None:
-            return micro_batch_loss(self.model, batch, targets, device, self.order.candidates), None
-        return weighted_loss(self.model, batch, targets, device, weights)
+            return micro_batch_loss(model, batch, targets, device, self.order.candidates), None
+        return weighted_loss(model, batch, targets, device, weights)
 
     def _plain_loss(self, batch: Batch, targets: int) -> Tensor:
         """Return the loss over all targets: without the engine nothing masks those that are no candidates."""
@@ -362,8 +379,11 @@ class Training:
         from sparsebp_cli.worker.build import save_model
 
         self.journal.flush()
+        parts = [part for part in self.engine.extensions if isinstance(part, PartExtension)]
         self.engine.detach()
         model = self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
         weights = gather(model.state_dict(keep_vars=True), keep=self.ranks.is_first) if self.ranks.is_sharded else None
+        if any(part.policy.of_frozen for part in parts) and hasattr(model, "merge_and_unload"):
+            model = model.merge_and_unload()  # adapters alone would lack what was trained of the weights under them
         if self.ranks.is_first:
             save_model(model, self.tokenizer, self.run, weights)

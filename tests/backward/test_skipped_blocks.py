@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.selection.block.layout import find_blocks
@@ -18,7 +20,7 @@ from sparsebp_cli.policies.pld import PLD
 from sparsebp_cli.policy import BlockDropper, ResidualBlock, Step
 from sparsebp_cli.testing.block import check_block_dropper
 
-from .conftest import tiny_model, tokens
+from .conftest import VOCABULARY, tiny_model, tokens
 from .families import DECODERS, tiny_decoder
 from .test_blocks import _prove, attach, check_equal, gradients, tiny_encoder
 
@@ -110,6 +112,23 @@ def test_in_every_family_a_skipped_block_is_one_whose_output_is_zero(family: str
     loss = ours(input_ids=ids, labels=ids, use_cache=False).loss
     engine.backward(loss)
     assert torch.equal(loss, expected_loss)
+    check_equal(gradients(ours), gradients(model))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "falcon", "granitemoeshared"])
+def test_where_a_layer_writes_to_an_output_or_takes_it_from_a_tuple_a_skipped_block_adds_nothing(family: str) -> None:
+    policy, sizes = Skipping(texts=("0.mlp", "0.block_sparse_moe")), {"hidden_size": 32, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 48}
+    sizes |= {"num_local_experts": 4, "shared_intermediate_size": 16, "head_dim": 8} if family != "falcon" else {}
+    torch.manual_seed(0)
+    ours = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).train()
+    model, ids = copy.deepcopy(ours), tokens(0)
+    dropped = policy.drop(find_blocks(model, "the test")[0], Step(0))
+    assert len(dropped) == 1
+    model.get_submodule(dropped[0]).register_forward_hook(_Times(0.0))
+    engine = attach(ours, policy)
+    for one, backward in ((model, torch.Tensor.backward), (ours, engine.backward)):
+        backward(one(input_ids=ids, labels=ids, use_cache=False).loss)
     check_equal(gradients(ours), gradients(model))
 
 

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +82,8 @@ def test_every_way_that_is_to_be_compared_is_a_row(done: Any) -> None:
     found = {(row.site, row.label, row.keep) for row in rows}
     ways = {("", label, None) for label in ("plain PyTorch", "compiled", "full checkpointing")}
     ways |= {(site, "dense, engine", None) for site in ("linears", "branches")}
-    forms = [("linears", "rows"), ("linears", "columns"), ("branches", "rows recomputed"), ("branches", "rows stored")]
+    forms = [*(("linears", along) for along in ("rows", "columns", "blocks")), ("branches", "rows recomputed")]
+    forms.append(("branches", "rows stored"))
     ways |= {(*form, keep) for form in forms for keep in (0.5, 0.25, 0.1)}
     assert found == ways | {("linears", "2:4", 0.5)}
     for row in rows:
@@ -88,6 +91,15 @@ def test_every_way_that_is_to_be_compared_is_a_row(done: Any) -> None:
         if row.keep is not None and row.label != "2:4":
             assert row.ceiling is not None
             assert row.ceiling > 1.0
+
+
+@pytest.mark.slow
+def test_steps_and_linears_are_measured(done: Any) -> None:
+    steps, linears = done[1]["steps"], done[1]["linears"]
+    assert [row["label"] for row in steps][:2] == ["plain PyTorch", "eager update"]
+    assert all(row["seconds"] >= row["host_seconds"] > 0 and not row["note"] for row in steps)
+    assert [row["keep"] for row in linears] == [0.5, 0.25, 0.1]
+    assert all(min(row[key] for key in ("dense", "ideal", "choosing", "with_triton")) > 0 for row in linears)
 
 
 @pytest.mark.slow
@@ -125,9 +137,23 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     before = set(sys.modules)
     yield
-    for name in ("checkout", "correct", "measured", "waiting"):
+    for name in ("checkout", "correct", "measured", "steps", "waiting"):
         if name not in before:
             sys.modules.pop(name, None)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("benchmarks")
+def test_every_way_trains_a_step() -> None:
+    import measured  # type: ignore[import-not-found]
+    import steps  # type: ignore[import-not-found]
+
+    arguments = SimpleNamespace(size="tiny", length=32, dtype="float32", batch=4)
+    subject, _ = measured.make_subject(torch.device("cpu"), arguments)
+    found = steps.measure(subject.model, subject.batch, steps.list_ways(), time.monotonic() + 600, 1)
+    assert not [one.note for one in found if one.note]
+    assert all(len(one.total) == 1 for one in found)
+    assert all(parameter.requires_grad for parameter in subject.model.parameters())
 
 
 @pytest.mark.usefixtures("benchmarks")

@@ -4,12 +4,17 @@ that was left alone."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sparsebp_cli.policy.discovery import find_policies
+from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import State
+from sparsebp_cli.worker.model import build_model, build_tokenizer
 from tests.chaos.kill import difference, kill_at_random, outcome
 from tests.chaos.way import WAYS
 from tests.worker.conftest import LLAMA, work
@@ -19,9 +24,20 @@ MEASURED = {"eval_every": 11, "probe_every": 17, "fidelity_every": 19}
 DROPOUT = {"attention_dropout": 0.1}
 
 
-def sections(way: str) -> dict[str, Any]:
+@pytest.fixture
+def reference(tiny_folder: Path, tiny_recipe: Callable[..., Recipe]) -> str:
+    """The folder of a model that a policy can compare with."""
+    section = tiny_recipe().model
+    torch.manual_seed(11)
+    build_model(section, build_tokenizer(section), None).save_pretrained(tiny_folder / "reference")
+    return str(tiny_folder / "reference")
+
+
+def sections(way: str, reference: str = "") -> dict[str, Any]:
     """Return the recipe's sections of one way: 40 steps, a checkpoint every two, all measurements under way."""
     given = dict(WAYS[way])
+    if "policy" in given:
+        given["policy"] = [one | ({"reference": reference} if "reference" in one else {}) for one in given["policy"]]
     model = {"config": LLAMA | DROPOUT} | given.pop("model", {})
     training = {"max_steps": 40} | given.pop("training", {})
     return given | {"model": model, "training": training, "checkpoint": {"every": 2}, "measure": MEASURED}
@@ -30,8 +46,10 @@ def sections(way: str) -> dict[str, Any]:
 @pytest.mark.chaos
 @pytest.mark.promise("R1", "R16")
 @pytest.mark.parametrize("way", WAYS)
-def test_a_killed_run_of_any_policy_ends_as_if_left_alone(way, tiny_recipe, prepared, record_property) -> None:
-    recipe = tiny_recipe(**sections(way))
+def test_a_killed_run_of_any_policy_ends_as_if_left_alone(
+    way, tiny_recipe, prepared, reference, record_property
+) -> None:
+    recipe = tiny_recipe(**sections(way, reference))
     straight = prepared(recipe)
     assert work(straight) == 0
     expected, chance, kills, inside, different = outcome(straight), random.Random(way), 0, 0, []

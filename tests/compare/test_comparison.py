@@ -274,6 +274,18 @@ def test_other_machines_packages_data_and_code_are_confounds(make_run: MakeRun) 
     assert compare_runs(runs[:1]).confounds == ()
 
 
+def test_a_compiled_run_beside_an_uncompiled_one_is_a_confound(make_run: MakeRun) -> None:
+    plain, compiled = make_run(), make_run("topk-rows", **TOPK, training={"compile": True})
+    found = compare_runs([plain, compiled])
+    confound = next(c for c in found.confounds if c.name == "torch.compile")
+    assert confound.values == (("no", ("dense",)), ("yes", ("topk-rows",)))
+    warning = "topk-rows ran compiled (training.compile) and others did not: step times differ by the compiler, too"
+    assert warning in found.warnings
+    assert "another compilation (torch.compile), which can explain all of that" in found.groups[1].verdict
+    same = compare_runs([make_run(training={"compile": True}), compiled])
+    assert not any("compile" in line for line in (*same.warnings, *(c.name for c in same.confounds)))
+
+
 def test_every_kind_of_confound_is_found_between_runs_that_have_it(make_run: MakeRun) -> None:
     machines = [
         {"gpu": gpu, "driver": driver, "cuda": cuda, "packages": {"torch": "2.13"}}

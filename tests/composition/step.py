@@ -26,6 +26,7 @@ from sparsebp_cli.policy import (
     ParameterSelector,
     PartSelector,
     Policy,
+    ReferenceReader,
     Stateful,
     Step,
     TileSelector,
@@ -76,7 +77,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
     model, policies = build(composition), policies_of(ways)
     options: dict[str, Any] = {key: value for way in ways for key, value in way.options.items()}
     if tokens_by_reference:
-        options = {"execution": "reference"}
+        options = {"execution": "reference"} | {k: v for k, v in options.items() if k == "reference"}
     elif "update" in options and composition == "clipping":
         options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
     is_eager, optimizer = "update" in options, _optimizer(model)
@@ -92,7 +93,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
-                loss = model(input_ids=ids, labels=ids, **_rows(policies, number)).loss * share
+                loss = model(input_ids=ids, labels=ids, **_columns(policies, number)).loss * share
             engine.backward(loss, **({"is_last": left == 0} if is_eager else {}))
         if composition == "clipping" and "max_grad_norm" not in options:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
@@ -297,10 +298,15 @@ def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
     return [(torch.cat([batch(10 * number + i), batch(5 + 10 * number + i)]), 1 / count) for i in range(count)]
 
 
-def _rows(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
-    """Return the column with the rows of a step's examples, if a policy reads it."""
-    reads = any(isinstance(policy, ExampleSelector) and policy.reads_rows for policy in policies)
-    return {"example_row": (torch.arange(4) + number) % NUM_EXAMPLES} if reads else {}
+def _columns(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
+    """Return the columns that example selectors read: the rows of a step's examples, the losses of a reference."""
+    columns: dict[str, Tensor] = {}
+    for policy in policies:
+        if isinstance(policy, ExampleSelector) and policy.reads_rows:
+            columns["example_row"] = (torch.arange(4) + number) % NUM_EXAMPLES
+        if isinstance(policy, ReferenceReader) and policy.reads_reference:
+            columns["reference_loss"] = 3 * torch.rand(4, 6, generator=torch.Generator().manual_seed(number))
+    return columns
 
 
 def _choose(
@@ -314,10 +320,12 @@ def _choose(
         share_BTV = logits[:, :-1].softmax(-1) - nn.functional.one_hot(ids_BT[:, 1:], logits.shape[-1])
     model.train()
     norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
-    row_B = _rows([policy], step.index).get("example_row")
+    columns = _columns([policy], step.index)
+    row_B = columns.get("example_row")
     if row_B is not None:
         read.append((loss_BT.mean(1), row_B))
-    choice = policy.choose(Examples(len(ids_BT), loss_BT.mean(1), norm_B, row_B), step)
+    reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
+    choice = policy.choose(Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, row_B), step)
     if choice is None:
         return ids_BT, None
     if isinstance(choice, Tensor):

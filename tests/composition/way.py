@@ -41,6 +41,7 @@ WAYS = (
     Way("selective-backprop", "ExampleSelector", {"name": "selective-backprop", **_CHOICE}),
     Way("importance", "ExampleSelector", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
     Way("evolved-sampling", "ExampleSelector", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
+    Way("rho", "ExampleSelector", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
     Way("frozen (turn: layers)", "ParameterSelector", {"name": "frozen", "turn": "layers"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from tests.gpu import guard
+    from benchmarks.fake_gpu import guard
 
     guard.load()  # before torch
 
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import sparsebp_cli as sbp
-from tests.gpu.fake_cuda import fake_cuda
+from benchmarks.fake_gpu.device import fake_cuda
 
 SIZE: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
 SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}

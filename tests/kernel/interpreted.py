@@ -22,7 +22,7 @@ from torch import Tensor
 from sparsebp_cli import kernel
 from sparsebp_cli.backward.linear import cuda
 from sparsebp_cli.backward.linear.function import Conv1DLayout, LinearLayout, Needs, WeightLayout
-from sparsebp_cli.kernel import operation, rows, score
+from sparsebp_cli.kernel import check, operation, rows, score
 from sparsebp_cli.policy import Blocks, Rows, Selection, choice
 
 # Type; rows, outputs and inputs: ragged, of whole tiles, less than one; share kept; whether what is kept has weights.
@@ -104,9 +104,23 @@ def run_scores() -> Iterator[tuple[str, float]]:
         yield f"2:4 {dtype} {width}", float(not same)
 
 
+def run_checks(stand_in: SimpleNamespace) -> Iterator[tuple[str, float]]:
+    """Yield how many kernels the check before their first use finds wrong: none, and one that is broken."""
+    cpu, broken = torch.device("cpu"), SimpleNamespace(**vars(stand_in))
+    yield "check of scores", float(len(check.find_wrong(stand_in, cpu, None)))
+    with patch.multiple(check, NUM_ROWS=40, NUM_OUTPUTS=36, NUM_INPUTS=20):
+        yield "check of products", float(len(check.find_wrong(stand_in, cpu, torch.bfloat16)))
+        broken.wgrad_of_blocks = lambda *args: 1.1 * stand_in.wgrad_of_blocks(*args)
+        found = check.find_wrong(broken, cpu, torch.bfloat16)
+        yield "check of a wrong kernel", float(set(found) != {"wgrad_of_blocks"})
+
+
 def main() -> None:
     """Print every error."""
     stand_in = SimpleNamespace(
+        row_norm=score.row_norm,
+        column_norm=score.column_norm,
+        two_of_four=score.largest_two_of_four,
         dgrad_of_rows=rows.multiply_dgrad,
         wgrad_of_rows=operation._wgrad_of_rows,
         dgrad_of_blocks=operation._dgrad_of_blocks,
@@ -114,7 +128,7 @@ def main() -> None:
     )
     with patch.object(kernel, "find", lambda *_, **__: stand_in):
         found = dict(run_products())
-    print(json.dumps(found | dict(run_scores())))
+    print(json.dumps(found | dict(run_scores()) | dict(run_checks(stand_in))))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def errors() -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "number"), [("rows", 7), ("blocks", 16), ("norm", 8), ("2:4", 3)])
+@pytest.mark.parametrize(("kind", "number"), [("rows", 7), ("blocks", 16), ("norm", 8), ("2:4", 3), ("check", 3)])
 def test_a_kernel_gives_what_its_reference_gives(errors: dict[str, float], kind: str, number: int) -> None:
     found = {case: error for case, error in errors.items() if case.startswith(kind)}
     assert len(found) == number
@@ -76,12 +76,12 @@ def compile_kernel(function: Any, capability: int, constants: dict[str, Any], fo
 UNIT = {"grad_column": 1, "weight_input": 1, "x_column": 1, "out_input": 1}  # strides of neighbours
 
 
-def find_products(weighted: bool) -> Iterator[tuple[Any, dict[str, Any]]]:
+def find_products(weighted: bool, capability: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield the kernels of products with the tiles that they are launched with, blocks of 128 by 128 included."""
     from sparsebp_cli.kernel import blocks, rows
 
     made = partial(rows.options, dtype=torch.bfloat16)
-    for tile in (rows.LARGE, rows.SMALL):
+    for tile in (rows.LARGE, rows.SMALL) if capability == 80 else (rows.WIDE, rows.SMALL):
         yield rows.dgrad_of_rows, made(tile) | UNIT | {"WEIGHTED": weighted}
         yield rows.wgrad_of_rows, made(tile, indirect=True) | UNIT | {"WEIGHTED": weighted}
     for function in (blocks.dgrad_of_blocks, blocks.wgrad_of_blocks):
@@ -94,7 +94,7 @@ def test_a_product_is_compiled_for_tensor_cores_without_spills(
     capability: int, weighted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for function, constants in find_products(weighted):
+    for function, constants in find_products(weighted, capability):
         ptx, resources = compile_kernel(function, capability, constants, tmp_path)
         assert ("wgmma.mma_async" in ptx) == (capability == 90), function
         assert ("mma.sync" in ptx) == (capability == 80), function

@@ -83,7 +83,7 @@ def show_slurm(**options: Any) -> str:
 
 def show_kubernetes(**options: Any) -> str:
     target = KubernetesTarget(KubernetesOptions(**options))
-    return f"$ {shlex.join(target.command(RUN))}\n{target.files(RUN)['job.json']}"
+    return f"$ {shlex.join(target.command(RUN))}\n" + "".join(target.files(RUN).values())
 
 
 def shorten_plan(text: str) -> str:
@@ -131,6 +131,10 @@ GOLDEN: dict[str, Callable[[], str]] = {
     "kubernetes-plain.txt": show_kubernetes,
     "kubernetes-rich.txt": lambda: show_kubernetes(**RICH_POD),
     "kubernetes-reader.txt": lambda: to_text(make_reader(KubernetesOptions(**RICH_POD), "0123456789ab")),
+    "kubernetes-nodes.txt": lambda: show_kubernetes(nodes=2, processes=4, gpus=2, claim="runs"),
+    "export-k8s-nodes.txt": lambda: shorten_plan(
+        export_kubernetes([make_plan({"kind": "kubernetes", "nodes": 2, "processes": 2, "claim": "runs"})])
+    ),
     "export-sbatch.txt": lambda: shorten_plan(
         export_sbatch([make_plan({"kind": "slurm", **RICH_BATCH}, run_id) for run_id in ("a" * 12, "b" * 12)], 2)
     ),
@@ -174,6 +178,29 @@ def test_manifests_keep_the_schema_of_kubernetes(options: dict[str, Any]) -> Non
     for document in documents:
         group = "core" if document["kind"] == "ConfigMap" else "batch"
         validate(document, "kubernetes-1.20.json", f"io.k8s.api.{group}.v1.{document['kind']}")
+
+
+def test_manifests_of_several_nodes_keep_the_schema_but_for_what_is_newer() -> None:
+    job = make_job(KubernetesOptions(nodes=2, processes=2, claim="runs"), "0123456789ab")
+    assert job["spec"].pop("completionMode") == "Indexed"  # from Kubernetes 1.24 on; the schema is of 1.20
+    validate(job, "kubernetes-1.20.json", "io.k8s.api.batch.v1.Job")
+
+
+def test_an_exported_plan_keeps_its_processes_and_nodes() -> None:
+    documents = yaml.safe_load_all(
+        export_kubernetes([make_plan({"kind": "kubernetes", "nodes": 2, "processes": 4, "claim": "runs"})])
+    )
+    plan = Plan.model_validate_json(next(documents)["data"]["plan.json"])
+    assert (plan.recipe.target.options["nodes"], plan.recipe.target.options["processes"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({}, "needs a claim"), ({"claim": "runs", "host_network": True}, "host_network"), ({"gpus": 8}, "got 8")],
+)
+def test_nodes_without_what_they_need_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        KubernetesOptions(nodes=2, processes=8, **options)
 
 
 def test_the_schema_would_notice_a_wrong_manifest() -> None:

@@ -20,7 +20,7 @@ from sparsebp_cli.errors import ChangedError, UnsupportedError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import Recipe
-from sparsebp_cli.run import History, RunFolder, State
+from sparsebp_cli.run import History, JournalWriter, RunFolder, State
 from tests.worker.conftest import LLAMA, start, work
 from tests.worker.ranks import make_run, train_alone, train_on_two
 
@@ -142,6 +142,55 @@ def test_a_checkpoint_of_two_processes_is_refused_by_one(trained, make_recipe, t
         train_alone([run])
 
 
+def continue_from(source: RunFolder, recipe: Recipe, folder: Path) -> RunFolder:
+    """A run with another number of processes and the checkpoint of a run, whose change its user has allowed."""
+    run = make_run(recipe, folder)
+    shutil.copytree(source.path / "checkpoints", run.path / "checkpoints")
+    with JournalWriter(run.path) as journal:
+        journal.write("allow", fields=["target.processes", "training"])
+    return run
+
+
+def test_a_checkpoint_goes_on_with_the_same_examples_on_another_number_of_processes(
+    trained, make_recipe, tmp_path
+) -> None:
+    whole = {"training": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}}
+    one = {
+        way: continue_from(trained["rows", way], make_recipe(**CASES["rows"]), tmp_path) for way in ("none", "fsdp2")
+    }
+    one["parts"] = continue_from(trained["dense", "none"], make_recipe(**CASES["dense"], **whole), tmp_path)
+    two = {
+        way: continue_from(trained["rows", "one"], make_recipe(2, way, **CASES["rows"]), tmp_path)
+        for way in one
+        if way != "parts"
+    }
+    train_alone(list(one.values()))
+    train_on_two(list(two.values()))
+    for way, run in [*one.items(), *two.items()]:
+        expected = History.load(trained["dense" if way == "parts" else "rows", "one"].path)
+        found = History.load(run.path)
+        assert list(found.series("train/loss")) == [5, 6]
+        for metric in ("train/loss", "train/grad_norm"):
+            ours = {step: value for step, value in expected.series(metric).items() if step > 4}
+            assert found.series(metric) == pytest.approx(ours, rel=RELATIVE), (way, metric)
+        assert found.series("train/tokens")[6] == expected.series("train/tokens")[6]
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "text"),
+    [
+        ("rows", {"training": {"per_device_train_batch_size": 4}}, "8 examples a step, the plan has 4"),
+        ("feedback", {}, "what error feedback left out of their own examples"),
+    ],
+)
+def test_a_checkpoint_that_cannot_go_on_elsewhere_is_refused_by_name(
+    trained, make_recipe, tmp_path, name, sections, text
+) -> None:
+    run = continue_from(trained[name, "none"], make_recipe(**CASES[name], **sections), tmp_path)
+    with pytest.raises(UnsupportedError, match=text):
+        train_alone([run])
+
+
 def test_the_work_of_a_probe_is_that_of_one_of_two_processes(trained) -> None:
     one, two = (History.load(trained["rows", way].path) for way in ("one", "none"))
     for metric in ("flops/forward", "flops/backward_executed", "flops/backward_dense"):
@@ -189,6 +238,12 @@ def test_a_group_of_runs_has_one_number_of_processes(make_recipe) -> None:
             "'max-child' works in one",
         ),
         ("none", {"policy": ROWS, "backward": {"sites": "nodes"}}, "backward.sites: nodes works in one process"),
+        ("none", {"policy": ROWS, "backward": {"update": "eager"}}, "backward.update: eager works in one process"),
+        (
+            "none",
+            {"policy": [{"name": "frozen", "turn": "layers"}]},
+            "with another set of parameters each step works in one",
+        ),
         ("fsdp2", {"training": {"optim": "adafactor"}}, "training.optim: adafactor is not built"),
         ("fsdp2", {"training": {"optim": "adagrad"}}, "training.optim: adagrad is not built"),
     ],

@@ -93,6 +93,25 @@ def test_a_reference_that_is_not_there_is_told(completion, excess) -> None:
         build(completion(excess | {"reference": "./nowhere/at/all"}))
 
 
+def test_a_run_on_the_other_part_of_the_data_is_the_reference_of_rho(completion, pairs, prepared) -> None:
+    lines = pairs.read_text().splitlines()
+    for name, part in (("mine", lines[:40]), ("other", lines[40:])):
+        pairs.with_name(f"{name}.jsonl").write_text("\n".join(part), encoding="utf-8")
+
+    def train(part: str, *policy: dict[str, Any]) -> Any:
+        dataset = {"name": str(pairs.with_name(f"{part}.jsonl")), "format": "completion", "max_seq_length": 32}
+        return run_of(completion(*policy, dataset=dataset, training={"max_steps": 3, "seed": 3}), prepared)
+
+    rho = {"name": "rho", "keep": 0.5, "reference": str(train("other").path / "model")}
+    runs = [train("mine", rho | {"reference_scores": way}) for way in ("cached", "fly")]
+    assert values_of(runs[0], "train/loss") == pytest.approx(values_of(runs[1], "train/loss"), rel=1e-6)
+    facts = [History.load(run.path).facts["reference"] for run in runs]
+    assert facts[0]["digest"] == facts[1]["digest"]
+    assert facts[0]["flops"] > 0
+    assert all(0.0 < share < 1.0 for share in values_of(runs[0], "policy/trained_share"))
+    assert values_of(runs[0], "train/loss") != values_of(train("mine"), "train/loss")
+
+
 def test_cached_and_fly_train_the_same_and_both_tell_their_cost(completion, excess, prepared) -> None:
     runs = [run_of(completion(excess | {"reference_scores": way}), prepared) for way in ("cached", "fly")]
     assert values_of(runs[0], "train/loss") == pytest.approx(values_of(runs[1], "train/loss"), rel=1e-6)

@@ -26,6 +26,7 @@ from tests.worker.conftest import start, work
 TEXTS = ["the quick brown fox", "jumps over", "the lazy dog", "a", "fox and dog and fox", "the quick dog jumps"]
 TRAINING = {"max_steps": 8, "gradient_accumulation_steps": 2, "seed": 3}
 ALWAYS = {"start": 0.0, "end": 1.0, "interrupt": 0}
+METRICS_OF_SCORES = ("flops/scoring", "proof/excess_share", "proof/executed_share")
 
 
 @pytest.fixture
@@ -264,3 +265,19 @@ def test_both_go_with_mixed_precision_adapters_and_checkpointing(completion, pre
     assert all(seconds > 0.0 for seconds in values_of(run, "time/scoring_seconds"))
     losses = values_of(run, "train/loss")
     assert losses[-1] < losses[0]
+
+
+def test_a_score_that_needs_a_backward_is_claimed_and_counted_as_part_of_the_forward(completion, prepared) -> None:
+    seek = {"name": "tokens", "score": "tokenseek", "keep": 0.5, "mode": "detach"}
+    measure = {"probe_every": 2, "fidelity_every": None}
+    sections = {"measure": measure, "training": TRAINING | {"max_steps": 2}}
+    last = {}
+    for name, policy in (("seek", seek), ("loss", seek | {"score": "loss"})):
+        run = prepared(completion(policy, **sections))
+        assert work(run) == 0, (run.path / "worker.log").read_text()
+        history = History.load(run.path)
+        last[name] = {metric: list(history.series(metric).values())[-1] for metric in METRICS_OF_SCORES}
+        assert last[name]["proof/excess_share"] == 0.0
+    more = last["seek"]["flops/scoring"] - last["loss"]["flops/scoring"]
+    assert 0 < more < last["loss"]["flops/scoring"]
+    assert last["seek"]["proof/executed_share"] < 1.0

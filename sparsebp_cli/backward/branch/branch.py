@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.branch.dropout import DropoutRecorder, DropoutTape
-from sparsebp_cli.backward.decoder.decoder import argument_names, attention_name
+from sparsebp_cli.backward.decoder.decoder import argument_names, attention_name, dropout_rates
 from sparsebp_cli.backward.decoder.kv_cache import is_filled
-from sparsebp_cli.backward.decoder.layout import AttentionLayout
+from sparsebp_cli.backward.decoder.layout import AttentionLayout, BranchLayout
 from sparsebp_cli.backward.linear.function import WeightLayout, weight_of
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import call_module
@@ -45,20 +45,27 @@ class Branch:
     Args:
         name: Name of the core in the model; also the site's name.
         core: The attention or MLP.
-        last: Name of the core's last linear.
         before: The norm whose output the core reads, if the branch includes one.
         after: The norm that reads the core's output, if there is one.
-        attention: The attention's linears; None for a core that computes each position independently.
+        layout: What it is.
         layer: Number of the decoder layer.
+
+    Attributes:
+        last: Name of the core's last linear; None, or a name that it lacks: there is none.
+        attention: The attention's linears; None for a core that computes each position independently.
+        num_outputs: How many values the core's forward returns; 0: it returns a tensor.
+        is_written: Whether the layer changes the core's output in place.
     """
 
     name: str
     core: nn.Module
     before: nn.Module | None
     after: nn.Module | None
-    last: str
+    last: str | None
     attention: AttentionLayout | None
     layer: int | None
+    num_outputs: int
+    is_written: bool
     linears: tuple[tuple[str, nn.Module, WeightLayout], ...]
     keeps_keys: bool
     parts: list[nn.Module]
@@ -68,14 +75,15 @@ class Branch:
         self,
         name: str,
         core: nn.Module,
-        last: str,
         before: nn.Module | None,
         after: nn.Module | None,
-        attention: AttentionLayout | None,
+        layout: BranchLayout,
         layer: int | None,
     ) -> None:
         self.name, self.core, self.before, self.after = name, core, before, after
-        self.last, self.layer = last, layer
+        self.last, self.layer, self.is_written = layout.last, layer, layout.is_written
+        attention = layout.attention
+        self.num_outputs = layout.num_outputs or 2 * (attention is not None)
         self.attention = None if attention is None else attention.fitted(argument_names(core))
         self.linears = find_linears(core).covered
         self.keeps_keys = attention is not None and self._keys_are_narrow(attention)
@@ -117,6 +125,8 @@ class Branch:
                 call.whole_reason = "its attention computes the queries of all positions or none"
             else:
                 call.whole_reason = _find_unsupported(self.core, args, call.kwargs)
+        elif _drops_by_function(self.core):
+            call.whole_reason = "it drops out by a function"
         if call.whole_reason and self.core.training:
             call.generators = capture_generators(x.device)
         return call
@@ -155,6 +165,12 @@ def _has_attention_dropout(core: nn.Module) -> bool:
         return False
     rates = (getattr(core, name, 0.0) for name in ("attention_dropout", "attn_dropout", "dropout"))
     return any((rate.p if isinstance(rate, nn.Dropout) else rate) > 0.0 for rate in rates)
+
+
+def _drops_by_function(core: nn.Module) -> bool:
+    """Whether a core drops out without a module whose draws are on the tape."""
+    parts = [part for part in core.modules() if not isinstance(part, nn.Dropout)]
+    return core.training and any(rate > 0.0 for part in parts for rate in dropout_rates(part))
 
 
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids"}

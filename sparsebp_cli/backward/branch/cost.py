@@ -69,7 +69,7 @@ class BranchCost:
 
     def _reads_input(self, name: str) -> bool:
         """Whether a linear reads the core's input directly, and not the output of another trained linear."""
-        return name.partition(".")[0] != self.branch.last and ".lora_B." not in name
+        return self.branch.last not in name.split(".") and ".lora_B." not in name
 
     def _products(self) -> tuple[float, float]:
         """Return forward and backward FLOPs of queries times keys and probabilities times values.
@@ -96,5 +96,6 @@ class _Linear:
 def _attention_width(branch: Branch) -> int:
     """Return heads times head width: the input width of the output projection."""
     assert branch.attention is not None
+    assert branch.last is not None
     output: nn.Module = getattr(branch.core, branch.last)
     return int(getattr(output, "nx" if hasattr(output, "nx") else "in_features"))

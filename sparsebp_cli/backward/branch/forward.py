@@ -114,7 +114,7 @@ class CoreOverride(ForwardOverride):
             output = x
         else:
             output = SparseRecompute.apply(x, site, call, *branch.parameters())  # type: ignore[no-untyped-call]
-        return output if branch.attention is None else (output, None)
+        return (output, *[None] * (branch.num_outputs - 1)) if branch.num_outputs else output
 
 
 class AfterOverride(ForwardOverride):
@@ -154,7 +154,7 @@ def _run_masked(site: BranchSite, args: tuple[object, ...], kwargs: dict[str, ob
 
 def _mask_gradient(output: Tensor, site: BranchSite) -> Tensor:
     masked: Tensor = _MaskGradient.apply(output, site)  # type: ignore[no-untyped-call]
-    return masked
+    return masked.clone() if site.branch.is_written else masked  # a view of a function's must not be written to
 
 
 @final

@@ -34,7 +34,8 @@ def compute_keys_values(branch: Branch, call: Call, normed: Tensor) -> tuple[Ten
     D).
     """
     assert branch.attention is not None
-    with replace_forwards([*replay_outputs(branch, call, None), *skip_outputs(branch.core, branch.attention.query)]):
+    skipped = skip_outputs(branch.core, branch.attention.query, one_head=branch.attention.any_heads)
+    with replace_forwards([*replay_outputs(branch, call, None), *skipped]):
         try:
             branch.run_core(normed, call, **{branch.attention.cache: RecordKV()})
         except RecordedKV as captured:
@@ -49,7 +50,7 @@ def run_queries(
     layout, seen = branch.attention, slice(0, queries.num_keys)
     assert layout is not None
     changes = _take(branch, call, queries) | {layout.cache: FixedKV(keys[:, :, seen], values[:, :, seen])}
-    skipped = skip_outputs(branch.core, () if layout.fused else layout.key_value)
+    skipped = skip_outputs(branch.core, () if layout.fused else layout.key_value, one_head=layout.any_heads)
     with replace_forwards([*replay_outputs(branch, call, queries.index_BP.flatten()), *skipped]):
         return branch.run_core(normed_BPD, call, **changes)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, cast, final
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from sparsebp_cli.backward.branch.branch import Branch
 from sparsebp_cli.backward.branch.forward import AfterOverride, BeforeOverride, BranchSite, CoreOverride
 from sparsebp_cli.backward.core.extension import SiteAdapter
+from sparsebp_cli.backward.decoder.decoder import argument_names, refuse_routers
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
+from sparsebp_cli.backward.decoder.layout import BranchLayout, explain, find_layouts
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import ForwardPatches, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
@@ -33,6 +35,7 @@ class BranchAdapter(SiteAdapter):
     """
 
     def __init__(self, model: nn.Module, exclude: Iterable[str] = ()) -> None:
+        refuse_routers(model, "sites='branches'")
         found, patterns = _find_branches(model), list(exclude)
         names = [branch.name for branch in found]
         modules = [name for name, _ in model.named_modules()]
@@ -47,6 +50,8 @@ class BranchAdapter(SiteAdapter):
                 branch.before = None
                 branch.parts = [part for part in branch.parts if id(part) not in shared]
         self._patches = ForwardPatches()
+        self._with_routers = [m for m in model.modules() if "output_router_logits" in argument_names(m)]
+        self._hooks: list[RemovableHandle] = []
         self.names: tuple[str, ...] = tuple(branch.name for branch in self._branches)
         self.not_covered = find_linears(model).not_covered
         for branch in self._branches:
@@ -63,8 +68,14 @@ class BranchAdapter(SiteAdapter):
             if branch.after is not None:
                 self._patches.install(branch.after, AfterOverride(branch.after, site))
 
+        self._hooks = [m.register_forward_pre_hook(_refuse_logits, with_kwargs=True) for m in self._with_routers]
+        if self._branches and all(branch.attention is not None for branch in self._branches):
+            engine.notes["branches"] = "only attentions are branches of this model: its other linears stay dense"
+
     def remove(self) -> None:
         self._patches.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     @override
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
@@ -76,9 +87,13 @@ def _find_branches(model: nn.Module) -> list[Branch]:
     branches = []
     for name, module in model.named_modules():
         layout = layouts.get(type(module).__name__, ())
-        branches += [_make_branch(f"{name}." if name else "", module, part, layers) for part in layout]
+        present = [part for part in layout if part.is_in(module)]
+        branches += [_make_branch(f"{name}." if name else "", module, part, layers) for part in present]
     if not branches:
         layer = type(layers.layers[0]).__name__ if layers.layers else type(model).__name__
+        reason = explain(layer)
+        if reason is not None:
+            raise UnsupportedError(f"sites='branches' does not know {layer}: {reason}")
         raise UnsupportedError(
             f"sites='branches' knows no layout of {layer}, but those of {len(layouts)} other layers; a plugin can add "
             "it through the entry-point group sparsebp.layouts"
@@ -89,13 +104,21 @@ def _find_branches(model: nn.Module) -> list[Branch]:
 def _make_branch(prefix: str, layer: nn.Module, layout: BranchLayout, layers: LayerNumbers) -> Branch:
     name = prefix + layout.core
     parts = []
-    for child in (layout.core, layout.before, layout.after):
+    for child in (layout.core, layout.norm_before(layer), layout.after):
         part = None if child is None else getattr(layer, child, None)
         if child is not None and part is None:
             raise UnsupportedError(f"the layout of {type(layer).__name__} names {child!r}, which is not at {name!r}")
         parts.append(part)
     core, before, after = parts
-    return Branch(name, cast("nn.Module", core), layout.last, before, after, layout.attention, layers.number_of(name))
+    return Branch(name, cast("nn.Module", core), before, after, layout, layers.number_of(name))
+
+
+def _refuse_logits(module: nn.Module, _: object, arguments: Mapping[str, object]) -> None:
+    if arguments.get("output_router_logits"):
+        raise UnsupportedError(
+            f"sites='branches' gives the loss of routers no gradient, which {type(module).__name__} adds with "
+            "output_router_logits: leave it out"
+        )
 
 
 def _check_part(name: str, part: nn.Module) -> None:

@@ -45,6 +45,9 @@ class EngineView(Protocol):
     def probing(self, draw: int = 1, *, feedback: bool = True) -> AbstractContextManager[None]:
         """Return a context in which the policy is applied without side effects."""
 
+    def disabled(self) -> AbstractContextManager[None]:
+        """Return a context in which everything is dense and nothing is counted at sites."""
+
     def short_forward(self, *, num_rows: int | None = None, scale: float = 1.0) -> AbstractContextManager[None]:
         """Return a context that scales the counts at sites during a forward that skips positions or examples."""
 

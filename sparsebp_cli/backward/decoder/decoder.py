@@ -13,10 +13,12 @@ from typing import Any, cast
 from torch import nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, find_layouts
+from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, explain, find_layouts
 from sparsebp_cli.errors import UnsupportedError
 
 SUPPORTED = ("eager", "sdpa")
+# Options of experts' routers: a loss over all positions, and noise that is not drawn again for some of them.
+ROUTER_OPTIONS = ("output_router_logits", "router_jitter_noise", "input_jitter_noise", "jitter_noise")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ def find_decoder(model: nn.Module) -> Decoder:
         raise UnsupportedError(
             f"token selection needs a model of text alone; {_name(causal)} has {type(config).__name__}"
         )
+    refuse_routers(causal, "token selection")
     layouts, numbers = find_layouts(), LayerNumbers(causal)
     layers = []
     for number, module in enumerate(numbers.layers):
@@ -84,11 +87,13 @@ def find_decoder(model: nn.Module) -> Decoder:
         found = next((branch for branch in branches if branch.attention is not None), None)
         core = None if found is None else getattr(module, found.core, None)
         if found is None or found.attention is None or not isinstance(core, nn.Module):
-            raise UnsupportedError(
-                f"token selection does not know {_name(module)}: a plugin can describe its attention, as a tuple of "
-                f"BranchLayout under the entry-point group {GROUP} with the name {_name(module)}"
+            reason = explain(_name(module)) or (
+                "a plugin can describe its attention, as a tuple of BranchLayout under the entry-point group "
+                f"{GROUP} with the name {_name(module)}"
             )
-        norm = getattr(module, found.before) if found.before else None
+            raise UnsupportedError(f"token selection does not know {_name(module)}: {reason}")
+        before = found.norm_before(module)
+        norm = getattr(module, before) if before else None
         arguments = argument_names(module)
         layers.append(Layer(numbers.names[number], module, core, found.attention.fitted(arguments), arguments, norm))
     if not layers:
@@ -96,6 +101,17 @@ def find_decoder(model: nn.Module) -> Decoder:
     decoder = Decoder(causal, cast("Any", causal).get_output_embeddings(), tuple(layers))
     _ = decoder.implementation
     return decoder
+
+
+def refuse_routers(model: nn.Module, what: str) -> None:
+    """Raise :class:`UnsupportedError` if the experts of a model have a loss or noise that depends on all positions."""
+    for module in model.modules():
+        for option in ROUTER_OPTIONS:
+            if getattr(getattr(module, "config", None), option, None):
+                raise UnsupportedError(
+                    f"{what} computes some positions only, and {_name(module)} has {option}, which concerns all of "
+                    "them: set it to 0 or False"
+                )
 
 
 def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
@@ -111,6 +127,12 @@ def refuse_prompt(model: nn.Module, name: str, mode: str) -> None:
 def attention_name(core: nn.Module) -> str | None:
     """Return transformers' name of the attention function, such as sdpa; None if there is none."""
     return getattr(getattr(core, "config", None), "_attn_implementation", None)
+
+
+def dropout_rates(module: nn.Module) -> list[float]:
+    """Return the shares that a module drops out in training, of itself and of functions that it calls."""
+    rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    return [*rates, module.p] if isinstance(module, nn.Dropout) else rates
 
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from sparsebp_cli.backward.decoder.kv_cache import CACHE_NAMES
 from sparsebp_cli.entry_point import entry_points
 from sparsebp_cli.errors import UnsupportedError
@@ -28,12 +30,14 @@ class AttentionLayout:
         cache: The argument of ``forward`` that takes a key/value cache, if it has neither of transformers' names.
         some_queries: Whether its forward can compute the queries of some positions only; not where it takes their
             number from its own input. Such an attention is recomputed whole.
+        any_heads: Whether its forward takes queries of any number of heads.
     """
 
     query: tuple[str, ...]
     key_value: tuple[str, ...]
     cache: str = CACHE_NAMES[0]
     some_queries: bool = True
+    any_heads: bool = True
 
     @property
     def fused(self) -> bool:
@@ -58,24 +62,44 @@ class BranchLayout:
 
     Args:
         core: The attention or MLP.
-        last: The core's last linear, whose output is only added or dropped out.
-        before: The norm whose output the core reads; None: the core reads the residual stream.
+        last: The core's last linear, whose output is only added or dropped out; None, or a child that a core lacks,
+            such as a mixture of experts: there is none.
+        before: The norm whose output the core reads, or names of which the first that the layer has is that norm; None:
+            the core reads the residual stream.
         after: The norm that reads the core's output; None: there is none.
         attention: Its linears; None for a core that computes each position independently, such as an MLP.
+        num_outputs: How many values the core's forward returns, the first of which is added; 0: of an attention 2, else
+            it returns a tensor.
+        is_written: Whether the layer changes the core's output in place.
     """
 
     core: str
-    last: str
-    before: str | None = None
+    last: str | None
+    before: str | tuple[str, ...] | None = None
     after: str | None = None
     attention: AttentionLayout | None = None
+    num_outputs: int = 0
+    is_written: bool = False
+
+    def norm_before(self, layer: nn.Module) -> str | None:
+        """Return the name of the norm whose output the core of a layer reads; None: it reads the residual stream."""
+        names = (self.before,) if isinstance(self.before, str) else self.before or ()
+        found = [name for name in names if hasattr(layer, name)]
+        return next(iter((*found, *names)), None)
+
+    def is_in(self, layer: nn.Module) -> bool:
+        """Whether a layer has the branch; its core is None where the model's configuration leaves it out."""
+        return getattr(layer, self.core, self) is not None
 
 
 _SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))
+_WIDE_NORMS = AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm"))  # over all heads together
+_FIXED_HEADS = AttentionLayout(("q_proj",), ("k_proj", "v_proj"), any_heads=False)
 _PRE_NORM = (
     BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
     BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
 )
+_PRE_NORM_WIDE = (BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_WIDE_NORMS), _PRE_NORM[1])
 _BOTH_NORMS = (
     BranchLayout("self_attn", "o_proj", "input_layernorm", "post_attention_layernorm", _SEPARATE),
     BranchLayout("mlp", "down_proj", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -85,54 +109,112 @@ _ONE_NORM = (  # both branches read it
     BranchLayout("mlp", "down_proj", "input_layernorm"),
 )
 _NORM_AFTER = (
-    BranchLayout(
-        "self_attn",
-        "o_proj",
-        after="post_attention_layernorm",
-        attention=AttentionLayout(("q_proj", "q_norm"), ("k_proj", "v_proj", "k_norm")),
-    ),
+    BranchLayout("self_attn", "o_proj", after="post_attention_layernorm", attention=_WIDE_NORMS),
     BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
 )
+_FOUR_NORMS = (
+    BranchLayout("self_attn", "o_proj", "input_layernorm", "post_self_attn_layernorm", _SEPARATE),
+    BranchLayout("mlp", "down_proj", "post_attention_layernorm", "post_mlp_layernorm"),
+)
+_OWN_NAMES = (
+    BranchLayout("self_attn", "o_proj", "attention_layernorm", attention=_SEPARATE),
+    BranchLayout("mlp", "down_proj", "feedforward_layernorm"),
+)
+_EXPERTS = (  # the core "block_sparse_moe", and beside it an MLP that every position goes through, if there is one
+    BranchLayout("self_attn", "o_proj", "input_layernorm", attention=_SEPARATE),
+    BranchLayout("block_sparse_moe", None, "post_attention_layernorm"),
+    BranchLayout("shared_mlp", "output_linear", "post_attention_layernorm"),
+)
+_LOOSE_MLP = (BranchLayout("self_attn", "out_proj", "self_attn_layer_norm", attention=_FIXED_HEADS),)
 _PRE_NORM_LAYERS = (
     "ArceeDecoderLayer",
+    "AriaTextDecoderLayer",
     "BitNetDecoderLayer",
     "CwmDecoderLayer",
+    "DiffLlamaDecoderLayer",
     "Ernie4_5DecoderLayer",
+    "Ernie4_5_MoeDecoderLayer",
+    "ExaoneMoeDecoderLayer",
     "FlintDecoderLayer",
     "GemmaDecoderLayer",
+    "Glm4MoeDecoderLayer",
     "GlmDecoderLayer",
     "GraniteDecoderLayer",
+    "GraniteSWADecoderLayer",
+    "HYV3DecoderLayer",
     "HeliumDecoderLayer",
     "HunYuanDenseV1DecoderLayer",
     "Jais2DecoderLayer",
+    "LagunaDecoderLayer",
     "LlamaDecoderLayer",
-    "MinistralDecoderLayer",
+    "MellumDecoderLayer",
+    "MiMoV2FlashDecoderLayer",
     "Ministral3DecoderLayer",
+    "MinistralDecoderLayer",
     "MistralDecoderLayer",
+    "MixtralDecoderLayer",
     "NemotronDecoderLayer",
     "OlmoDecoderLayer",
     "Qwen2DecoderLayer",
+    "Qwen2MoeDecoderLayer",
     "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
     "SeedOssDecoderLayer",
     "SmolLM3DecoderLayer",
+    "SolarOpenDecoderLayer",
 )
 _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     **dict.fromkeys(_PRE_NORM_LAYERS, _PRE_NORM),
-    "ApertusDecoderLayer": (
-        BranchLayout("self_attn", "o_proj", "attention_layernorm", attention=_SEPARATE),
-        BranchLayout("mlp", "down_proj", "feedforward_layernorm"),
+    "AfmoeDecoderLayer": (
+        BranchLayout("self_attn", "o_proj", "input_layernorm", "post_attention_layernorm", _SEPARATE),
+        BranchLayout("mlp", "down_proj", "pre_mlp_layernorm", "post_mlp_layernorm"),
+    ),
+    "ApertusDecoderLayer": _OWN_NAMES,
+    "Apertus1p5TextDecoderLayer": _OWN_NAMES,
+    "BioGptDecoderLayer": _LOOSE_MLP,
+    "CodeGenBlock": (  # both branches read one norm
+        BranchLayout("attn", "out_proj", "ln_1", attention=AttentionLayout((), ("qkv_proj",))),
+        BranchLayout("mlp", "fc_out", "ln_1"),
     ),
     "CohereDecoderLayer": _ONE_NORM,
     "Cohere2DecoderLayer": _ONE_NORM,
+    "Cohere2MoeDecoderLayer": _ONE_NORM,
     "Exaone4DecoderLayer": (
         BranchLayout("self_attn", "o_proj", after="post_attention_layernorm", attention=_SEPARATE),
         BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
     ),
+    "FalconDecoderLayer": (
+        BranchLayout(
+            "self_attention",
+            "dense",
+            ("ln_attn", "input_layernorm"),
+            attention=AttentionLayout((), ("query_key_value",), "layer_past"),
+        ),
+        BranchLayout(
+            "mlp", "dense_4h_to_h", ("ln_mlp", "post_attention_layernorm", "input_layernorm"), is_written=True
+        ),
+    ),
+    "FlexOlmoDecoderLayer": _NORM_AFTER,
     "Gemma2DecoderLayer": _BOTH_NORMS,
     "Gemma3DecoderLayer": _BOTH_NORMS,
-    "Glm4DecoderLayer": (
-        BranchLayout("self_attn", "o_proj", "input_layernorm", "post_self_attn_layernorm", _SEPARATE),
-        BranchLayout("mlp", "down_proj", "post_attention_layernorm", "post_mlp_layernorm"),
+    "Glm4DecoderLayer": _FOUR_NORMS,
+    "GPTJBlock": (  # both branches read one norm
+        BranchLayout("attn", "out_proj", "ln_1", attention=_SEPARATE),
+        BranchLayout("mlp", "fc_out", "ln_1"),
+    ),
+    "GptOssDecoderLayer": (_PRE_NORM[0], BranchLayout("mlp", None, "post_attention_layernorm", num_outputs=2)),
+    "GraniteMoeDecoderLayer": _EXPERTS[:2],
+    "GraniteMoeSWADecoderLayer": _EXPERTS,
+    "GraniteMoeSharedDecoderLayer": _EXPERTS,
+    "HyperCLOVAXDecoderLayer": (
+        BranchLayout("self_attn", "o_proj", "input_layernorm", "post_norm1", _SEPARATE),
+        BranchLayout("mlp", "down_proj", "post_attention_layernorm", "post_norm2"),
+    ),
+    "Kolibri1DecoderLayer": _FOUR_NORMS,
+    "MiniMaxM2DecoderLayer": _PRE_NORM_WIDE,
+    "ModernBertDecoderLayer": (
+        BranchLayout("attn", "Wo", "attn_norm", attention=_SEPARATE),
+        BranchLayout("mlp", "Wo", "mlp_norm"),
     ),
     "NanoChatDecoderLayer": (
         _PRE_NORM[0],
@@ -140,6 +222,8 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     ),
     "Olmo2DecoderLayer": _NORM_AFTER,
     "Olmo3DecoderLayer": _NORM_AFTER,
+    "OlmoeDecoderLayer": _PRE_NORM_WIDE,
+    "OPTDecoderLayer": _LOOSE_MLP,
     "PersimmonDecoderLayer": (
         BranchLayout("self_attn", "dense", "input_layernorm", attention=AttentionLayout((), ("query_key_value",))),
         BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm"),
@@ -183,6 +267,72 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("mlp", "c_proj", "ln_2"),
     ),
 }
+
+_ALIBI = "its attention adds a bias for the distance of rows, which rows that are left out would change"
+_COUNTED = "its attention takes positions from the number of its rows, which rows that are left out would change"
+_LATENT = "its cache holds what keys and values are made from, and not keys and values"
+_MIXING = "some of its layers mix neighbouring positions, by a convolution or a recurrence"
+_ENCODER = "its layers are an encoder's: they attend to later positions, and add to the stream inside of their modules"
+_UNFIT = {
+    **dict.fromkeys(("BloomBlock", "MptBlock"), _ALIBI),
+    **dict.fromkeys(("GPTNeoBlock", "Llama4TextDecoderLayer"), _COUNTED),
+    **dict.fromkeys(
+        (
+            "AXK1DecoderLayer",
+            "AXK2DecoderLayer",
+            "DeepseekV2DecoderLayer",
+            "DeepseekV3DecoderLayer",
+            "DeepseekV32DecoderLayer",
+            "Glm4MoeLiteDecoderLayer",
+            "GlmMoeDsaDecoderLayer",
+            "HYV4DecoderLayer",
+            "LongcatFlashDecoderLayer",
+            "MiniCPM3DecoderLayer",
+            "YoutuDecoderLayer",
+        ),
+        _LATENT,
+    ),
+    **dict.fromkeys(
+        (
+            "BailingHybridDecoderLayer",
+            "FalconH1DecoderLayer",
+            "FalconMambaBlock",
+            "InklingDecoderLayer",
+            "JambaAttentionDecoderLayer",
+            "JambaMambaDecoderLayer",
+            "LaraMiniDecoderLayer",
+            "Lfm2DecoderLayer",
+            "Lfm3DecoderLayer",
+            "MambaBlock",
+            "MiniMaxDecoderLayer",
+            "NemotronHBlock",
+            "OlmoHybridAttentionDecoderLayer",
+            "OlmoHybridLinearAttentionDecoderLayer",
+            "Qwen3NextDecoderLayer",
+            "Qwen3_5DecoderLayer",
+            "Qwen3_5MoeDecoderLayer",
+            "Qwen4ExpTextDecoderLayer",
+            "RecurrentGemmaDecoderLayer",
+            "RwkvBlock",
+        ),
+        _MIXING,
+    ),
+    **dict.fromkeys(
+        ("BertLayer", "CamembertLayer", "ElectraLayer", "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer"),
+        _ENCODER,
+    ),
+    "DogeDecoderLayer": "its attention makes a mask of its own from the values",
+    "GPTBigCodeBlock": "its model gives the output of the last layer the shape of all positions",
+    "HrmTextDecoderLayer": "its model runs each layer several times",
+    "JetMoeDecoderLayer": "the queries of its attention are computed by experts",
+    "PhimoeDecoderLayer": "its routers draw experts at random",
+    "XGLMDecoderLayer": "its attention is computed by code of its own",
+}
+
+
+def explain(layer: str) -> str | None:
+    """Return why the layers of a class have no layout; None: that is not known, and a plugin can add one."""
+    return _UNFIT.get(layer)
 
 
 def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:

@@ -38,7 +38,7 @@ class Form(Protocol):
 
 def find_form(selection: type[Selection], grad_NO: Tensor) -> Form | None:
     """Return CUDA's own form for a kind of selection, or None where the form of CPUs is as good."""
-    if not grad_NO.is_cuda or selection not in (Rows, Blocks):
+    if not kernel.is_on_gpu(grad_NO) or selection not in (Rows, Blocks):
         return None
     if kernel.find(grad_NO, multiplies=True) is None:
         return _mask if selection is Blocks else None

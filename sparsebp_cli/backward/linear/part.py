@@ -60,7 +60,8 @@ class PartLinear(Function):
         if kept is not None:
             kept_NR = kept.reshape(-1, kept.shape[-1])
             part_grad = part_wgrad(ctx.form, ctx.part, grad_NO, kept_NR, reference=ctx.reference)
-        return dgrad, part_grad, None, None, None, None, None
+        bias_grad = grad_NO.sum(0) if ctx.needs_input_grad[3] else None
+        return dgrad, part_grad, None, bias_grad, None, None, None
 
 
 def part_wgrad(form: WeightLayout, part: WeightPart, grad_NO: Tensor, kept_NR: Tensor, *, reference: bool) -> Tensor:

@@ -36,6 +36,7 @@ class FlopCount:
         forward: By the innermost running module.
         backward: By the innermost module whose forward created the running node; ``""`` is outside of all modules.
         recomputed: Forwards repeated inside the backward, by module; not part of ``backward``.
+        is_scoring: Whether the forward is computing scores: then a backward inside of it belongs to it.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class FlopCount:
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
         self.recomputed: Counter[str] = Counter()
+        self.is_scoring = False
 
     @property
     def total(self) -> int:
@@ -60,7 +62,7 @@ class FlopCount:
         self.by_operator[operator] += flops
         if modules is None or not flops:
             return
-        if not is_in_backward():
+        if self.is_scoring or not is_in_backward():
             self.forward[modules.current] += flops
         elif modules.is_running:
             self.recomputed[modules.current] += flops

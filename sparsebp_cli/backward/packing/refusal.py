@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.decoder.decoder import ROUTER_OPTIONS
 from sparsebp_cli.backward.observe.internals import is_batch_norm
 from sparsebp_cli.backward.packing.batch import KNOWN
 from sparsebp_cli.errors import UnsupportedError
@@ -31,7 +32,7 @@ def refuse_inexact(model: PreTrainedModel) -> None:
     others = sorted(set(getattr(config.get_text_config(), "layer_types", None) or ()) - LAYERS)
     if others:
         raise UnsupportedError(f"{name} has layers of the type {others[0]}, which mix neighbouring rows")
-    for option in ("output_router_logits", "router_jitter_noise", "jitter_noise"):
+    for option in ROUTER_OPTIONS:
         if getattr(config, option, None):
             raise UnsupportedError(f"{name} has {option}: its routers depend on the whole batch")
     for where, module in model.named_modules():

@@ -35,10 +35,12 @@ from sparsebp_cli.backward.selection.score.scorer import (
     gradient_norm,
     next_tokens,
 )
+from sparsebp_cli.backward.selection.score.token_scores import check_vocabulary, score_reference
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ExampleSelector, Score, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Score, Step, WeightedExamples
 from sparsebp_cli.policy.example import EXAMPLE_ROW
+from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,12 +57,20 @@ _OF_LOSS = ("labels", "num_items_in_batch")
 class ExampleExtension:
     """An example selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
-    Raises :class:`UnsupportedError` unless the model is, or wraps, a transformers model, whose forward computes the
-    loss.
+    ``num_examples`` is the number of rows of the training data, of a policy that reads these. ``reference`` is the
+    model that a policy compares with; None: each batch has the column ``reference_loss``. Raises
+    :class:`UnsupportedError` unless the model is, or wraps, a transformers model, whose forward computes the loss, or
+    if the reference has another vocabulary.
     """
 
     def __init__(
-        self, policy: ExampleSelector, model: nn.Module, states: PolicyStates, num_examples: int | None = None
+        self,
+        policy: ExampleSelector,
+        model: nn.Module,
+        states: PolicyStates,
+        *,
+        num_examples: int | None = None,
+        reference: nn.Module | None = None,
     ) -> None:
         from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
 
@@ -70,23 +80,27 @@ class ExampleExtension:
                 f"{type(policy).__name__} chooses examples in the forward of a transformers model that is given "
                 f"labels, got {type(model).__name__}"
             )
-        self._policy, self._model, self._states, self._patches = policy, found, states, ForwardPatches()
-        self._num_examples = num_examples
+        self.policy, self.model, self.states, self.num_examples = policy, found, states, num_examples
+        self._patches = ForwardPatches()
         head: object = found.get_output_embeddings()
-        self._scorer = Scorer(found, f"{type(policy).__name__}, which scores examples,") if head is not None else None
+        what = f"{type(policy).__name__}, which scores examples,"
+        self.scorer = Scorer(found, what) if head is not None else None  # None for a classification
+        self.compares = isinstance(policy, ReferenceReader) and policy.reads_reference
+        self.reference = None
+        if self.compares and reference is not None:
+            self.reference = Scorer(reference, f"{what} by a reference")
+            check_vocabulary(found, self.reference)
 
     def install(self, engine: EngineView) -> None:
-        self._override = ExamplesOverride(
-            self._model, self._policy, self._scorer, engine, self._states, self._num_examples
-        )
-        self._patches.install(self._model, self._override)
+        self._override = ExamplesOverride(self, engine)
+        self._patches.install(self.model, self._override)
 
     def remove(self) -> None:
         self._patches.remove()
 
     def check_called(self) -> None:
         if not self._override.was_called:
-            refuse_uncalled(self._policy, self._model)
+            refuse_uncalled(self.policy, self.model)
 
     def enable(self, enabled: bool) -> None:
         """Do nothing: the forward reads the engine's state."""
@@ -104,29 +118,21 @@ class ExampleExtension:
 
 
 class ExamplesOverride(ForwardOverride):
-    """The model's ``forward``: its own, on the examples that the policy chooses; ``scorer`` is None for a
-    classification. ``num_examples`` is the number of rows of the training data, of a policy that reads these.
-    """
+    """The model's ``forward``: its own, on the examples that the policy chooses."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        policy: ExampleSelector,
-        scorer: Scorer | None,
-        engine: EngineView,
-        states: PolicyStates,
-        num_examples: int | None,
-    ) -> None:
+    def __init__(self, extension: ExampleExtension, engine: EngineView) -> None:
         self.was_called, self._number, self._is_compared = False, 1, False
-        self._model, self._policy, self._scorer, self._engine = model, policy, scorer, engine
-        self._states, self._num_examples = states, num_examples
-        self._inner: Callable[..., HasLogits] = partial(self.run_covered, model)
+        self._extension, self._engine = extension, engine
+        self._model: PreTrainedModel = extension.model
+        self._policy, self._scorer, self._states = extension.policy, extension.scorer, extension.states
+        self._inner: Callable[..., HasLogits] = partial(self.run_covered, extension.model)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         training = self._model.training and torch.is_grad_enabled()
         if args and args[0] is self._model:  # accelerate's wrapper calls a forward it has wrapped as a method
             args = args[1:]
         row_B = kwargs.pop(EXAMPLE_ROW, None) if self._policy.reads_rows else None
+        reference_BT = kwargs.pop(REFERENCE_COLUMN, None) if self._extension.compares else None
         if self.is_removed or not (training and self._engine.enabled):
             self._number = _count_examples(bind_arguments(self._model, args, kwargs))
             return self._inner(*args, **kwargs)
@@ -146,7 +152,8 @@ class ExamplesOverride(ForwardOverride):
             )
         step, targets_B = self._states.show(self._policy, self._engine.now()), count_targets(labels)
         spent = ScoringCost(labels.device)
-        choice = self._choose(arguments, self._check_rows(row_B, len(labels)), len(labels), step, spent)
+        columns = {EXAMPLE_ROW: self._check_rows(row_B, len(labels)), REFERENCE_COLUMN: reference_BT}
+        choice = self._choose(arguments, columns, len(labels), step, spent)
         if choice is None:
             self._count(targets_B.sum(), targets_B.sum(), len(labels), len(labels), spent)
             return self._inner(**arguments)
@@ -167,15 +174,17 @@ class ExamplesOverride(ForwardOverride):
             return self._run_weighted(chosen, choice, targets if num_items is None else num_items, targets)
 
     def _choose(
-        self, arguments: Arguments, row_B: Tensor | None, number: int, step: Step, spent: ScoringCost
+        self, arguments: Arguments, columns: Arguments, number: int, step: Step, spent: ScoringCost
     ) -> Tensor | WeightedExamples | None:
         """Ask the policy, after the forward for what it reads, whose cost is ``spent``."""
+        row_B = columns[EXAMPLE_ROW]
+        assert row_B is None or isinstance(row_B, Tensor)
         policy, examples = self._policy.at(step), Examples(number, row_B=row_B)
         if row_B is not None:
             self._states.see_scores(self._policy, "example_row", row_B)
         if policy.needs_loss(step):
             with spent:
-                examples = replace(self._score(arguments), row_B=row_B)
+                examples = replace(self._score(arguments, columns[REFERENCE_COLUMN]), row_B=row_B)
             if examples.loss_B is not None:
                 self._states.see_scores(self._policy, "example_loss", examples.loss_B)
             if examples.gradient_norm_B is not None:
@@ -186,7 +195,7 @@ class ExamplesOverride(ForwardOverride):
         """Return the rows of a batch's examples; None unless the policy reads them."""
         if not self._policy.reads_rows:
             return None
-        name, most = type(self._policy).__name__, self._num_examples
+        name, most = type(self._policy).__name__, self._extension.num_examples
         assert most is not None
         if row_B is None:
             raise UsageError(
@@ -229,29 +238,46 @@ class ExamplesOverride(ForwardOverride):
         policy = self._policy.at(step)
         none_B = torch.zeros(number) if policy.needs_loss(step) else None
         row_B = torch.zeros(number, dtype=torch.int64) if policy.reads_rows else None
-        examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, row_B)
+        reference_B = none_B if self._extension.compares else None
+        examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, reference_B, row_B)
         choice = policy.choose(examples, step)
         if choice is None:
             return 1.0
         return len(choice if isinstance(choice, Tensor) else choice.index_K) / number
 
-    def _score(self, arguments: Arguments) -> Examples:
+    def _score(self, arguments: Arguments, reference_BT: object) -> Examples:
         """Return the batch with the scores that the policy reads, of the positions that are scored."""
         labels, policy = _tensor(arguments, "labels"), self._policy.at(self._engine.now())
         length = _length(arguments)
         read = max(2, math.ceil(policy.scored_share * length))
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
         if labels.ndim == 1:
+            if self._extension.compares:
+                raise UnsupportedError(f"{type(self._policy).__name__} compares with a reference language model")
             return self._classify(part, labels, with_norms=policy.reads_gradient_norm)
         assert self._scorer is not None
         next_BT = next_tokens(_tensor(part, "labels"))
         wanted: set[Score] = {"loss", "gradient_norm"} if policy.reads_gradient_norm else {"loss"}
         scores = self._scorer.score(part, next_BT, self._inner, wanted)
-        loss_B, count_B = scores["loss"].sum(1), (next_BT != IGNORED).sum(1)
-        mean_B, has_B = loss_B / count_B.clamp(min=1), count_B > 0
-        others = (mean_B * has_B).sum() / has_B.sum().clamp(min=1)
         norm_B = scores["gradient_norm"].norm(dim=1) if policy.reads_gradient_norm else None
-        return Examples(len(labels), torch.where(has_B, mean_B, others), norm_B)
+        if not self._extension.compares:
+            return Examples(len(labels), _mean(scores["loss"], next_BT), norm_B)
+        if self._extension.reference is not None:
+            reference_BT = score_reference(self._extension.reference, part, next_BT)
+        else:
+            reference_BT = self._check_reference(_cut(REFERENCE_COLUMN, reference_BT, length, read), next_BT)
+        return Examples(len(labels), _mean(scores["loss"], next_BT), norm_B, _mean(reference_BT, next_BT))
+
+    def _check_reference(self, reference_BT: object, next_BT: Tensor) -> Tensor:
+        """Return the losses of the reference that a batch has, 0 where there is no target."""
+        name, wanted = type(self._policy).__name__, tuple(next_BT.shape)
+        if not isinstance(reference_BT, Tensor):
+            raise UsageError(f"{name} reads the column {REFERENCE_COLUMN!r}, and the batch has none")
+        if reference_BT.shape != next_BT.shape:
+            raise UsageError(
+                f"column {REFERENCE_COLUMN!r} must have the labels' shape {wanted}, got {tuple(reference_BT.shape)}"
+            )
+        return reference_BT.float().masked_fill(next_BT == IGNORED, 0.0)
 
     def _classify(self, arguments: Arguments, label_B: Tensor, *, with_norms: bool) -> Examples:
         if label_B.is_floating_point():
@@ -279,6 +305,14 @@ class ExamplesOverride(ForwardOverride):
                 scoring_flops=spent.flops,
             )
         )
+
+
+def _mean(loss_BT: Tensor, next_BT: Tensor) -> Tensor:
+    """Return the mean loss of each example's targets, (B,); of an example without any, the mean of the others."""
+    count_B = (next_BT != IGNORED).sum(1)
+    mean_B, has_B = loss_BT.sum(1) / count_B.clamp(min=1), count_B > 0
+    others = (mean_B * has_B).sum() / has_B.sum().clamp(min=1)
+    return torch.where(has_B, mean_B, others)
 
 
 def _count_examples(arguments: Arguments) -> int:

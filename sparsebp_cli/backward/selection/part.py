@@ -6,7 +6,7 @@ step of the optimizer the leaves, which it trains in their place, are written in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
@@ -57,14 +57,22 @@ class PartExtension:
         _refuse_reentrant(model)
         self.policy, self._model, self._linears, self._states = policy, model, linears, states
         self._swap, self._first = _Swap(optimizer), replace(first, index=0)
-        self._names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # What is frozen in a step: all that the user trains, or weights that the user has frozen already.
+        own = {id(weight_of(module)) for module, _ in linears.values()}
+        self._names = {
+            name: p for name, p in model.named_parameters() if (id(p) in own if policy.of_frozen else p.requires_grad)
+        }
+        self._beside = [p for p in model.parameters() if p.requires_grad] if policy.of_frozen else []
         self._overrides: dict[str, PartOverride] = {}
         self._patches = ForwardPatches()
         self._engine: EngineView | None = None
         self._enabled, self._is_loaded = True, False
-        self._frozen_here: list[nn.Parameter] = []  # those that the user has frozen stay so
+        # Without of_frozen, those that the user has frozen stay so.
+        self._frozen_here: list[nn.Parameter] = list(self._names.values()) if policy.of_frozen else []
         parts = self._choose()
-        for name, part in parts.items():
+        if policy.of_frozen:
+            self._swap.check_begins()
+        for name, part in () if policy.of_frozen else parts.items():
             module, form = linears[name]
             self._swap.check(name, weight_of(module), part.share(*form.by_output(weight_of(module)).shape) == 1.0)
         self._parts = parts
@@ -80,16 +88,22 @@ class PartExtension:
         """Bytes of the gradients of a training step; see
         :class:`~sparsebp_cli.backward.core.extension.CountsGradients`.
         """
-        return sum(each.leaf.nbytes for each in self._overrides.values())
+        return sum(p.nbytes for p in (*self._beside, *(each.leaf for each in self._overrides.values())))
 
     def install(self, engine: EngineView) -> None:
         self._engine = engine  # parts are chosen as the first step starts
+        if self.policy.of_frozen:
+            # All of them, whatever is chosen: so a resumed run has the same numbers of parameters.
+            self._swap.add(self._names.values())
 
     def remove(self) -> None:
         self._write()
         self._remove_parts()
         self.enable(False)
-        self._swap.forget()
+        self._swap.forget(self._names.values() if self.policy.of_frozen else None)
+        if self.policy.of_frozen:
+            for parameter in self._names.values():
+                parameter.requires_grad_(False)
 
     def enable(self, enabled: bool) -> None:
         self._enabled = enabled
@@ -157,7 +171,8 @@ class PartExtension:
     def _choose(self) -> dict[str, WeightPart]:
         weights, name = show_weights(self._model, self._linears), type(self.policy).__name__
         if not weights:
-            raise PolicyError(f"{name}: the model has no linear of whose weight parts can be trained")
+            kind = "frozen linear" if self.policy.of_frozen else "linear"
+            raise PolicyError(f"{name}: the model has no {kind} of whose weight parts can be trained")
         chosen = dict(self.policy.parts(weights, self._states.show(self.policy, self._first)))
         if not chosen:
             raise PolicyError(f"{name} chose no part of any weight, allowed: 1 or more")
@@ -197,9 +212,11 @@ class PartExtension:
     def _describe(self) -> str:
         entries = sum(each.leaf.numel() for each in self._overrides.values())
         total = sum(parameter.numel() for parameter in self._names.values())
+        beside = sum(parameter.numel() for parameter in self._beside)
+        others = f" and {beside:,} others beside them" if beside else ""
         return (
             f"{entries:,} of {total:,} numbers are trained, in {len(self._parts)} of {len(self._linears)} weights of "
-            "linears; clip gradients of the optimizer's parameters, which are the parts, not of the model's"
+            f"linears{others}; clip gradients of the optimizer's parameters, which are the parts, not of the model's"
         )
 
 
@@ -248,6 +265,20 @@ class _Swap:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
+        self._added: list[Tensor] = []
+
+    def check_begins(self) -> None:
+        """Raise :class:`UsageError` if the optimizer has state, which parts that it gets would lack."""
+        if self._optimizer.state:
+            raise UsageError(
+                "the optimizer has state already, and gets parts of frozen weights: attach before its first step"
+            )
+
+    def add(self, weights: Iterable[Tensor]) -> None:
+        """Add weights that the optimizer does not have, as places of their parts; without gradients it skips them."""
+        known = {id(each) for group in self._optimizer.param_groups for each in group["params"]}
+        self._added = [weight for weight in weights if id(weight) not in known]
+        self._optimizer.param_groups[0]["params"].extend(self._added)
 
     def check(self, name: str, weight: Tensor, is_whole: bool) -> None:
         """Raise :class:`UsageError` unless the optimizer trains a weight, and has state of a part of it at most."""
@@ -267,14 +298,22 @@ class _Swap:
         if before in self._optimizer.state:
             self._optimizer.state[after] = self._optimizer.state.pop(before)
 
-    def forget(self) -> None:
-        """Forget the state of all parameters: that of a part has another shape than its weight."""
-        self._optimizer.state.clear()
+    def forget(self, weights: Iterable[Tensor] | None) -> None:
+        """Forget the state of some weights, None: of all, since that of a part has another shape than its weight; and
+        remove what was added.
+        """
+        if weights is None:
+            self._optimizer.state.clear()
+        for weight in weights or ():
+            self._optimizer.state.pop(weight, None)
+        added = {id(weight) for weight in self._added}
+        for group in self._optimizer.param_groups:
+            group["params"][:] = [each for each in group["params"] if id(each) not in added]
 
 
-def find_divisible(model: nn.Module, exclude: Sequence[str] = ()) -> Linears:
+def find_divisible(model: nn.Module, exclude: Sequence[str] = (), *, frozen: bool = False) -> Linears:
     """Return the linears of whose weights parts can be trained, by name: not those that are tied, quantised, sharded,
-    in float8, parametrized or frozen. ``exclude`` has globs over names.
+    in float8, parametrized or frozen; with ``frozen`` those that are. ``exclude`` has globs over names.
     """
     uses: dict[int, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
@@ -282,7 +321,7 @@ def find_divisible(model: nn.Module, exclude: Sequence[str] = ()) -> Linears:
     found = {}
     for name, module, form in find_linears(model, exclude).covered:
         weight = weight_of(module)
-        if weight.requires_grad and uses.get(id(weight)) == 1 and not form.replaces:
+        if weight.requires_grad != frozen and uses.get(id(weight)) == 1 and not form.replaces:
             found[name] = (module, form)
     return found
 

@@ -14,8 +14,9 @@ from transformers.utils.logging import disable_progress_bar
 from sparsebp_cli.bench import Benchmark, Request
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.worker.bench.row import BenchCase, break_evens, make_row, run_interleaved
-from sparsebp_cli.worker.bench.subject import Subject
+from sparsebp_cli.worker.bench.subject import Count, Subject
 from sparsebp_cli.worker.bench.variant import CSR_ALWAYS, CSR_NEVER, Variant
+from sparsebp_cli.worker.compiled import BACKEND
 from sparsebp_cli.worker.environment import describe_environment
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 
@@ -40,13 +41,19 @@ def measure(request: Request, report: Callable[[str, int, int], None]) -> Benchm
         report(what, done, total)
         done += 1
 
-    counts = []
+    # A model of its own: preparing the other for the next variant would compile it again each time.
+    compiled = build_subject(request) if request.compile else subject
+    counts: list[Count] = []
     for variant in variants:
         on_pass(f"counting: {variant.label}")
-        counts.append(subject.count(variant))
+        is_compiled = variant.compiler is not None  # its counts are those of plain PyTorch, the first
+        counts.append(compiled.count_memory(variant, counts[0]) if is_compiled else subject.count(variant))
         done += COUNT_PASSES - 1
     found = run_interleaved(
-        [(subject, variant) for variant in variants], rounds=request.rounds, warmup=request.warmup, on_pass=on_pass
+        [(subject if variant.compiler is None else compiled, variant) for variant in variants],
+        rounds=request.rounds,
+        warmup=request.warmup,
+        on_pass=on_pass,
     )
     report("summing up", total, total)
     rows = [
@@ -88,6 +95,8 @@ def list_cases(request: Request) -> list[BenchCase]:
     """Return plain PyTorch, the other variants that keep all gradients, then every form at every share."""
     sites = list(dict.fromkeys(form.site for form in request.forms))
     found = [BenchCase(Variant("plain PyTorch"))]
+    if request.compile:
+        found.append(BenchCase(Variant("plain PyTorch, compiled", compiler=BACKEND)))
     if "branches" in sites:
         found.append(BenchCase(Variant("full checkpointing", checkpointing="full")))
     found += [BenchCase(Variant("dense, engine", site, exclude=request.exclude)) for site in sites]

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertForMaskedLM,
     LlamaConfig,
     LlamaForSequenceClassification,
-    OPTConfig,
-    OPTForCausalLM,
     PaliGemmaConfig,
     PaliGemmaForConditionalGeneration,
+    PreTrainedModel,
 )
 
 import sparsebp_cli as sbp
@@ -26,13 +29,57 @@ from tests.backward.families import tiny_decoder
 from .case import Marked, make_batch, random_ids
 from .test_families import decoder
 
+BART = BartConfig(vocab_size=64, d_model=32, decoder_ffn_dim=48, decoder_layers=1, decoder_attention_heads=4)
+TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+
 
 def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs() -> None:
-    config = OPTConfig(
-        vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
-    )
-    with pytest.raises(UnsupportedError, match=r"does not know OPTDecoderLayer: .* BranchLayout .*sparsebp\.layouts"):
-        sbp.attach(OPTForCausalLM(config), [Marked()])
+    with pytest.raises(UnsupportedError, match=r"does not know BartDecoderLayer: .* BranchLayout .*sparsebp\.layouts"):
+        sbp.attach(BartForCausalLM(BART), [Marked()])
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        ("bloom", {"n_head": 4}, "a bias for the distance of rows"),
+        ("gpt_neo", {"num_layers": 1, "num_heads": 4, "attention_types": [[["global"], 1]]}, "the number of its rows"),
+        ("mamba", {"state_size": 4}, "mix neighbouring positions"),
+        ("xglm", {"d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}, "code of its own"),
+    ],
+)
+def test_an_architecture_that_cannot_have_a_layout_is_refused_with_the_reason(
+    family: str, options: dict[str, Any], reason: str
+) -> None:
+    model = tiny(family, **options)
+    with pytest.raises(UnsupportedError, match=f"token selection does not know .*{reason}"):
+        sbp.attach(model, [Marked()])
+    with pytest.raises(UnsupportedError, match=f"sites='branches' does not know .*{reason}"):
+        sbp.attach(model, [sbp.make_policy("topk", keep=0.5, along="rows")], sites="branches")
+
+
+def test_a_bias_for_the_distance_of_rows_is_refused_where_only_some_models_of_a_class_have_it() -> None:
+    model, batch = tiny("falcon", alibi=True, parallel_attn=False, multi_query=False), make_batch("scattered")
+    with sbp.attach(model, [Marked()]), pytest.raises(UnsupportedError, match="it takes alibi"):
+        model(**batch.arguments)
+
+
+@pytest.mark.parametrize("option", [{"output_router_logits": True}, {"router_jitter_noise": 0.1}])
+@pytest.mark.parametrize("sites", ["linears", "branches"])
+def test_a_loss_and_noise_of_routers_are_refused_before_and_in_the_forward(option: dict[str, Any], sites: Any) -> None:
+    policy: Any = Marked() if sites == "linears" else sbp.make_policy("topk", keep=0.5, along="rows")
+    with pytest.raises(UnsupportedError, match=f"MixtralForCausalLM has {next(iter(option))}"):
+        sbp.attach(tiny("mixtral", num_local_experts=4, **option), [policy], sites=sites)
+    model, batch = tiny("mixtral", num_local_experts=4), make_batch("scattered")
+    with sbp.attach(model, [policy], sites=sites):
+        given = batch.arguments if sites == "linears" else batch.inputs
+        with pytest.raises(UnsupportedError, match="output_router_logits"):
+            model(**given, output_router_logits=True)
+
+
+def tiny(family: str, **options: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(TEXT | options)))
+    model.train()
+    return model
 
 
 def pictured() -> PaliGemmaForConditionalGeneration:

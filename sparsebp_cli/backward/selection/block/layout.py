@@ -25,11 +25,15 @@ class BlockLayout:
         parts: The modules that compute what is added to the residual stream, in order; a norm of the stream itself,
             after the addition, is none of them. The first one names the block.
         before: The one of them that precedes the first; None: there is none.
+        num_outputs: How many values the first one returns, where that is no tensor: the first of them and others.
+        is_written: Whether the layer changes the block's output in place.
     """
 
     kind: Literal["attention", "mlp"]
     parts: tuple[str, ...]
     before: str | None = None
+    num_outputs: int = 0
+    is_written: bool = False
 
     def role(self, path: str) -> Role:
         """Return what one of the parts is."""
@@ -51,6 +55,8 @@ class BlockPart:
         kind: What the blocks are; of several, the first one.
         role: The attention or MLP itself, the norm before it, or what reads its output.
         is_last: Whether its output is what the layer adds to the residual stream.
+        num_outputs: How many values it returns; 0: it returns a tensor.
+        is_written: Whether the layer changes its output in place.
     """
 
     name: str
@@ -59,10 +65,12 @@ class BlockPart:
     kind: Literal["attention", "mlp"]
     role: Role
     is_last: bool
+    num_outputs: int = 0
+    is_written: bool = False
 
 
 _BERT = (
-    BlockLayout("attention", ("attention.self", "attention.output.dense")),
+    BlockLayout("attention", ("attention.self", "attention.output.dense"), num_outputs=2),
     BlockLayout("mlp", ("intermediate", "output.dense")),
 )
 # Encoders whose layers add inside of their modules, so that a branch is no chain of the layer's children. The rest is
@@ -72,7 +80,10 @@ _ENCODERS: dict[str, tuple[BlockLayout, ...]] = {
     "RobertaLayer": _BERT,
     "XLMRobertaLayer": _BERT,
     "ElectraLayer": _BERT,
-    "TransformerBlock": (BlockLayout("attention", ("attention",)), BlockLayout("mlp", ("ffn",))),  # DistilBERT
+    "TransformerBlock": (
+        BlockLayout("attention", ("attention",), num_outputs=2),
+        BlockLayout("mlp", ("ffn",)),
+    ),  # DistilBERT
 }
 
 
@@ -82,18 +93,22 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
     Raises :class:`UnsupportedError` that names ``asker`` if the model has no layers, or some of unknown layout.
     """
     layers = LayerNumbers(model)
-    layouts = _ENCODERS | {name: tuple(map(_of_branch, branches)) for name, branches in find_layouts().items()}
+    branches = find_layouts()
     if not layers.layers:
         raise UnsupportedError(f"{asker} drops residual blocks of layers, and {type(model).__name__} has none")
     blocks: list[ResidualBlock] = []
     found: dict[nn.Module, tuple[str, set[str], BlockLayout, str]] = {}
     for number, (name, layer) in enumerate(zip(layers.names, layers.layers, strict=True)):
-        layout = layouts.get(type(layer).__name__)
+        kind = type(layer).__name__
+        of_branches = [_of_branch(branch, layer) for branch in branches.get(kind, ()) if branch.is_in(layer)]
+        layout = of_branches or _ENCODERS.get(kind)
         if layout is None:
             raise UnsupportedError(
-                f"{asker} does not know the residual blocks of {type(layer).__name__}; known: "
-                f"{', '.join(sorted(layouts))}; others come through the entry-point group {GROUP}"
+                f"{asker} does not know the residual blocks of {kind}; known: "
+                f"{', '.join(sorted(_ENCODERS | branches))}; others come through the entry-point group {GROUP}"
             )
+        if all(block.kind == "attention" for block in layout):
+            raise UnsupportedError(f"{asker} drops residual blocks, and the MLP of {kind} is no module of its own")
         for block in layout:
             parts = dict(_find_parts(name, layer, block))
             first = _name_of(block, parts)
@@ -101,7 +116,16 @@ def find_blocks(model: nn.Module, asker: str) -> tuple[tuple[ResidualBlock, ...]
             for path, (part_name, module) in zip(block.parts, parts.items(), strict=True):
                 found.setdefault(module, (part_name, set(), block, path))[1].add(first)
     parts_found = tuple(
-        BlockPart(name, module, frozenset(names), block.kind, block.role(path), block.is_last(path))
+        BlockPart(
+            name,
+            module,
+            frozenset(names),
+            block.kind,
+            block.role(path),
+            block.is_last(path),
+            block.num_outputs if path == block.parts[0] else 0,
+            block.is_written and block.is_last(path),
+        )
         for module, (name, names, block, path) in found.items()
     )
     return tuple(blocks), parts_found
@@ -121,10 +145,12 @@ def refuse_norms_of_the_stream(model: nn.Module, asker: str) -> None:
             )
 
 
-def _of_branch(branch: BranchLayout) -> BlockLayout:
-    parts = (branch.core, branch.before, branch.after)
-    kind: Literal["attention", "mlp"] = "mlp" if branch.attention is None else "attention"
-    return BlockLayout(kind, tuple(part for part in parts if part is not None), branch.before)
+def _of_branch(branch: BranchLayout, layer: nn.Module) -> BlockLayout:
+    before = branch.norm_before(layer)
+    parts = tuple(part for part in (branch.core, before, branch.after) if part is not None)
+    if branch.attention is None:
+        return BlockLayout("mlp", parts, before, branch.num_outputs, branch.is_written)
+    return BlockLayout("attention", parts, before, branch.num_outputs or 2, branch.is_written)
 
 
 def _find_parts(prefix: str, layer: nn.Module, block: BlockLayout) -> Iterator[tuple[str, nn.Module]]:

@@ -16,15 +16,16 @@ from sparsebp_cli.errors import UnsupportedError
 
 def skip(part: BlockPart, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
     """Return what adds nothing to the residual stream, in the form that the module returns: a norm before the block its
-    own input, the others zeros, which take no memory. An attention returns its weights beside its output."""
+    own input, the others zeros, which take no memory unless the layer writes to them. None is beside them where the
+    module returns more, as an attention does its weights."""
     given = (*args, kwargs.get("hidden_states"), *kwargs.values())
     hidden_BTD = next((value for value in given if isinstance(value, Tensor)), None)
     if hidden_BTD is None:
         raise UnsupportedError(f"{part.name!r} gets no tensor, so it is not known what it adds to the residual stream")
     if part.role == "before":
         return hidden_BTD
-    zeros_BTD = hidden_BTD.new_zeros(()).expand(hidden_BTD.shape)
-    return (zeros_BTD, None) if part.role == "core" and part.kind == "attention" else zeros_BTD
+    zeros_BTD = hidden_BTD.new_zeros(hidden_BTD.shape if part.is_written else ()).expand(hidden_BTD.shape)
+    return (zeros_BTD, *[None] * (part.num_outputs - 1)) if part.num_outputs else zeros_BTD
 
 
 def scale(part: BlockPart, output: Any, factor: float) -> Any:

@@ -1,4 +1,4 @@
-"""Time and FLOPs of forwards that run only to compute scores."""
+"""Time and FLOPs of what runs only to compute scores."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ class ScoringCost:
     def __enter__(self) -> Self:
         """Start."""
         count = counting_now()
+        if count is not None:
+            count.is_scoring = True
         self._before = 0 if count is None else count.total
         self._start = self._now()
         return self
@@ -32,6 +34,8 @@ class ScoringCost:
     ) -> None:
         """Stop."""
         count = counting_now()
+        if count is not None:
+            count.is_scoring = False
         self.seconds = self._now() - self._start
         self.flops = 0 if count is None else count.total - self._before
 

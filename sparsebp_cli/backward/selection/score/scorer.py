@@ -1,4 +1,4 @@
-"""Loss and entropy of every target, by a forward without gradients and without dropout.
+"""Scores of every target, by a forward without dropout and, but for ``last_gradient``, without gradients.
 
 The head runs for targets only, and for a limited number at a time, so that the logits stay small. The model's own
 forward runs it, whatever it does to the logits (soft capping, scaling): meanwhile, the layers below the head are
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Protocol
 
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from sparsebp_cli.backward.decoder.decoder import Decoder
 from sparsebp_cli.backward.patch.forward import replace_forwards
+from sparsebp_cli.backward.selection.score.layer_scores import INSIDE, LayerScores
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Score
 
@@ -37,13 +39,14 @@ class HasLogits(Protocol):
 class Scorer:
     """Scores the targets of batches with one model.
 
-    ``what`` names the policy that needs the scores and starts the text of errors. Raises :class:`UnsupportedError`
+    ``what`` names the policy that needs the scores and starts the text of errors. ``decoder`` is the same model, for
+    scores that are known inside of its layers. Raises :class:`UnsupportedError`
     unless the model is a transformers model with a language-modelling head and ``logits_to_keep``.
     """
 
     model: nn.Module
 
-    def __init__(self, model: nn.Module, what: str) -> None:
+    def __init__(self, model: nn.Module, what: str, decoder: Decoder | None = None) -> None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         base = getattr(model, getattr(model, "base_model_prefix", "") or "-", None)
         accepted = inspect.signature(type(model).forward).parameters
@@ -52,7 +55,7 @@ class Scorer:
                 f"{what} needs a transformers model with a language-modelling head and logits_to_keep, "
                 f"got {type(model).__name__}"
             )
-        self.model, self._what, self._base = model, what, base
+        self.model, self._what, self._base, self._decoder = model, what, base, decoder
         decoder = getattr(model, "get_decoder", lambda: None)()  # some forwards call the base's decoder directly
         self._bases = [base, *(module for module in base.modules() if module is decoder and module is not base)]
         self.num_tokens: int = head.weight.shape[0]
@@ -70,17 +73,40 @@ class Scorer:
         ``next_BT`` is the token that each position predicts, -100 for none; labels among the arguments are ignored.
         """
         target_N = next_BT.flatten()
+        by_logits = [name for name in wanted if name in _SCORES]
         found: dict[Score, Tensor] = {
-            name: torch.zeros(target_N.shape, dtype=torch.float32, device=target_N.device) for name in wanted
+            name: torch.zeros(target_N.shape, dtype=torch.float32, device=target_N.device) for name in by_logits
         }
+        layers = self._watch(arguments, next_BT, wanted)
         with torch.no_grad(), evaluating(self.model):
-            hidden_ND = self._hidden(arguments, forward)
+            with nullcontext() if layers is None else layers.watching(arguments):
+                hidden_ND = self._hidden(arguments, forward)
             rows = (target_N != IGNORED).nonzero()[:, 0]
-            for row_K in torch.split(rows, self._most_rows):
-                logits_KV = self._logits(hidden_ND[row_K], forward)
+            differentiates = layers is not None and layers.differentiates
+            grad_ND = torch.zeros_like(hidden_ND) if differentiates else None
+            for row_K in torch.split(rows, self._most_rows) if by_logits or differentiates else ():
+                hidden_KD = hidden_ND[row_K].detach()
+                with torch.set_grad_enabled(differentiates):
+                    logits_KV = self._logits(hidden_KD.requires_grad_(differentiates), forward)
+                    if grad_ND is not None:
+                        loss = nn.functional.cross_entropy(logits_KV, target_N[row_K], reduction="sum")
+                        (grad_ND[row_K],) = torch.autograd.grad(loss, hidden_KD)
                 for name, score_N in found.items():
-                    score_N[row_K] = _SCORES[name](logits_KV, target_N[row_K])
+                    score_N[row_K] = _SCORES[name](logits_KV.detach(), target_N[row_K])
+            if layers is not None:
+                if grad_ND is not None:
+                    layers.differentiate(hidden_ND, grad_ND)
+                found |= {
+                    name: score_BT.masked_fill(next_BT == IGNORED, 0.0) for name, score_BT in layers.found.items()
+                }
         return {name: score_N.view(next_BT.shape) for name, score_N in found.items()}
+
+    def _watch(self, arguments: Mapping[str, object], next_BT: Tensor, wanted: Collection[Score]) -> LayerScores | None:
+        """Return what reads those scores that are known inside of the layers; None if none is wanted."""
+        if not INSIDE & set(wanted):
+            return None
+        assert self._decoder is not None
+        return LayerScores(self._decoder, wanted, real_positions(arguments, next_BT))
 
     def _hidden(self, arguments: Mapping[str, object], forward: Callable[..., HasLogits]) -> Tensor:
         """Return the input of the head, (N, D)."""
@@ -99,7 +125,8 @@ class Scorer:
                 f"{self._what} needs a model whose forward calls its base, {type(self.model).__name__} does not"
             )
         self._base, hidden = kept[-1]  # the outermost module ends last
-        return hidden.flatten(0, -2)
+        with torch.set_grad_enabled(hidden.requires_grad):
+            return hidden.flatten(0, -2)
 
     def _logits(self, hidden_KD: Tensor, forward: Callable[..., HasLogits]) -> Tensor:
         """Return the logits of some rows, (K, V), float32."""
@@ -109,6 +136,14 @@ class Scorer:
                 input_ids=torch.zeros(1, len(hidden_KD), dtype=torch.int64, device=hidden_KD.device)
             ).logits[0]
         return logits.float()
+
+
+def real_positions(arguments: Mapping[str, object], like_BT: Tensor) -> Tensor:
+    """Return which positions are not padding, as a boolean (B, T); only a two-dimensional ``attention_mask`` tells."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        return mask != 0
+    return torch.ones_like(like_BT, dtype=torch.bool)
 
 
 def next_tokens(labels_BT: Tensor) -> Tensor:

@@ -5,55 +5,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.core.report import Chosen
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
-from sparsebp_cli.backward.selection.score.scorer import HasLogits, Scorer, next_tokens
+from sparsebp_cli.backward.selection.score.layer_scores import INSIDE
+from sparsebp_cli.backward.selection.score.scorer import HasLogits, Scorer, next_tokens, real_positions
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 from sparsebp_cli.policy import Score, Step, TokenChoice, Tokens, TokenSelector
+from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
     from sparsebp_cli.backward.core.policy_state import PolicyStates
+    from sparsebp_cli.backward.decoder.decoder import Decoder
 
-REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
-OWN_SCORES: frozenset[Score] = frozenset({"loss", "entropy", "gradient_norm"})
+OWN_SCORES: frozenset[Score] = INSIDE.union(("loss", "entropy", "gradient_norm"))
 
 
 class TokenChooser:
     """Builds a selector's input from the model's arguments, and calls the selector.
 
-    ``model`` has its head and no DDP wrapper. ``reference`` computes ``reference_loss``; None: the batch has it as a
-    column. Raises :class:`UnsupportedError` if a model cannot be scored, or the reference has another vocabulary.
+    ``decoder`` is the model without a DDP wrapper. ``reference`` computes ``reference_loss``; None: the batch has it as
+    a column. Raises :class:`UnsupportedError` if a model cannot be scored, or the reference has another vocabulary.
     """
 
     def __init__(
         self,
         policy: TokenSelector,
-        model: nn.Module,
+        decoder: Decoder,
         states: PolicyStates,
         reference: nn.Module | None = None,
     ) -> None:
         what = f"{type(policy).__name__}, which scores tokens,"
         self._policy, self._has_schedule, self._states = policy, bool(policy.schedules), states
         self._count: Callable[[Chosen], None] = _forget
-        self._scorer = Scorer(model, what) if policy.needs & OWN_SCORES else None
+        # While a score is differentiated, the engine is disabled, so that no site counts this backward.
+        self._disabled: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._scorer = Scorer(decoder.model, what, decoder) if policy.needs & OWN_SCORES else None
         self._needs_reference = "reference_loss" in policy.needs
         self._reads = policy.reads
         self._reference = None
         if self._needs_reference and reference is not None:
             self._reference = Scorer(reference, f"{what} by a reference")
-            check_vocabulary(model, self._reference)
+            check_vocabulary(decoder.model, self._reference)
         by_batch = self._needs_reference and self._reference is None
         self.columns: frozenset[str] = self._reads | (frozenset({REFERENCE_COLUMN}) if by_batch else frozenset())
 
     def install(self, engine: EngineView) -> None:
         """Count choices with this engine; before, nothing is counted."""
         self._count = engine.add_chosen
+        if "last_gradient" in self._policy.needs:
+            self._disabled = engine.disabled
 
     def choose(
         self, arguments: Mapping[str, object], plain_forward: Callable[..., HasLogits], step: Step
@@ -68,11 +74,12 @@ class TokenChooser:
         if self._scorer is not None or self._reference is not None:
             with cost:
                 if self._scorer is not None:
-                    scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
+                    with self._disabled():
+                        scores |= self._scorer.score(own, next_BT, plain_forward, self._policy.needs & OWN_SCORES)
                     if "loss" in scores:
                         self._states.see_scores(self._policy, "token_loss", scores["loss"])
                 if self._reference is not None:
-                    scores["reference_loss"] = self._score_reference(self._reference, own, next_BT)
+                    scores["reference_loss"] = score_reference(self._reference, own, next_BT)
         if self._needs_reference and self._reference is None:
             scores["reference_loss"] = _tensor(arguments, REFERENCE_COLUMN).float().masked_fill(~target_BT, 0.0)
         columns = {name: _tensor(arguments, name) for name in self._reads}
@@ -96,22 +103,6 @@ class TokenChooser:
             if shape != wanted:
                 raise UsageError(f"column {name!r} must have the labels' shape {wanted}, got {shape}")
 
-    @staticmethod
-    def _score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Tensor) -> Tensor:
-        if arguments.get("input_ids") is None:
-            raise UsageError("a reference model reads input_ids: the batch has none")
-        names = ("input_ids", "attention_mask", "position_ids")
-        known = {name: arguments[name] for name in names if arguments.get(name) is not None}
-        return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]
-
-
-def real_positions(arguments: Mapping[str, object], like_BT: Tensor) -> Tensor:
-    """Return which positions are not padding, as a boolean (B, T); only a two-dimensional ``attention_mask`` tells."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        return mask != 0
-    return torch.ones_like(like_BT, dtype=torch.bool)
-
 
 def _tensor(arguments: Mapping[str, object], name: str) -> Tensor:
     value = arguments[name]
@@ -121,6 +112,15 @@ def _tensor(arguments: Mapping[str, object], name: str) -> Tensor:
 
 def _forget(_: Chosen) -> None:
     """Ignore a count."""
+
+
+def score_reference(scorer: Scorer, arguments: Mapping[str, object], next_BT: Tensor) -> Tensor:
+    """Return a reference model's loss of each target of a batch, (B, T), 0 elsewhere."""
+    if arguments.get("input_ids") is None:
+        raise UsageError("a reference model reads input_ids: the batch has none")
+    names = ("input_ids", "attention_mask", "position_ids")
+    known = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    return scorer.score(known, next_BT, scorer.model, {"loss"})["loss"]
 
 
 def check_vocabulary(model: nn.Module, reference: Scorer) -> None:

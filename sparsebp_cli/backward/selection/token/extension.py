@@ -81,7 +81,8 @@ _NO_LABELS = (
     "{} chooses positions by the labels, and the model was called in training without any: pass labels, or give them "
     "by engine.columns(labels=...) where your own loss takes them out of the batch, or use engine.disabled()"
 )
-_UNKNOWN = (*CACHE_NAMES, "output_hidden_states", "output_attentions", "logits_to_keep", "shift_labels")
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+_UNKNOWN = (*CACHE_NAMES, *_OUTPUTS, "logits_to_keep", "shift_labels")
 
 
 @final
@@ -301,5 +302,5 @@ def make_extensions(
     if isinstance(policy, ScoredTokenSelector) and policy.mode != "exact" and policy.carry == "trained":
         refuse_prompt(model, type(policy).__name__, policy.mode)
     scores = reference if isinstance(reference, nn.Module) else None
-    chooser = TokenChooser(policy, decoder.model, states, scores)
+    chooser = TokenChooser(policy, decoder, states, scores)
     return [TokenExtension(policy, decoder, chooser, f"{name}." if name else "")]

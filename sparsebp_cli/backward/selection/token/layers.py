@@ -20,7 +20,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, without_checkpointing
+from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, dropout_rates, without_checkpointing
 from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, is_filled, skip_outputs
 from sparsebp_cli.backward.observe.internals import run_checkpointed
 from sparsebp_cli.backward.patch.forward import replace_forwards, uncompiled
@@ -56,7 +56,7 @@ class LayerStack:
         with replace_forwards([*replacements, *others]), without_checkpointing(*modules):
             yield
 
-    def _run(self, number: int, *args: object, **kwargs: object) -> Tensor:
+    def _run(self, number: int, *args: object, **kwargs: object) -> Tensor | tuple[Tensor, None]:
         layer = self._decoder.layers[number]
         arguments = dict(zip(layer.argument_names, args, strict=False)) | kwargs
         hidden = arguments.pop(layer.argument_names[0])
@@ -80,7 +80,8 @@ class LayerStack:
         once = run.last if is_last else run.middle
         hidden = run.checkpointed(once, hidden) if self._again[number] else once(hidden)
         self._dropped = run.after
-        return self._spread(hidden) if is_last else hidden
+        output = self._spread(hidden) if is_last else hidden
+        return (output, None) if run.returns_tuple else output
 
     def _has_same(self, arguments: dict[str, object]) -> bool:
         """Whether a layer gets the very objects that the layer before it got."""
@@ -154,6 +155,7 @@ class LayerRun:
     dropped: Tensor | None  # the dropped rows before the layer
     after: Tensor | None = None  # the dropped rows after it
     remembered: KeysValues | None = None  # keys and values of dropped rows, if the layer may run again
+    returns_tuple: bool = False  # whether its forward returns the hidden states and something else
     _remembers: bool = False
 
     def checkpointed(self, run: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -199,8 +201,10 @@ class LayerRun:
     def _call(self, hidden: Tensor, arguments: dict[str, object], cache: object) -> Tensor:
         module, layer = self.layer.module, self.layer
         arguments = {**arguments, layer.argument_names[0]: hidden, layer.attention.cache: cache}
-        output: Tensor = type(module).forward(module, **arguments)
-        return output
+        output = type(module).forward(module, **arguments)
+        self.returns_tuple = isinstance(output, tuple)
+        hidden_states: Tensor = output[0] if isinstance(output, tuple) else output
+        return hidden_states
 
     def _capture(self, hidden: Tensor, view: AttentionView) -> KeysValues:
         """Return keys and values of some rows, without running the rest of the layer."""
@@ -270,9 +274,7 @@ def no_graph(device: torch.device) -> Iterator[None]:
 
 def has_dropout(module: nn.Module) -> bool:
     """Return whether a layer has dropout in training."""
-    rates = [m.p for m in module.modules() if isinstance(m, nn.Dropout)]
-    rates += [getattr(m, "attention_dropout", 0.0) for m in module.modules()]
-    return any(isinstance(rate, float) and rate > 0.0 for rate in rates)
+    return any(rate > 0.0 for part in module.modules() for rate in dropout_rates(part))
 
 
 def narrows(decoder: Decoder, plan: RowPlan) -> bool:

@@ -1,5 +1,5 @@
 // A CUDA device that does nothing: fake tensors, which hold no data, need a device guard and CUDA's hooks all the same,
-// and a PyTorch that was built for CPUs has neither. Loaded before torch is imported (see fake_cuda.py).
+// and a PyTorch that was built for CPUs has neither. Loaded before torch is imported (see guard.py).
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 

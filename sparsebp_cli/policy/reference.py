@@ -1,0 +1,37 @@
+"""Policies that compare the model's losses with those of a reference model: their options."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from sparsebp_cli.policy.contract import Policy
+
+REFERENCE_COLUMN = "reference_loss"  # (B, T) float32: the loss of the token that each position predicts
+
+
+class ReferenceReader(Policy):
+    """A policy that may compare with a reference model: derive from the kind and from this class. The engine implements
+    the two options. In a loop of the user's own the model is ``attach(reference=...)``."""
+
+    reference: str | None = Field(
+        None, description="Model, by name or path, whose loss of each token is the score reference_loss."
+    )
+    reference_scores: Literal["cached", "fly"] = Field(
+        "cached",
+        description="cached: the reference scores the training data once, and the scores are stored on disk; fly: it "
+        "scores each batch when the batch is trained on.",
+    )
+
+    @property
+    @abstractmethod
+    def reads_reference(self) -> bool:
+        """Whether the losses of the reference are read with these options."""
+
+    @model_validator(mode="after")
+    def _has_reference(self) -> Self:
+        if self.reference is not None and not self.reads_reference:
+            raise ValueError("reference is not read by any score that these options use: leave it out")
+        return self

@@ -1,0 +1,70 @@
+"""The gradient that token selection is defined to have, by PyTorch's own backward and hooks; no layout is read."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from sparsebp_cli.backward.decoder.layers import LayerNumbers
+from sparsebp_cli.policy.token import TokenMode
+
+from .case import Batch, Outcome, plain_step
+
+
+def cut(x: Tensor, carries: Tensor) -> Tensor:
+    """Return the same values, constants where positions carry no gradient; ``carries`` broadcasts to ``x``."""
+    return torch.where(carries, x, x.detach())
+
+
+@contextmanager
+def constant_keys(model: nn.Module, carries_BT: Tensor) -> Iterator[None]:
+    """Detach keys and values of positions that carry no gradient, where the attention function reads them."""
+    carries, calls = carries_BT[:, None, :, None], []
+
+    def wrap(function: Any, first: int) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(function)
+            keys, values = (cut(x, carries) for x in args[first : first + 2])
+            return function(*args[:first], keys, values, *args[first + 2 :], **kwargs)
+
+        return run
+
+    module = sys.modules[type(LayerNumbers(model).layers[0]).__module__]
+    functions = [(nn.functional, "scaled_dot_product_attention", 1), (module, "eager_attention_forward", 2)]
+    with ExitStack() as stack:
+        for owner, name, first in functions:
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), first)))
+        yield
+    assert len(calls) >= len(LayerNumbers(model).layers)
+
+
+@contextmanager
+def constant_inputs(model: nn.Module, carries_BT: Tensor) -> Iterator[None]:
+    """Detach the input of every layer at positions that carry no gradient."""
+
+    def stop(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (cut(args[0], carries_BT[..., None]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": cut(kwargs["hidden_states"], carries_BT[..., None])}
+
+    handles = [layer.register_forward_pre_hook(stop, with_kwargs=True) for layer in LayerNumbers(model).layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def step_by_definition(model: nn.Module, batch: Batch, mode: TokenMode) -> Outcome:
+    """Run one step with a label for trained positions alone, and with what the mode makes constant."""
+    if mode == "exact":
+        return plain_step(model, batch)
+    with (constant_keys if mode == "detach" else constant_inputs)(model, batch.carries):
+        return plain_step(model, batch)
