@@ -188,11 +188,18 @@ def write_data(tasks: list[Task]) -> str:
 
 def cost_of(task: Task, group: dict[str, Any]) -> float:
     """Return what a run of a group costs, in dense steps of the task's own batch."""
-    training = group["recipe"]["training"]
-    batch = next(g for g in task.comparison["groups"] if g["label"] == "dense")["recipe"]["training"]
-    share = training["per_device_train_batch_size"] / batch["per_device_train_batch_size"]
-    cost = (group["speed"]["step_cost"] or {"median": 1.0})["median"]
-    return float(training["max_steps"] * cost * share)
+    dense = next(g for g in task.comparison["groups"] if g["label"] == "dense")
+    return float(group["recipe"]["training"]["max_steps"] * units_of(group) / units_of(dense))
+
+
+def units_of(group: dict[str, Any]) -> float:
+    """Return what a step of a group costs, in dense forwards and backwards of one example, as a study's budget counts:
+    the passes by the probes, and the update by its share of the passes' time in the same runs."""
+    speed = group["speed"]
+    update = speed["optimizer"]["median"] / (speed["forward"]["median"] + speed["backward"]["median"])
+    cost = (speed["step_cost"] or {"median": 1.0})["median"]  # passes (1 + update) / (1 + passes update)
+    passes = cost / (1.0 + update - cost * update)
+    return float(group["recipe"]["training"]["per_device_train_batch_size"] * passes * (1.0 + update))
 
 
 def make_row(task: Task, group: dict[str, Any]) -> dict[str, Any]:
