@@ -116,7 +116,7 @@ def test_in_every_family_a_skipped_block_is_one_whose_output_is_zero(family: str
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "falcon", "granitemoeshared"])
-def test_where_a_layer_writes_to_an_output_or_takes_it_from_a_tuple_a_skipped_block_adds_nothing(family: str) -> None:
+def test_a_skipped_block_adds_nothing_to_an_output_in_place_or_in_a_tuple(family: str) -> None:
     policy, sizes = Skipping(texts=("0.mlp", "0.block_sparse_moe")), {"hidden_size": 32, "num_attention_heads": 4}
     sizes |= {"vocab_size": VOCABULARY, "num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 48}
     sizes |= {"num_local_experts": 4, "shared_intermediate_size": 16, "head_dim": 8} if family != "falcon" else {}

@@ -108,6 +108,7 @@ CHOICES = (
         {"training": {"gradient_accumulation_steps": 2}},
         is_heavy=True,
     ),
+    Choice("compile: true", "compile", {"training": {"compile": True}}, is_heavy=True),
     Choice("dtype: bfloat16", "dtype", {"model": {"dtype": "bfloat16"}}),
     Choice("attention: eager", "attention", {"model": {"attention": "eager"}}, is_heavy=True),
     Choice("float8: emulated", "float8", {"model": {"float8": "emulated"}}),

@@ -136,7 +136,7 @@ def test_what_carries_gradient_is_apart_from_what_is_trained() -> None:
     assert torch.equal(marked.trained_BT, trained_BT)
 
 
-def test_random_positions_that_carry_are_another_choice_than_random_ones_that_are_trained() -> None:
+def test_random_positions_that_carry_are_drawn_apart_from_those_that_are_trained() -> None:
     whole_BT = torch.ones(2, 1000, dtype=torch.bool)
     options = {"score": "random", "keep": 0.1, "within": "example", "mode": "detach", "carry": "random"}
     choice = chosen(Tokens(None, whole_BT, whole_BT), **options, carry_keep=0.5)

@@ -55,7 +55,7 @@ def test_an_architecture_that_cannot_have_a_layout_is_refused_with_the_reason(
         sbp.attach(model, [sbp.make_policy("topk", keep=0.5, along="rows")], sites="branches")
 
 
-def test_a_bias_for_the_distance_of_rows_is_refused_where_only_some_models_of_a_class_have_it() -> None:
+def test_a_bias_for_the_distance_of_rows_is_refused_in_the_models_that_have_it() -> None:
     model, batch = tiny("falcon", alibi=True, parallel_attn=False, multi_query=False), make_batch("scattered")
     with sbp.attach(model, [Marked()]), pytest.raises(UnsupportedError, match="it takes alibi"):
         model(**batch.arguments)
