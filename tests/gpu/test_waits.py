@@ -18,11 +18,8 @@ pytestmark = [
     pytest.mark.xdist_group("fake gpu"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the fake device"),
 ]
-# A plan of rows is made on the host, and whether a mask is causal is asked once for all layers.
-PLAN = {
-    "copy to cpu at backward/selection/token/row_plan.py": 1,
-    "_local_scalar_dense at backward/selection/token/rows.py": 1,
-}
+# A plan of rows is made on the host.
+PLAN = {"copy to cpu at backward/selection/token/row_plan.py": 1}
 # Scores are computed for targets alone, which are counted before the forward for the scores begins.
 SCORING = {
     "nonzero at backward/selection/score/scorer.py": 1,
@@ -35,7 +32,8 @@ KNOWN: dict[str, dict[str, int]] = {
     },
     "tokens detach": PLAN,
     "tokens stop": PLAN,
-    "tokens exact": PLAN,
+    # Where all rows carry gradient, whether their mask is causal is asked once for all layers.
+    "tokens exact": PLAN | {"_local_scalar_dense at backward/selection/token/rows.py": 1},
     "tokens by loss": PLAN | SCORING,
     "selective-backprop": SCORING | {"copy to cpu at policies/selective_backprop.py": 1},
     # Labels are read on the host and the arrangement of rows is copied to the device, once a batch; whether a mask is

@@ -77,7 +77,7 @@ def run_in_graph(module: nn.Module, x: Tensor, site: int, layout: WeightLayout, 
     return result
 
 
-@torch.library.custom_op("sparsebp::row_norm", mutates_args=(), schema="(Tensor matrix) -> Tensor")
+@torch.library.custom_op("sparsebp::norm_of_rows", mutates_args=(), schema="(Tensor matrix) -> Tensor")
 def _norm(matrix: Tensor) -> Tensor:
     """Return the norm of each row: its way depends on values and devices, so the compiler does not look into it."""
     return choice.norm(matrix, 1)
