@@ -68,7 +68,12 @@ WAYS: Ways = {
     "velora 32": {"name": "velora", "where": ["*v_proj", "*down_proj"]},
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
-LEFT_OUT = {"infobatch": "it chooses the examples of an epoch; its steps are dense ones", "mezo": "it has no backward"}
+LEFT_OUT = {
+    "infobatch": "it chooses the examples of an epoch; its steps are dense ones",
+    "mezo": "it has no backward",
+    "rho": "a step is that of uniform, and half of that of a reference, whose losses may be cached",
+    "evolved-sampling": "a step is that of selective-backprop; it needs the rows of the examples",
+}
 
 if __name__ == "__main__":
     main("policies", WAYS, __doc__)
