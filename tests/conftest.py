@@ -136,7 +136,9 @@ def pytest_collection_finish() -> None:
 def _forget_compiled() -> Iterator[None]:
     """Nothing that another test compiled is used again, and no limit of recompiling is reached."""
     import torch
+    from torch._dynamo.utils import counters
 
     torch.compiler.reset()
+    counters.clear()
     yield
     torch.compiler.reset()

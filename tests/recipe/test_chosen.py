@@ -24,9 +24,9 @@ def write(folder: Path, text: str) -> Path:
     ("text", "place", "reason"),
     [
         (
-            CLASSES + "policy: {name: tokens, score: mask}\n",
+            CLASSES + "policy: {name: tokens, score: loss, keep: 0.5}\n",
             "4:16: policy.0.name",
-            "'tokens' chooses tokens of a language",
+            "'tokens' chooses among the labels of tokens",
         ),
         (
             TEXT + "policy: {name: tokens, score: mask}\nbackward: {sites: branches}\n",
