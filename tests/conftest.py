@@ -123,7 +123,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("compiles"):
             for text in DYNAMO_WARNS:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{text}"))
-            item.add_marker(pytest.mark.usefixtures("_forget_compiled"))
+            item.fixturenames.append("_forget_compiled")  # a marker usefixtures comes too late here
 
 
 def pytest_collection_finish() -> None:
