@@ -32,7 +32,7 @@ class Greats(ExampleSelector):
         "no way to save time. Not in the work: the validation examples, and the products of gradients. Compare with "
         "uniform.",
         year=2024,
-        saves=("steps", "memory"),
+        saves=("steps",),
         work="keep + 2 / 3",
         memory="keep of the examples in the step; the scoring pass keeps inputs of linears and gradients of their "
         "outputs for all examples and the validation's.",

@@ -102,7 +102,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
-                loss = model(input_ids=ids, labels=ids, **_columns(policies, number)).loss * share
+                loss = model(input_ids=ids, labels=ids, **columns_for(policies, number)).loss * share
             engine.backward(loss, **({"is_last": left == 0} if is_eager else {}))
         if composition == "clipping" and "max_grad_norm" not in options:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
@@ -308,7 +308,7 @@ def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
     return [(torch.cat([batch(10 * number + i), batch(5 + 10 * number + i)]), 1 / count) for i in range(count)]
 
 
-def _columns(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
+def columns_for(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
     """Return the columns that example selectors read: the rows of a step's examples, the losses of a reference."""
     columns: dict[str, Tensor] = {}
     for policy in policies:
@@ -329,7 +329,7 @@ def _examples(
         loss_BT = _token_losses(logits, ids_BT)
         share_BTV = logits[:, :-1].softmax(-1) - nn.functional.one_hot(ids_BT[:, 1:], logits.shape[-1])
     norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
-    columns = _columns([policy], step.index)
+    columns = columns_for([policy], step.index)
     reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
     examples = Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, columns.get("example_row"))
     if policy.num_validation:
