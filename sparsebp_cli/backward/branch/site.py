@@ -24,6 +24,8 @@ from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import SiteEngine
 
+POST_NORM = "apply_residual_connection_post_layernorm"  # bloom's: it adds to the output of the norm, not to the stream
+
 
 @final
 class BranchAdapter(SiteAdapter):
@@ -103,6 +105,8 @@ def _find_branches(model: nn.Module) -> list[Branch]:
 
 def _make_branch(prefix: str, layer: nn.Module, layout: BranchLayout, layers: LayerNumbers) -> Branch:
     name = prefix + layout.core
+    if layout.adds is not None and getattr(layer, POST_NORM, False):
+        raise UnsupportedError(f"sites='branches' needs {POST_NORM}=False in {type(layer).__name__}, got True")
     parts = []
     for child in (layout.core, layout.norm_before(layer), layout.after):
         part = None if child is None else getattr(layer, child, None)

@@ -54,6 +54,16 @@ class Decoder:
         return 2.0 * float(width) / max(weights, 1)
 
     @property
+    def is_one_bias(self) -> bool:
+        """Whether the scores of all examples get the same bias of keys, so that these must be the same for all."""
+        return any(layer.attention.is_one_bias for layer in self.layers)
+
+    @property
+    def spreads_masked(self) -> bool:
+        """Whether a row that may attend to nothing attends to every position, as masks of lowest values let it."""
+        return self.implementation == "eager" or any(layer.attention.bias for layer in self.layers)
+
+    @property
     def implementation(self) -> str:
         """transformers' name of the attention function.
 
@@ -61,6 +71,10 @@ class Decoder:
             UnsupportedError: It is not known which keys this function attends to without a mask.
         """
         names = {attention_name(layer.core) for layer in self.layers}
+        if (
+            names == {None} and attention_name(self.model) == "eager"
+        ):  # without a configuration: the masks are the model's
+            return "eager"
         name = names.pop() if len(names) == 1 else None
         if name not in SUPPORTED:
             raise UnsupportedError(f"token selection needs attention {' or '.join(SUPPORTED)}, got {name!r}")

@@ -31,6 +31,10 @@ class AttentionLayout:
         some_queries: Whether its forward can compute the queries of some positions only; not where it takes their
             number from its own input. Such an attention is recomputed whole.
         any_heads: Whether its forward takes queries of any number of heads.
+        bias: The argument of ``forward`` with a bias that the scores get for each key, as ALiBi's; None: there is none.
+            Its shape is (examples * heads, 1, positions) or (examples, heads, 1, positions).
+        is_one_bias: Whether that bias is the same for all examples, (heads, 1, positions), of which the last count.
+        excludes: Whether True in its attention mask means that a key is not attended to.
     """
 
     query: tuple[str, ...]
@@ -38,6 +42,9 @@ class AttentionLayout:
     cache: str = CACHE_NAMES[0]
     some_queries: bool = True
     any_heads: bool = True
+    bias: str | None = None
+    is_one_bias: bool = False
+    excludes: bool = False
 
     @property
     def fused(self) -> bool:
@@ -71,6 +78,8 @@ class BranchLayout:
         num_outputs: How many values the core's forward returns, the first of which is added; 0: of an attention 2, else
             it returns a tensor.
         is_written: Whether the layer changes the core's output in place.
+        adds: The argument of the core's ``forward``, the residual stream, that it adds to its output itself; None: the
+            layer does that.
     """
 
     core: str
@@ -80,6 +89,7 @@ class BranchLayout:
     attention: AttentionLayout | None = None
     num_outputs: int = 0
     is_written: bool = False
+    adds: str | None = None
 
     def norm_before(self, layer: nn.Module) -> str | None:
         """Return the name of the norm whose output the core of a layer reads; None: it reads the residual stream."""
@@ -172,6 +182,16 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "ApertusDecoderLayer": _OWN_NAMES,
     "Apertus1p5TextDecoderLayer": _OWN_NAMES,
     "BioGptDecoderLayer": _LOOSE_MLP,
+    "BloomBlock": (
+        BranchLayout(
+            "self_attention",
+            "dense",
+            "input_layernorm",
+            attention=AttentionLayout((), ("query_key_value",), "layer_past", bias="alibi"),
+            adds="residual",
+        ),
+        BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm", adds="residual"),
+    ),
     "CodeGenBlock": (  # both branches read one norm
         BranchLayout("attn", "out_proj", "ln_1", attention=AttentionLayout((), ("qkv_proj",))),
         BranchLayout("mlp", "fc_out", "ln_1"),
@@ -188,7 +208,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
             "self_attention",
             "dense",
             ("ln_attn", "input_layernorm"),
-            attention=AttentionLayout((), ("query_key_value",), "layer_past"),
+            attention=AttentionLayout((), ("query_key_value",), "layer_past", bias="alibi"),
         ),
         BranchLayout(
             "mlp", "dense_4h_to_h", ("ln_mlp", "post_attention_layernorm", "input_layernorm"), is_written=True
@@ -215,6 +235,17 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "ModernBertDecoderLayer": (
         BranchLayout("attn", "Wo", "attn_norm", attention=_SEPARATE),
         BranchLayout("mlp", "Wo", "mlp_norm"),
+    ),
+    "MptBlock": (
+        BranchLayout(
+            "attn",
+            "out_proj",
+            "norm_1",
+            attention=AttentionLayout(
+                (), ("Wqkv",), "layer_past", bias="position_bias", is_one_bias=True, excludes=True
+            ),
+        ),
+        BranchLayout("ffn", "down_proj", "norm_2", adds="residual"),
     ),
     "NanoChatDecoderLayer": (
         _PRE_NORM[0],
@@ -268,13 +299,11 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     ),
 }
 
-_ALIBI = "its attention adds a bias for the distance of rows, which rows that are left out would change"
 _COUNTED = "its attention takes positions from the number of its rows, which rows that are left out would change"
 _LATENT = "its cache holds what keys and values are made from, and not keys and values"
 _MIXING = "some of its layers mix neighbouring positions, by a convolution or a recurrence"
 _ENCODER = "its layers are an encoder's: they attend to later positions, and add to the stream inside of their modules"
 _UNFIT = {
-    **dict.fromkeys(("BloomBlock", "MptBlock"), _ALIBI),
     **dict.fromkeys(("GPTNeoBlock", "Llama4TextDecoderLayer"), _COUNTED),
     **dict.fromkeys(
         (

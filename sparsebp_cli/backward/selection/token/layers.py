@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, dropout_rates, without_checkpointing
-from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, is_filled, skip_outputs
+from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, StandInKV, is_filled, skip_outputs
 from sparsebp_cli.backward.observe.internals import run_checkpointed
 from sparsebp_cli.backward.patch.forward import replace_forwards, uncompiled
 from sparsebp_cli.backward.selection.token.row_plan import RowPlan
@@ -131,7 +131,7 @@ class Views:
         if plan.dropped is not None:
             own = AttentionView.of(plan.dropped)
             dropped = own if plan.is_prompt else AttentionView(plan.dropped, carried.keys, own.slot_BQ)
-        attention_args = AttentionArgs(implementation, joined=shape if plan.is_joined else None)
+        attention_args = AttentionArgs(implementation, decoder.layers[0].attention, shape, is_joined=plan.is_joined)
         return cls(
             attention_args,
             carried,
@@ -284,7 +284,7 @@ def narrows(decoder: Decoder, plan: RowPlan) -> bool:
     return share <= MOST_FUSED if fused else share < 1.0
 
 
-class ConcatKV:
+class ConcatKV(StandInKV):
     """A cache that prepends keys and values of other positions to those added to it.
 
     ``before`` returns them, each (B, H, T, D), given the added ones.
@@ -299,7 +299,7 @@ class ConcatKV:
         return torch.cat([before_keys, keys], 2), torch.cat([before_values, values], 2)
 
 
-class SharedKV:
+class SharedKV(StandInKV):
     """A cache that stores what is added to it as ``own``, and appends keys and values (B, H, T, D) of other
     positions.
     """
