@@ -35,7 +35,9 @@ from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
 from sparsebp_cli.backward.selection.token.loss import (
     NumItems,
+    calls_loss_function,
     check_loss,
+    check_own_loss,
     masked_labels,
     row_loss,
     scale,
@@ -166,6 +168,7 @@ class DecoderOverride(ForwardOverride):
         # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run = uncompiled(self._select)
         self._names = argument_names(self._model)
+        self._knows_loss = extension.decoder.is_classifier or calls_loss_function(self._model)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the model."""
@@ -252,6 +255,9 @@ class DecoderOverride(ForwardOverride):
         if labels.shape != first.shape[:2]:
             shapes = f"{tuple(first.shape[:2])}, got {tuple(labels.shape)}"
             raise UsageError(f"labels must have the inputs' examples and positions {shapes}")
+        if own.get("labels") is not None and not self._knows_loss:
+            check_own_loss(self._model, self.extension.decoder.head, own)
+            self._knows_loss = True
 
     def _plan(self, marks: PositionMask, labels: Tensor) -> RowPlan:
         decoder, mode = self.extension.decoder, self.extension.policy.mode
