@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
+from sparsebp_cli.backward.decoder.layout import BranchLayout, find_child, find_layouts
 from sparsebp_cli.policy import Rows
 from sparsebp_cli.policy.token import TokenMode
 from tests.selector import Given
@@ -76,9 +76,9 @@ def _record(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> list[di
         record: dict[str, Tensor] = {}
         records.append(record)
         named = {
-            name for b in layout for name in (b.core, b.norm_before(layer), b.after) if name and hasattr(layer, name)
+            name for b in layout for name in (b.core, b.norm_before(layer), b.after) if name and find_child(layer, name)
         }
-        for name, module in [("", layer), *((name, getattr(layer, name)) for name in named)]:
+        for name, module in [("", layer), *((name, layer.get_submodule(name)) for name in named)]:
 
             def note(part: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name, into: Any = record) -> None:
                 into[f"{name} in"] = args[0] if args else kwargs["hidden_states"]
@@ -112,7 +112,7 @@ def _check_stream(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> N
 def _present(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> tuple[BranchLayout, ...]:
     """Return the branches that the layers of a model have, each with the one norm that it reads."""
     layer = LayerNumbers(model).layers[0]
-    found = [branch for branch in layout if getattr(layer, branch.core, None) is not None]
+    found = [branch for branch in layout if find_child(layer, branch.core) is not None]
     return tuple(replace(branch, before=branch.norm_before(layer)) for branch in found)
 
 
@@ -150,7 +150,7 @@ def _check_rows(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> Non
     masked = copy.deepcopy(model)
     for layer in LayerNumbers(masked).layers:
         for branch in layout:
-            part: Any = getattr(layer, branch.after or branch.core)
+            part: Any = layer.get_submodule(branch.after or branch.core)
             if branch.adds and branch.last:  # what it adds to its output is no part of the branch
                 part = getattr(part, branch.last)
             part.register_forward_hook(mask)
@@ -179,6 +179,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "one branch after the other": ("falcon", {"parallel_attn": False, "multi_query": False}),
     "a bias of keys in the mask": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False}),
     "a bias of keys by example, modules that add to the stream": ("bloom", {}),
+    "windows in a buffer, an attention in another module": (
+        "gpt_neo",
+        {"window_size": 4, "attention_types": [[["global", "local"], 1]]},
+    ),
     "one bias of keys for all examples, a mask of what is left out": ("mpt", {}),
 }
 

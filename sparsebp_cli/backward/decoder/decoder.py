@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, explain, find_layouts
+from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, explain, find_child, find_layouts
 from sparsebp_cli.errors import UnsupportedError
 
 SUPPORTED = ("eager", "sdpa")
@@ -52,6 +53,12 @@ class Decoder:
         weights = sum(parameter.numel() for parameter in middle.module.parameters() if parameter.dim() == 2)
         width = cast("Any", self.model).config.hidden_size
         return 2.0 * float(width) / max(weights, 1)
+
+    @cached_property
+    def equal_windows(self) -> tuple[int, ...]:
+        """For each layer, all of which have a window, the first one whose window is the same."""
+        windows = [layer.core.get_buffer(layer.attention.window or "") for layer in self.layers]
+        return tuple(next(n for n, other in enumerate(windows) if torch.equal(own, other)) for own in windows)
 
     @property
     def is_one_bias(self) -> bool:
@@ -112,7 +119,7 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
     for number, module in enumerate(numbers.layers):
         branches = layouts.get(_name(module), ())
         found = next((branch for branch in branches if branch.attention is not None), None)
-        core = None if found is None else getattr(module, found.core, None)
+        core = None if found is None else find_child(module, found.core)
         if found is None or found.attention is None or not isinstance(core, nn.Module):
             reason = explain(_name(module)) or (
                 "a plugin can describe its attention, as a tuple of BranchLayout under the entry-point group "

@@ -35,6 +35,8 @@ class AttentionLayout:
             Its shape is (examples * heads, 1, positions) or (examples, heads, 1, positions).
         is_one_bias: Whether that bias is the same for all examples, (heads, 1, positions), of which the last count.
         excludes: Whether True in its attention mask means that a key is not attended to.
+        window: A buffer, (1, 1, positions, positions), with True where a position may attend to another, whose rows it
+            counts itself; None: there is none.
     """
 
     query: tuple[str, ...]
@@ -45,6 +47,7 @@ class AttentionLayout:
     bias: str | None = None
     is_one_bias: bool = False
     excludes: bool = False
+    window: str | None = None
 
     @property
     def fused(self) -> bool:
@@ -68,7 +71,7 @@ class BranchLayout:
     """One residual branch, as names of the layer's children.
 
     Args:
-        core: The attention or MLP.
+        core: The attention or MLP; one that is not a child has a name with dots.
         last: The core's last linear, whose output is only added or dropped out; None, or a child that a core lacks,
             such as a mixture of experts: there is none.
         before: The norm whose output the core reads, or names of which the first that the layer has is that norm; None:
@@ -99,7 +102,15 @@ class BranchLayout:
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer has the branch; its core is None where the model's configuration leaves it out."""
-        return getattr(layer, self.core, self) is not None
+        return find_child(layer, self.core, self) is not None
+
+
+def find_child(module: nn.Module, name: str, default: object = None) -> object:
+    """Return what a module has under a name, which may have dots."""
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, default)
+    return found
 
 
 _SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))
@@ -284,6 +295,15 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("self_attn", "dense", "input_layernorm", attention=_SEPARATE),
         BranchLayout("mlp", "fc2", "input_layernorm"),
     ),
+    "GPTNeoBlock": (
+        BranchLayout(
+            "attn.attention",
+            "out_proj",
+            "ln_1",
+            attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), "layer_past", any_heads=False, window="bias"),
+        ),
+        BranchLayout("mlp", "c_proj", "ln_2"),
+    ),
     "GPTNeoXLayer": (
         BranchLayout(
             "attention",
@@ -299,12 +319,10 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     ),
 }
 
-_COUNTED = "its attention takes positions from the number of its rows, which rows that are left out would change"
 _LATENT = "its cache holds what keys and values are made from, and not keys and values"
 _MIXING = "some of its layers mix neighbouring positions, by a convolution or a recurrence"
 _ENCODER = "its layers are an encoder's: they attend to later positions, and add to the stream inside of their modules"
 _UNFIT = {
-    **dict.fromkeys(("GPTNeoBlock", "Llama4TextDecoderLayer"), _COUNTED),
     **dict.fromkeys(
         (
             "AXK1DecoderLayer",
@@ -350,6 +368,7 @@ _UNFIT = {
         ("BertLayer", "CamembertLayer", "ElectraLayer", "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer"),
         _ENCODER,
     ),
+    "Llama4TextDecoderLayer": "its attention takes positions from the number of its rows",
     "DogeDecoderLayer": "its attention makes a mask of its own from the values",
     "GPTBigCodeBlock": "its model gives the output of the last layer the shape of all positions",
     "HrmTextDecoderLayer": "its model runs each layer several times",

@@ -58,7 +58,12 @@ def constant_keys(model: nn.Module, carries_BT: Tensor) -> Iterator[None]:
         return run
 
     module = sys.modules[type(LayerNumbers(model).layers[0]).__module__]
-    functions = [(nn.functional, "scaled_dot_product_attention", 1), (module, "eager_attention_forward", 2)]
+    own = getattr(module, "GPTNeoSelfAttention", None)
+    functions = [
+        (own, "_attn", 2),
+        (nn.functional, "scaled_dot_product_attention", 1),
+        (module, "eager_attention_forward", 2),
+    ]
     with ExitStack() as stack:
         for owner, name, first in functions:
             if hasattr(owner, name):

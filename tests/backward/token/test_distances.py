@@ -1,4 +1,4 @@
-"""Attentions with a bias of distances: the chosen rows have that of their positions, and not that of their place."""
+"""Attentions that count the distances of their rows: those of the chosen rows are what their positions say."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {},
     "mpt": {},
     "falcon": {"alibi": True, "parallel_attn": False, "multi_query": False},
+    "gpt_neo": {"intermediate_size": 48, "window_size": 4, "attention_types": [[["global", "local"], 1]]},
 }
 CUT: tuple[TokenMode, ...] = ("detach", "stop")
 
@@ -37,7 +38,7 @@ def biased(family: str, **options: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_bias_is_that_of_the_positions_however_the_rows_are_arranged(
+def test_distances_are_those_of_the_positions_however_the_rows_are_arranged(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = biased(family)
@@ -50,7 +51,7 @@ def test_a_bias_is_that_of_the_positions_however_the_rows_are_arranged(
 
 @pytest.mark.parametrize("mask", ["left", "right"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trained_padding_has_its_own_bias(family: str, mask: Any) -> None:
+def test_trained_padding_has_its_own_distances(family: str, mask: Any) -> None:
     model, batch = biased(family), trained_padding(mask)
     assert_near(step(model, batch, "exact"), plain_step(model, batch))
     for mode in CUT:
@@ -58,7 +59,7 @@ def test_trained_padding_has_its_own_bias(family: str, mask: Any) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpointed_layer_with_a_bias_gives_the_same_gradient(family: str) -> None:
+def test_a_checkpointed_layer_with_distances_gives_the_same_gradient(family: str) -> None:
     model = biased(family)
     stored = [step(model, unequal(), mode) for mode in CUT]
     checkpoint_activations(model)

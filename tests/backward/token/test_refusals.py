@@ -39,7 +39,6 @@ def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs()
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("gpt_neo", {"num_layers": 1, "num_heads": 4, "attention_types": [[["global"], 1]]}, "the number of its rows"),
         ("mamba", {"state_size": 4}, "mix neighbouring positions"),
         ("xglm", {"d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}, "code of its own"),
     ],
