@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
 import torch
@@ -20,6 +20,7 @@ from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
+from sparsebp_cli.backward.linear.form_choice import FormChoice
 from sparsebp_cli.backward.linear.saving import InputSaving
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.router import Routing
@@ -97,7 +98,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
             one batch of the model's arguments with ``labels``, from which the policy draws.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
             recipe has as its section ``backward``: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
-            ``checkpointing`` and ``segments``.
+            ``checkpointing``, ``segments`` and ``time_forms``.
 
     Returns:
         The engine; as a context manager it detaches at the end.
@@ -114,7 +115,6 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
     _refuse_unbuilt(model, policies, chosen)
     selectors = [policy for policy in policies if isinstance(policy, GradientSelector)]
-    router = next((policy for policy in policies if isinstance(policy, EdgeRouter)), None)
     check_scoring(policies, num_steps, num_examples, reference, validation)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
@@ -122,21 +122,13 @@ def attach(  # noqa: PLR0913 - what a training loop may give
     layers = LayerNumbers(model)
     savers = [InputSaving(p, model, len(layers.layers)) for p in policies if isinstance(p, InputSaver)]
     decisions = SiteDecisions(selectors, len(layers.layers))
-    if router is not None:
-        adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
-    else:
-        acts_before = bool(policies) and all(isinstance(policy, _ACT_BEFORE) for policy in policies)
-        if not selectors and options.sites == "linears":  # a model without a linear, such as a convolutional one
-            saving = next(iter(savers), None)
-            may_be_empty = saving is None
-            adapter = LinearAdapter(
-                model, options.exclude, may_be_empty=may_be_empty, installs=not acts_before, saving=saving
-            )
-        else:
-            adapter = _ADAPTERS[options.sites](model, options.exclude)
-        if selectors and adapter.names:  # at nodes they are known after the first backward only
-            decisions.check_disjoint(adapter.names, layers.number_of)
+    forms = FormChoice() if options.time_forms else None
+    adapter = _make_adapter(model, policies, options, next(iter(savers), None), forms)
+    if selectors and adapter.names:  # at nodes they are known after the first backward only
+        decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
+    if forms is not None and isinstance(adapter, LinearAdapter):
+        forms.cover(adapter, selectors, len(layers.layers))
     divisible: Linears = {}
     for policy in policies:
         if isinstance(policy, PartSelector):
@@ -193,11 +185,34 @@ def attach(  # noqa: PLR0913 - what a training loop may give
                 if isinstance(policy, ParameterSelector) and policy.sets_rates and optimizer is not None
             ),
             *([] if options.segments is None else [Segments(model, options.segments)]),
+            *([] if forms is None else [forms]),
         ],
     )
     if any(_names_layers(policy) for policy in policies):
         attached.notes["layers"] = layers.describe()
     return attached
+
+
+def _make_adapter(
+    model: nn.Module,
+    policies: Sequence[Policy],
+    options: BackwardOptions,
+    saving: InputSaving | None,
+    forms: FormChoice | None,
+) -> SiteAdapter:
+    """Return what installs the engine at the sites that the policies and options ask for."""
+    router = next((policy for policy in policies if isinstance(policy, EdgeRouter)), None)
+    if router is not None:
+        return NodeAdapter(model, options.exclude, Routing(router))
+    if options.sites != "linears":
+        return (BranchAdapter if options.sites == "branches" else NodeAdapter)(model, options.exclude)
+    if any(isinstance(policy, GradientSelector) for policy in policies):
+        return LinearAdapter(model, options.exclude, forms=forms)
+    acts_before = bool(policies) and all(isinstance(policy, _ACT_BEFORE) for policy in policies)
+    # Without a saver it may be a model without a linear, such as a convolutional one.
+    return LinearAdapter(
+        model, options.exclude, may_be_empty=saving is None, installs=not acts_before, saving=saving, forms=forms
+    )
 
 
 def _find_places(policy: Policy, places: _Places) -> Sequence[object]:
@@ -216,11 +231,6 @@ def _names_layers(policy: Policy) -> bool:
 _Places: TypeAlias = Mapping[Any, Callable[[Any], Sequence[object]]]  # by kind, of one policy
 # No site decides or counts.
 _ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TileSelector, TokenRouter)
-_ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
-    "linears": LinearAdapter,
-    "branches": BranchAdapter,
-    "nodes": NodeAdapter,
-}
 
 
 class _Given(NamedTuple):

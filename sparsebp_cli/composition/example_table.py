@@ -12,10 +12,6 @@ EXAMPLES = (
         options={"processes": SEVERAL},
     ),
     Rule(
-        "{policy} keeps a state, which is not built for a policy that chooses epochs: it gets the losses instead",
-        policy={**EPOCHS, "stateful": (True,)},
-    ),
-    Rule(
         "{other} and {policy} in one training is not built: give one of them",
         why="The loss of every example is read from the logits of all its positions.",
         policy=EPOCHS,

@@ -506,6 +506,16 @@ _OPTION_RULES = (
         blame="segments",
     ),
     Rule(
+        "{time_forms} needs {sites:linears}, got {sites:=}",
+        options={"time_forms": (True,), "sites": ("branches", "nodes")},
+        blame="time_forms",
+    ),
+    Rule(
+        "{time_forms} with {float8} is not built",
+        options={"time_forms": (True,), "float8": GIVEN},
+        blame="time_forms",
+    ),
+    Rule(
         "{float8} with {sites} is not built; use {sites:linears}",
         why="Rows would be recomputed on their own, with another float8 scale than in the forward, where it is that of "
         "all rows.",

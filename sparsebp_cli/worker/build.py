@@ -37,6 +37,7 @@ from sparsebp_cli.worker.compiled import compile_model
 from sparsebp_cli.worker.data import Data, Example, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
+from sparsebp_cli.worker.form_times import choose_forms
 from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
@@ -71,9 +72,8 @@ def build_training(
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
     guard.check_data(data.digest())
-    is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
-    num_labels = len(data.label_names) if is_classification else None
+    num_labels = len(data.label_names) if recipe.dataset.format == "classification" else None
     model = build_model(
         recipe.model, tokenizer, num_labels, lambda text: journal.write("note", level="info", text=text)
     )
@@ -84,6 +84,7 @@ def build_training(
     optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
     sequence = PhaseSequence(phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer))
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
+    choose_forms(engine, recipe, phases, accelerator, run, journal, snapshot, ranks)
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
         facts = _facts(plan, model, reference, accelerator)  # before sharding, which leaves only this rank's parameters

@@ -47,6 +47,7 @@ WAYS: dict[str, Sections] = {
     "greats": _policy("greats", keep=0.5) | {"dataset": {"policy_validation_examples": 9}},
     "rho": _policy("rho", keep=0.5, reference="tiny"),  # the test has a model of the recipe's kind for it
     "infobatch": _policy("infobatch") | {"dataset": {"max_train_examples": 30}},  # epochs of up to 8 steps
+    "evolved-pruning": _policy("evolved-pruning", keep=0.5) | {"dataset": {"max_train_examples": 30}},
     "crs": _policy("crs", keep=0.5, products="both"),
     "meprop": _policy("meprop", keep=0.5),
     "meprop unified": _policy("meprop", keep=0.5, unified=True),
