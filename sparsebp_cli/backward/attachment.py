@@ -20,7 +20,7 @@ from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
-from sparsebp_cli.backward.linear.saving import InputSaving
+from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeAdapter
@@ -150,8 +150,7 @@ def attach(
         [(policy, _find_places(policy, places)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
-    for saver in savers:
-        saver.states = states
+    connect(savers, states, optimizer)
     given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible, num_examples, reference)
     tokens = make_extensions(policies, model, reference, states)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
