@@ -30,6 +30,7 @@ PLACES: dict[str, Location] = {
     "float8": ("model", "float8"),
     "lora": ("model", "lora"),
     "format": ("dataset", "format"),
+    "policy_validation_examples": ("dataset", "policy_validation_examples"),
     "independent_examples": ("measure", "independent_examples"),
     "processes": ("target", "processes"),
     "sharding": ("target", "sharding"),

@@ -17,6 +17,7 @@ from sparsebp_cli.backward.branch.branch import Branch, Call
 from sparsebp_cli.backward.branch.stored_outputs import replay_outputs
 from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, skip_outputs
+from sparsebp_cli.backward.decoder.window import with_window, without_window
 from sparsebp_cli.backward.patch.forward import replace_forwards
 
 
@@ -51,7 +52,8 @@ def run_queries(
     assert layout is not None
     changes = _take(branch, call, queries) | {layout.cache: FixedKV(keys[:, :, seen], values[:, :, seen])}
     skipped = skip_outputs(branch.core, () if layout.fused else layout.key_value, one_head=layout.any_heads)
-    with replace_forwards([*replay_outputs(branch, call, queries.index_BP.flatten()), *skipped]):
+    replayed = replay_outputs(branch, call, queries.index_BP.flatten())
+    with replace_forwards([*replayed, *skipped]), without_window(branch.core, layout, queries.num_keys):
         return branch.run_core(normed_BPD, call, **changes)
 
 
@@ -76,7 +78,8 @@ def _take(branch: Branch, call: Call, queries: Queries) -> dict[str, object]:
     if isinstance(position_ids, Tensor):
         changes["position_ids"] = position_ids.expand(num_examples, -1).gather(1, position_BP)
     if isinstance(mask, Tensor):
-        mask = mask[..., seen]
+        assert branch.attention is not None
+        mask = with_window(mask, branch.core, branch.attention)[..., seen]
         index = position_BP[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
         changes["attention_mask"] = mask.expand(num_examples, -1, -1, -1).gather(2, index)
     elif is_causal(branch, call):
