@@ -69,11 +69,13 @@ def _take(branch: Branch, call: Call, queries: Queries) -> dict[str, object]:
     position_BP, seen = queries.position_BP, slice(0, queries.num_keys)
     num_examples, changes = len(position_BP), dict[str, object]()
     embeddings, mask = call.kwargs.get("position_embeddings"), call.kwargs.get("attention_mask")
+    example_B1 = torch.arange(num_examples, device=position_BP.device)[:, None]
     if isinstance(embeddings, tuple):
-        example_B1 = torch.arange(num_examples, device=position_BP.device)[:, None]
         changes["position_embeddings"] = tuple(
             part.expand(num_examples, -1, -1)[example_B1, position_BP] for part in embeddings
         )
+    elif isinstance(embeddings, Tensor):
+        changes["position_embeddings"] = embeddings.expand(num_examples, -1, -1)[example_B1, position_BP]
     position_ids = call.kwargs.get("position_ids")
     if isinstance(position_ids, Tensor):
         changes["position_ids"] = position_ids.expand(num_examples, -1).gather(1, position_BP)
