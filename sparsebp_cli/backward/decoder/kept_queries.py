@@ -66,8 +66,10 @@ class Chunk:
 
 
 def cut(position_BK: Tensor, size: int) -> list[Chunk]:
-    """Return chunks of so many queries each, of an attention in which a query attends to no later position."""
-    starts = range(0, position_BK.shape[1], size)
+    """Return chunks of about so many queries, of an attention in which a query attends to no later position."""
+    num_queries = position_BK.shape[1]
+    size = -(-num_queries // max(1, num_queries // size))  # equal ones, and none of a few queries that are left over
+    starts = range(0, num_queries, size)
     return [Chunk(slice(i, i + size), int(position_BK[:, i : i + size].max()) + 1) for i in starts]
 
 
