@@ -5,6 +5,7 @@ What no rule refuses works; ``tests/composition`` checks both.
 
 from __future__ import annotations
 
+from sparsebp_cli.composition.example_table import EXAMPLES
 from sparsebp_cli.composition.loop_table import COMPILED, OWN_LOOP, TRAINER
 from sparsebp_cli.composition.rule import (
     ABSENT,
@@ -27,7 +28,6 @@ from sparsebp_cli.composition.rule import (
     TOKENS,
     TURNING,
     TURNS,
-    WEIGHING,
     Rule,
 )
 
@@ -116,38 +116,7 @@ _POLICY_RULES = (
         policy={"sets_rates": (True,)},
         options={"update": ("eager",)},
     ),
-    Rule(
-        "{policy} works in one process, got {processes}",
-        why="Each process would know the losses of its own examples only.",
-        policy=EPOCHS,
-        options={"processes": SEVERAL},
-    ),
-    Rule(
-        "{policy} keeps a state, which is not built for a policy that chooses epochs: it gets the losses instead",
-        policy={**EPOCHS, "stateful": (True,)},
-    ),
-    Rule(
-        "{other} and {policy} in one training is not built: give one of them",
-        why="The loss of every example is read from the logits of all its positions.",
-        policy=EPOCHS,
-        other={"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")},
-    ),
-    Rule(
-        "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
-        policy=EPOCHS,
-        options={"segments": GIVEN},
-    ),
-    Rule(
-        "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
-        policy=WEIGHING,
-        options={"segments": GIVEN},
-    ),
-    Rule(
-        "{other} and {policy} in one forward is not built: give one of them",
-        why="The losses that are weighted are those of all positions of an example.",
-        policy=WEIGHING,
-        other=TOKENS,
-    ),
+    *EXAMPLES,
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",
         why="A router decides about nodes, a gradient selector about the gradients that arrive at them.",
@@ -535,6 +504,16 @@ _OPTION_RULES = (
         why="Sharded weights are gathered for each layer's forward only.",
         options={"segments": GIVEN, "sharding": ("fsdp2",)},
         blame="segments",
+    ),
+    Rule(
+        "{time_forms} needs {sites:linears}, got {sites:=}",
+        options={"time_forms": (True,), "sites": ("branches", "nodes")},
+        blame="time_forms",
+    ),
+    Rule(
+        "{time_forms} with {float8} is not built",
+        options={"time_forms": (True,), "float8": GIVEN},
+        blame="time_forms",
     ),
     Rule(
         "{float8} with {sites} is not built; use {sites:linears}",

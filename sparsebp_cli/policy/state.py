@@ -133,7 +133,7 @@ class Stateful(ABC, Generic[Place]):
             places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
                 not known yet; the parameters of a parameter selector; the blocks of a block dropper; the weights of a
                 part selector; the linears of an input saver; the rows of the training data, as numbers from 0, of an
-                example selector that reads them; otherwise none.
+                epoch selector, and of an example selector that reads them; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.

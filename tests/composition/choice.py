@@ -69,6 +69,7 @@ CHOICES = (
     _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("importance", "ExampleSelector", name="importance", keep=0.5),
     _policy("infobatch", "EpochSelector", name="infobatch"),
+    Choice("evolved-pruning", "EpochSelector", policy={"name": "evolved-pruning", "keep": 0.5}, is_heavy=True),
     _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
     _policy("backlite", "TileSelector", name="backlite", negligible=0.3, tile=4),
     _policy("mezo", "GradientEstimator", name="mezo"),

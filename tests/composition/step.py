@@ -27,6 +27,7 @@ from sparsebp_cli.policy import (
     PartSelector,
     Policy,
     ReferenceReader,
+    Site,
     Stateful,
     Step,
     TileSelector,
@@ -42,6 +43,7 @@ from .way import Way
 Weights = dict[str, Tensor]
 NUM_STEPS, SEED, MAX_NORM = 4, 3, 0.05
 NUM_EXAMPLES = 5  # of the data, for policies that know an example by its row
+VALIDATION = torch.cat([batch(90), batch(91)])  # tokens of examples that are never trained on
 
 
 def build(composition: str) -> nn.Module:
@@ -63,6 +65,12 @@ def policies_of(ways: Sequence[Way]) -> list[Policy]:
     ]
 
 
+def validation_for(policies: Sequence[Policy]) -> dict[str, Any]:
+    """Return the argument of ``attach`` for policies that compare with validation examples; nothing for others."""
+    reads = any(isinstance(policy, ExampleSelector) and policy.num_validation for policy in policies)
+    return {"validation": {"input_ids": VALIDATION, "labels": VALIDATION}} if reads else {}
+
+
 def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = False) -> Weights:
     """Train for two steps with an engine.
 
@@ -80,6 +88,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         options = {"execution": "reference"} | {k: v for k, v in options.items() if k == "reference"}
     elif "update" in options and composition == "clipping":
         options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
+    options |= validation_for(policies)
     is_eager, optimizer = "update" in options, _optimizer(model)
     lengths = {"num_steps": NUM_STEPS, "num_examples": NUM_EXAMPLES}
 
@@ -131,7 +140,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         read: list[tuple[Tensor, Tensor]] = []  # losses and rows that a policy was shown
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, weights, hooks, saving = all_ids, None, [], ExitStack()
-            for policy in policies:
+            for policy in sorted(policies, key=lambda policy: not isinstance(policy, ParameterSelector)):
                 state = states.get(id(policy), {})
                 step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS, state=state)
                 assert not isinstance(policy, TokenSelector)
@@ -140,7 +149,8 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                     for name, parameter in trained.items():
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
-                    ids, weights = _choose(model, policy, all_ids, step, read)
+                    examples = _examples(model, policy, all_ids, step, optimizer)
+                    ids, weights = _choose(policy, examples, all_ids, step, read)
                 elif isinstance(policy, BlockDropper):
                     blocks, _ = find_blocks(model, "the reference")
                     first = Step(number, seed=SEED, num_steps=NUM_STEPS)
@@ -309,23 +319,48 @@ def _columns(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
     return columns
 
 
-def _choose(
-    model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step, read: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor | None]:
-    """Return the chosen examples, and their weights if there are any; add what the policy was shown to ``read``."""
+def _examples(
+    model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step, optimizer: torch.optim.Optimizer
+) -> Examples:
+    """Return the batch with what the policy reads, by the plain model."""
     model.eval()  # and so without checkpointing
     with torch.no_grad():
         logits = model(input_ids=ids_BT).logits.float()
         loss_BT = _token_losses(logits, ids_BT)
         share_BTV = logits[:, :-1].softmax(-1) - nn.functional.one_hot(ids_BT[:, 1:], logits.shape[-1])
-    model.train()
     norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
     columns = _columns([policy], step.index)
-    row_B = columns.get("example_row")
-    if row_B is not None:
-        read.append((loss_BT.mean(1), row_B))
     reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
-    choice = policy.choose(Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, row_B), step)
+    examples = Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, columns.get("example_row"))
+    if policy.num_validation:
+        drawn_V = torch.randperm(len(VALIDATION), generator=step.generator(Site("validation examples", 0, ())))
+        gradient_BP = _gradients(model, ids_BT)
+        mean_P = _gradients(model, VALIDATION[drawn_V[: policy.num_validation]]).mean(0)
+        products = {"product_B": gradient_BP @ mean_P, "product_BB": gradient_BP @ gradient_BP.T}
+        examples = replace(examples, **products, learning_rate=optimizer.param_groups[0]["lr"])
+    model.train()
+    return examples
+
+
+def _gradients(model: nn.Module, ids_BT: Tensor) -> Tensor:
+    """Return the gradient of each example's loss by the weights of linears that are trained, one row each."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    hook = embedding.register_forward_hook(lambda _, __, output: output.detach())  # a tied weight counts as the head's
+    losses = [_token_losses(model(input_ids=ids[None]).logits.float(), ids[None]).mean() for ids in ids_BT]
+    hook.remove()
+    found = [torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True) for loss in losses]
+    return torch.stack([torch.cat([part.flatten() for part in each]) for each in found])
+
+
+def _choose(
+    policy: ExampleSelector, examples: Examples, ids_BT: Tensor, step: Step, read: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the chosen examples, and their weights if there are any; add what the policy was shown to ``read``."""
+    if examples.row_B is not None:
+        assert examples.loss_B is not None
+        read.append((examples.loss_B, examples.row_B))
+    choice = policy.choose(examples, step)
     if choice is None:
         return ids_BT, None
     if isinstance(choice, Tensor):

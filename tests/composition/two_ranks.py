@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import SparseBPError, UnsupportedError
 from tests.composition.matrix import ENTRIES, SITES, Entry
-from tests.composition.step import NUM_STEPS, SEED, policies_of
+from tests.composition.step import NUM_STEPS, SEED, policies_of, validation_for
 from tests.composition.training import Gradients, attach, batch, build, largest_difference
 from tests.composition.way import WAYS, Way
 
@@ -81,9 +81,11 @@ def run_way(way: Way, wrapped: str) -> Gradients:
     inner, unused = build("DDP"), way.question == "BlockDropper"
     before = [parameter.detach().clone() for parameter in inner.parameters()]
     model: nn.Module = DistributedDataParallel(inner, find_unused_parameters=unused) if wrapped == "before" else inner
-    options = {"execution": "reference"} if wrapped == "never" else way.options
+    options = {"execution": "reference"} if wrapped == "never" else dict(way.options)
     optimizer = torch.optim.SGD(inner.parameters(), 0.5, momentum=0.9)
-    engine = sbp.attach(model, policies_of([way]), optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
+    policies = policies_of([way])
+    options |= validation_for(policies)
+    engine = sbp.attach(model, policies, optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
     if wrapped == "after":
         model = DistributedDataParallel(inner, find_unused_parameters=unused)
     for number in range(STEPS):

@@ -80,7 +80,7 @@ class BranchCost:
             return 0.0, 0.0
         (num_examples, num_positions), width = self.batch_shape, _attention_width(self.branch)
         square = float(num_examples * num_positions * num_positions * width)
-        eager = attention_name(self.branch.core) == "eager"
+        eager = attention_name(self.branch.core) in ("eager", None)
         return 4.0 * square, (8.0 if eager else 10.0) * square
 
 

@@ -17,6 +17,7 @@ from sparsebp_cli.backward.branch.branch import Branch, Call
 from sparsebp_cli.backward.branch.stored_outputs import replay_outputs
 from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, skip_outputs
+from sparsebp_cli.backward.decoder.window import with_window, without_window
 from sparsebp_cli.backward.patch.forward import replace_forwards
 
 
@@ -50,7 +51,8 @@ def run_queries(
     assert layout is not None
     changes = _take(branch, call, queries, keys.shape[2]) | {layout.cache: FixedKV(keys, values)}
     skipped = skip_outputs(branch.core, () if layout.fused else layout.key_value, one_head=layout.any_heads)
-    with replace_forwards([*replay_outputs(branch, call, queries.index_BK.flatten()), *skipped]):
+    num_keys, replayed = keys.shape[2], replay_outputs(branch, call, queries.index_BK.flatten())
+    with replace_forwards([*replayed, *skipped]), without_window(branch.core, layout, num_keys):
         return branch.run_core(normed_BKD, call, **changes)
 
 
@@ -75,7 +77,8 @@ def _take(branch: Branch, call: Call, queries: Queries, num_keys: int) -> dict[s
     if isinstance(position_ids, Tensor):
         changes["position_ids"] = position_ids.expand(num_examples, -1).gather(1, position_BK)
     if isinstance(mask, Tensor):
-        mask = mask[..., :num_keys]
+        assert branch.attention is not None
+        mask = with_window(mask, branch.core, branch.attention)[..., :num_keys]
         index = position_BK[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
         changes["attention_mask"] = mask.expand(num_examples, -1, -1, -1).gather(2, index)
     elif is_causal(branch, call):

@@ -31,7 +31,15 @@ class RecordKV:
         raise RecordedKV(keys, values)
 
 
-class FixedKV:
+class StandInKV:
+    """A cache without earlier positions, for attentions that count their queries after the update."""
+
+    def get_seq_length(self, *_: object) -> int:
+        """Return 0."""
+        return 0
+
+
+class FixedKV(StandInKV):
     """A cache that returns the given keys and values, each (B, H, T, D), whatever is added to it."""
 
     keys: Tensor

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from sparsebp_cli.backward.decoder.decoder import attention_name
 from sparsebp_cli.backward.decoder.kept_queries import KeptQueries, add_prefixes, cut
-from sparsebp_cli.backward.decoder.layout import find_layouts
+from sparsebp_cli.backward.decoder.layout import find_child, find_layouts
 from sparsebp_cli.backward.observe.internals import (
     FLASH_ON_CPU,
     FLASH_ON_CPU_BACKWARD,
@@ -65,7 +65,7 @@ def find_attentions(model: nn.Module, linears: Collection[str]) -> Iterator[tupl
     layouts = find_layouts()
     for name, layer in model.named_modules():
         for layout in layouts.get(type(layer).__name__, ()):
-            core: Any = getattr(layer, layout.core, None)
+            core: Any = find_child(layer, layout.core)
             last = f"{name}.{layout.core}.{layout.last}".removeprefix(".")
             is_attention = isinstance(core, nn.Module) and layout.attention is not None
             if is_attention and last in linears and attention_name(core) == "sdpa":

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, dropout_rates, without_checkpointing
-from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, is_filled, skip_outputs
+from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, StandInKV, is_filled, skip_outputs
+from sparsebp_cli.backward.decoder.window import with_window, without_window
 from sparsebp_cli.backward.observe.internals import run_checkpointed
 from sparsebp_cli.backward.patch.forward import replace_forwards, uncompiled
 from sparsebp_cli.backward.selection.token.row_plan import RowPlan
@@ -45,6 +47,7 @@ class LayerStack:
         # Most models pass the same tensors to every layer, which are then restricted once.
         self._arguments: dict[str, object] | None = None
         self._restricted: dict[int, dict[str, object]] = {}
+        self._windowed: dict[tuple[int, int], Tensor] = {}  # by the mask's id and the first layer with an equal window
 
     @contextmanager
     def installed(self, *others: tuple[nn.Module, Callable[..., object]]) -> Iterator[None]:
@@ -72,6 +75,12 @@ class LayerStack:
             if self._plan.dropped is not None:
                 self._dropped = self._plan.dropped.take(hidden.detach())
             hidden = self._plan.carried.take(hidden)
+        mask = arguments.get("attention_mask")
+        if layer.attention.window is not None and isinstance(mask, Tensor) and mask.dim() == 4:
+            key = id(mask), self._decoder.equal_windows[number]
+            if key not in self._windowed:
+                self._windowed[key] = with_window(mask, layer.core, layer.attention)
+            arguments["attention_mask"] = self._windowed[key]
         if not self._has_same(arguments):
             self._views.attention_args.check(arguments)
             self._arguments, self._restricted = arguments, {}
@@ -131,7 +140,7 @@ class Views:
         if plan.dropped is not None:
             own = AttentionView.of(plan.dropped)
             dropped = own if plan.is_prompt else AttentionView(plan.dropped, carried.keys, own.slot_BQ)
-        attention_args = AttentionArgs(implementation, joined=shape if plan.is_joined else None)
+        attention_args = AttentionArgs(implementation, decoder.layers[0].attention, shape, is_joined=plan.is_joined)
         return cls(
             attention_args,
             carried,
@@ -201,7 +210,8 @@ class LayerRun:
     def _call(self, hidden: Tensor, arguments: dict[str, object], cache: object) -> Tensor:
         module, layer = self.layer.module, self.layer
         arguments = {**arguments, layer.argument_names[0]: hidden, layer.attention.cache: cache}
-        output = type(module).forward(module, **arguments)
+        with without_window(layer.core, layer.attention, prod(self.views.attention_args.shape)):
+            output = type(module).forward(module, **arguments)
         self.returns_tuple = isinstance(output, tuple)
         hidden_states: Tensor = output[0] if isinstance(output, tuple) else output
         return hidden_states
@@ -284,7 +294,7 @@ def narrows(decoder: Decoder, plan: RowPlan) -> bool:
     return share <= MOST_FUSED if fused else share < 1.0
 
 
-class ConcatKV:
+class ConcatKV(StandInKV):
     """A cache that prepends keys and values of other positions to those added to it.
 
     ``before`` returns them, each (B, H, T, D), given the added ones.
@@ -299,7 +309,7 @@ class ConcatKV:
         return torch.cat([before_keys, keys], 2), torch.cat([before_values, values], 2)
 
 
-class SharedKV:
+class SharedKV(StandInKV):
     """A cache that stores what is added to it as ``own``, and appends keys and values (B, H, T, D) of other
     positions.
     """

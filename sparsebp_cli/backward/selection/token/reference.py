@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, without_checkpointing
+from sparsebp_cli.backward.decoder.kv_cache import StandInKV
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 Arguments = dict[str, object]  # of a layer's forward, by name
@@ -61,7 +62,7 @@ def _changed(decoder: Decoder, change: Callable[[Layer, Arguments], Arguments]) 
         yield
 
 
-class _Detaching:
+class _Detaching(StandInKV):
     """A cache that returns its input, detached where positions carry no gradient."""
 
     def __init__(self, carries: Tensor) -> None:
