@@ -33,7 +33,7 @@ class Greats(KeptExamples):
         "no way to save time. Not in the work: the validation examples, and the products of gradients. Compare with "
         "uniform.",
         year=2024,
-        saves=("steps", "memory"),
+        saves=("steps",),
         work="keep + 2 / 3",
         memory="keep of the examples in the step; the scoring pass keeps inputs of linears and gradients of their "
         "outputs for all examples and the validation's.",
@@ -63,9 +63,10 @@ class Greats(KeptExamples):
         assert examples.product_B is not None
         assert examples.product_BB is not None
         assert examples.learning_rate is not None
+        num_kept = self.count_chosen(examples.number)
         rate, product_B, product_BB = examples.learning_rate, examples.product_B.cpu(), examples.product_BB.cpu()
         # a and H, each divided by eta: the same order, and one at a rate of 0, too.
-        return select_greedily(product_B, rate * product_BB, self.count_chosen(examples.number)).sort().values
+        return select_greedily(product_B, rate * product_BB, num_kept).sort().values
 
 
 def select_greedily(gain_B: Tensor, curvature_BB: Tensor, num_kept: int) -> Tensor:
