@@ -94,7 +94,7 @@ class BatchOrder:
     def see(self, number: int, loss_B: Tensor) -> None:
         """Keep the losses of a micro-batch's examples for the policy that chooses epochs."""
         assert self._chosen is not None
-        self._chosen.see([self._example(position) for position in self._positions(number)], loss_B.tolist())
+        self._chosen.see(number, [self._example(position) for position in self._positions(number)], loss_B.tolist())
 
     @property
     def follows_policy(self) -> bool:

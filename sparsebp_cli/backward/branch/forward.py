@@ -17,12 +17,16 @@ from torch.autograd.function import Function, once_differentiable
 from sparsebp_cli.backward.branch.branch import Branch, Call
 from sparsebp_cli.backward.branch.cost import BranchCost
 from sparsebp_cli.backward.branch.recompute import SparseRecompute
+from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.patch.forward import ForwardOverride, call_module
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import GradientSelector, Rows, Selection, Site
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import SiteEngine
+
+
+Form = Literal["plain", "masked", "rows"]
 
 
 class BranchSite:
@@ -37,7 +41,7 @@ class BranchSite:
         self.input_needs_grad = True  # of the core, in its latest forward
 
     @property
-    def form(self) -> Literal["plain", "masked", "rows"]:
+    def form(self) -> Form:
         """How to run a forward that starts now: unchanged, with the gradient of its output masked, or by sparse
         recompute.
         """
@@ -94,9 +98,23 @@ class CoreOverride(ForwardOverride):
         self.site = site
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        site, branch, form = self.site, self.site.branch, self.site.form
+        branch, form = self.site.branch, self.site.form
         if self.is_removed or form == "plain":
             return call_module(branch.core, *args, **kwargs)
+        if branch.adds is None:
+            return self._run(form, args, kwargs)
+        # The stream that the core adds is no part of the branch.
+        kwargs = bind_arguments(branch.core, args, kwargs)
+        stream = kwargs[branch.adds]
+        assert isinstance(stream, Tensor)
+        output = self._run(form, (), kwargs | {branch.adds: stream.new_zeros(())})
+        if isinstance(output, tuple):
+            return stream + output[0], *output[1:]
+        assert isinstance(output, Tensor)
+        return stream + output
+
+    def _run(self, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        site, branch = self.site, self.site.branch
         x, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
         assert isinstance(x, Tensor)
         site.input_needs_grad = x.requires_grad

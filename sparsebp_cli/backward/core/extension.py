@@ -61,6 +61,8 @@ class EngineView(Protocol):
 class Decisions(Protocol):
     """Decisions about the gradients that arrive at sites."""
 
+    has_selectors: bool  # whether there is a policy that decides
+
     def check_inside(self) -> None:
         """Refuse a backward that does not run through the engine."""
 

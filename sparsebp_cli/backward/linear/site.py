@@ -23,6 +23,7 @@ from typing_extensions import override
 from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear import cuda
+from sparsebp_cli.backward.linear.attention import AttentionOverride, find_attentions
 from sparsebp_cli.backward.linear.compiled import LAYOUTS, READABLE, register, run_in_graph
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
 from sparsebp_cli.backward.linear.form_choice import FormChoice, Limits, mask_slower
@@ -102,7 +103,7 @@ class LinearAdapter(SiteAdapter):
         if not installs:
             self._found = FoundLinears((), (), ())
         self.names: tuple[str, ...] = tuple(name for name, _, _ in self._found.covered)
-        self._time_first = find_time_first(model)
+        self._model, self._time_first = model, find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
         self._patches, self._saving, self._forms = ForwardPatches(), saving, forms
         self._layers = {name: layers.number_of(name) for name in self.names}
@@ -124,6 +125,10 @@ class LinearAdapter(SiteAdapter):
             override = LinearOverride(name, module, form, engine, layer, norms, saving, time_first=first)
             override.forms = self._forms
             self._patches.install(module, override)
+        if engine.decisions.has_selectors:
+            for core, name in find_attentions(self._model, self.names):
+                site = Site(name, 0, (), self._layers[name])
+                self._patches.install(core, AttentionOverride(core, site, engine))
 
     def remove(self) -> None:
         self._patches.remove()
@@ -245,6 +250,7 @@ class LinearOverride(ForwardOverride):
         weight = weight_of(self.module)
         site = Site(self.name, weight.shape[self.form.output_dim], tuple(x.shape[:-1]), self.layer)
         kept = self._saving.save(site, x, is_trained=weight.requires_grad)
+        self._saving.note_projection(weight, 1 - self.form.output_dim, kept)
         return run_linear(self.module, x, replace(call, saved_share=kept.share), kept.saved)
 
     def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:
