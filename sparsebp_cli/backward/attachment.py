@@ -21,7 +21,7 @@ from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
 from sparsebp_cli.backward.linear.form_choice import FormChoice
-from sparsebp_cli.backward.linear.saving import InputSaving
+from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeAdapter
@@ -145,8 +145,7 @@ def attach(  # noqa: PLR0913 - what a training loop may give
         [(policy, _find_places(policy, places)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
-    for saver in savers:
-        saver.states = states
+    connect(savers, states, optimizer)
     given = _Given(
         states,
         optimizer,

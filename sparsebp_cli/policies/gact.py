@@ -57,8 +57,12 @@ class GACT(Stateful[Site], InputSaver):
         code="LiuXiaoxuanPKU/GACT-ICML, no licence seen; read for no part of this.",
     )
 
-    bits: Literal[2, 4, 8, 32] = Field(
-        4, description="Bits of an entry; 32 keeps the input as it is. With adapt_interval the mean over all entries."
+    constants: ClassVar[tuple[str, ...]] = ("bits",)  # their mean is shared out by trial passes, not at each step
+
+    bits: Literal[1, 2, 4, 8, 32] | Annotated[float, Field(ge=1.0, le=8.0)] = Field(
+        4,
+        description="Bits of an entry: 1, 2, 4, 8, or 32, which keeps the input as it is. With adapt_interval the mean "
+        "over all entries, from 1 to 8.",
     )
     adapt_interval: PositiveInt | None = Field(
         None,
@@ -72,8 +76,12 @@ class GACT(Stateful[Site], InputSaver):
 
     @model_validator(mode="after")
     def _can_be_shared_out(self) -> Self:
-        if self.adapt_interval is not None and not FEWEST < self.bits < MOST:
-            raise ValueError(f"adapt_interval shares out bits from {FEWEST} to {MOST}: bits must be 2 or 4")
+        if self.adapt_interval is not None and not FEWEST <= self.bits <= MOST:
+            raise ValueError(
+                f"adapt_interval shares out bits: bits must be in [{FEWEST}, {MOST}], a mean, got {self.bits:g}"
+            )
+        if self.adapt_interval is None and self.bits != self._same_bits:
+            raise ValueError(f"bits must be 1, 2, 4, 8 or 32 without adapt_interval, got {self.bits:g}")
         return self
 
     @property
@@ -96,7 +104,7 @@ class GACT(Stateful[Site], InputSaver):
     def control(self) -> dict[str, object] | None:
         if self.unbiased and self.adapt_interval is None:
             return None
-        plain = {"rounding": "stochastic", "adapt_interval": None}
+        plain = {"bits": self._same_bits, "rounding": "stochastic", "adapt_interval": None}
         return {"name": "gact", **self.model_dump(mode="json"), **plain}
 
     @property
@@ -112,7 +120,7 @@ class GACT(Stateful[Site], InputSaver):
         return frozenset({"reader_gradient", "input_entries"}) if self.has_trials else frozenset()
 
     def init(self, places: Sequence[Site], /) -> State:
-        return {site.name: float(self.bits) for site in places} if self.has_trials else {}
+        return {site.name: float(self._same_bits) for site in places} if self.has_trials else {}
 
     def observe(self, state: State, observation: Observation, step: Step) -> State:  # noqa: ARG002
         return state
@@ -140,7 +148,7 @@ class GACT(Stateful[Site], InputSaver):
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:
             return num_rows * num_features * itemsize
-        return SavedCodes.count_bytes(num_rows * num_features, self.bits, self.group, itemsize)
+        return SavedCodes.count_bytes(num_rows * num_features, self._same_bits, self.group, itemsize)
 
     def count_bytes_at(self, site: Site, step: Step, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:
@@ -148,4 +156,9 @@ class GACT(Stateful[Site], InputSaver):
         return SavedCodes.count_bytes(num_rows * num_features, self._bits_at(site, step), self.group, itemsize)
 
     def _bits_at(self, site: Site, step: Step) -> int:
-        return int(step.state.get(site.name, self.bits))
+        return int(step.state.get(site.name, self._same_bits))
+
+    @property
+    def _same_bits(self) -> int:
+        """The most bits that all inputs alike can have within the mean."""
+        return max(number for number in (1, 2, 4, 8, 32) if number <= self.bits)

@@ -12,19 +12,20 @@ Shape letters: B examples of a batch, K kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, final
 
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from sparsebp_cli.policy import Examples, ExampleSelector, MethodCard, Step, choice
+from sparsebp_cli.policies.sampled import KeptExamples
+from sparsebp_cli.policy import Examples, MethodCard, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @final
-class Greats(ExampleSelector):
+class Greats(KeptExamples):
     """Train the examples that a step of gradient descent would lower the validation loss by most."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
@@ -32,7 +33,7 @@ class Greats(ExampleSelector):
         "no way to save time. Not in the work: the validation examples, and the products of gradients. Compare with "
         "uniform.",
         year=2024,
-        saves=("steps", "memory"),
+        saves=("steps",),
         work="keep + 2 / 3",
         memory="keep of the examples in the step; the scoring pass keeps inputs of linears and gradients of their "
         "outputs for all examples and the validation's.",
@@ -40,32 +41,13 @@ class Greats(ExampleSelector):
         code="Jiachen-T-Wang/GREATS; a licence in its torchtune part alone; it runs the whole batch a second time.",
     )
 
-    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.5, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
-    )
     validation_batch_size: PositiveInt = Field(
         4, description="Validation examples, drawn anew for each batch, whose mean gradient examples are compared with."
     )
 
     @property
-    def exact(self) -> bool:
-        return self.keep == 1.0
-
-    @property
     def unbiased(self) -> bool:
         return self.exact
-
-    @property
-    def budget(self) -> float:
-        return self.keep
-
-    @property
-    def control(self) -> dict[str, object] | None:
-        return None if self.exact else {"name": "uniform", "start": 0, "end": 1, "interrupt": 0, "keep": self.keep}
-
-    @property
-    def needs_num_steps(self) -> bool:
-        return False
 
     @property
     @override
@@ -81,7 +63,7 @@ class Greats(ExampleSelector):
         assert examples.product_B is not None
         assert examples.product_BB is not None
         assert examples.learning_rate is not None
-        num_kept = choice.count_kept(self.keep, examples.number)
+        num_kept = self.count_chosen(examples.number)
         rate, product_B, product_BB = examples.learning_rate, examples.product_B.cpu(), examples.product_BB.cpu()
         # a and H, each divided by eta: the same order, and one at a rate of 0, too.
         return select_greedily(product_B, rate * product_BB, num_kept).sort().values

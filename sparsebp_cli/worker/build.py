@@ -81,7 +81,7 @@ def build_training(
     if recipe.backward.checkpointing == "full":
         checkpoint_activations(model)
     model.to(accelerator.device)
-    optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
+    optimizer = build_optimizer(recipe.training, model)
     sequence = PhaseSequence(phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer))
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
     choose_forms(engine, recipe, phases, accelerator, run, journal, snapshot, ranks)

@@ -47,6 +47,7 @@ _MADE: dict[str, dict[str, Any]] = {
     "phi": {},
     "falcon": {},
     "granitemoeshared": {"shared_intermediate_size": 16},
+    "gpt_neo": {"window_size": 4, "attention_types": [[["global", "local"], 1]]},
 }
 ROUNDING = 5e-5  # of a difference between the stream before and after a layer, in float32
 IDS = make_batch("scattered").inputs["input_ids"]
@@ -179,6 +180,24 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "one branch after the other": ("falcon", {"parallel_attn": False, "multi_query": False}),
     "a bias of keys in the mask": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False}),
     "a bias of keys by example, modules that add to the stream": ("bloom", {}),
+    "a cache of latents, rotations in one tensor": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
     "windows in a buffer, an attention in another module": (
         "gpt_neo",
         {"window_size": 4, "attention_types": [[["global", "local"], 1]]},

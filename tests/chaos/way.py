@@ -64,6 +64,7 @@ WAYS: dict[str, Sections] = {
     "pamm": _policy("pamm", keep=0.25),
     "sketch": _policy("sketch", keep=0.5),
     "compact": _policy("compact", keep=0.5),
+    "compact with its optimizer": _policy("compact", keep=0.5, interval=3) | {"training": {"optim": "compact"}},
     "velora": _policy("velora", group=4),
     "backrazor": _policy("dropit", keep=0.3, within="example"),
     "dither": _policy("dither"),
@@ -105,4 +106,5 @@ WAYS: dict[str, Sections] = {
         "training": {"optim": "apollo-mini", "max_steps": 40},
     },
     "adapters": _policy("random", keep=0.5, along="rows") | {"model": _LORA},
+    "lora-fa": _policy("frozen", freeze=["*lora_A*"]) | {"model": _LORA, "training": {"optim": "lora-fa"}},
 }

@@ -92,6 +92,20 @@ CHOICES = (
     Choice("eager_clip: exact", "update", _backward(**_EXACT)),
     Choice("segments: 2", "segments", _backward(segments=2)),
     Choice("checkpointing: full", "checkpointing", _backward(checkpointing="full")),
+    Choice(
+        "optim: lora-fa",
+        "optim",
+        {"model": {"lora": {"r": 2}}, "training": {"optim": "lora-fa"}},
+        {"name": "frozen", "freeze": ["*lora_A*"]},
+        is_heavy=True,
+    ),
+    Choice(
+        "optim: compact",
+        "optim",
+        {"training": {"optim": "compact"}},
+        {"name": "compact", "keep": 0.5, "interval": 2},
+        is_heavy=True,
+    ),
     *(
         Choice(
             f"optim: {name}",
@@ -100,7 +114,7 @@ CHOICES = (
             is_heavy=name not in _LIGHT,
         )
         for name in list_optimizers()
-        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "sparseadam")
+        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "sparseadam", "lora-fa", "compact")
     ),
     Choice("mixed_precision: bf16", "mixed_precision", {"training": {"mixed_precision": "bf16"}}, is_heavy=True),
     Choice(

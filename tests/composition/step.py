@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.linear.function import weight_of
+from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.backward.selection.parameter import find_parameters
 from sparsebp_cli.backward.selection.part import find_divisible, show_weights
@@ -102,7 +103,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
-                loss = model(input_ids=ids, labels=ids, **_columns(policies, number)).loss * share
+                loss = model(input_ids=ids, labels=ids, **columns_for(policies, number)).loss * share
             engine.backward(loss, **({"is_last": left == 0} if is_eager else {}))
         if composition == "clipping" and "max_grad_norm" not in options:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
@@ -138,6 +139,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     masks = _find_masks(model, policies)
     for number in range(_num_steps(ways)):
         read: list[tuple[Tensor, Tensor]] = []  # losses and rows that a policy was shown
+        means: dict[str, Tensor] = {}  # of the rows of inputs, in the step's first forward
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, weights, hooks, saving = all_ids, None, [], ExitStack()
             for policy in sorted(policies, key=lambda policy: not isinstance(policy, ParameterSelector)):
@@ -161,7 +163,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                         times |= {name: _times(0.0) for name in dropped}
                     hooks = [model.get_submodule(name).register_forward_hook(hook) for name, hook in times.items()]
                 elif isinstance(policy, InputSaver | TileSelector):
-                    saving.enter_context(_by_hand(model, policy, step))
+                    saving.enter_context(_by_hand(model, policy, step, None if micro_batch else means))
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
                 loss = _loss(model, ids, weights, len(all_ids)) * share
             loss.backward()
@@ -175,15 +177,17 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         before = _weights(model)
         optimizer.step()
         _put_back(trained, masks, before)
-        _observe(policies, states, trained, number, read)
+        _observe(policies, states, trained, number, read, means)
         optimizer.zero_grad()
     return _weights(model)
 
 
-def _by_hand(model: nn.Module, policy: InputSaver | TileSelector, step: Step) -> AbstractContextManager[object]:
+def _by_hand(
+    model: nn.Module, policy: InputSaver | TileSelector, step: Step, means: dict[str, Tensor] | None
+) -> AbstractContextManager[object]:
     if isinstance(policy, TileSelector):
         return tiling_by_hand(policy, step)
-    return saving_by_hand(model, policy, step)
+    return saving_by_hand(model, policy, step, means)
 
 
 def _find_masks(model: nn.Module, policies: Sequence[Policy]) -> dict[str, Tensor | None]:
@@ -221,6 +225,8 @@ def _init_states(model: nn.Module, policies: Sequence[Policy], shown: Sequence[P
     def places(policy: Policy) -> Sequence[Any]:
         if isinstance(policy, ExampleSelector):
             return range(NUM_EXAMPLES)
+        if isinstance(policy, InputSaver):
+            return [Site(name, len(module.weight), ()) for name, module, _ in find_linears(model).covered]
         return weights if isinstance(policy, PartSelector) else shown
 
     return {id(policy): policy.init(places(policy)) for policy in policies if isinstance(policy, Stateful)}
@@ -254,13 +260,17 @@ def _observe(
     trained: dict[str, nn.Parameter],
     number: int,
     read: Sequence[tuple[Tensor, Tensor]],
+    means: dict[str, Tensor],
 ) -> None:
     seen = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
     norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
     losses = {str(place): loss_B for place, (loss_B, _) in enumerate(read)}
     rows = {str(place): row_B for place, (_, row_B) in enumerate(read)}
+    means = {name: mean_D for name, mean_D in means.items() if f"{name}.weight" in norms}  # not of dropped blocks
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
-    observation = Observation(parameter_norm=norms, parameter_l1=seen, example_loss=losses, example_row=rows)
+    observation = Observation(
+        parameter_norm=norms, parameter_l1=seen, example_loss=losses, example_row=rows, input_mean=means
+    )
     for policy in policies:
         if isinstance(policy, Stateful):
             states[id(policy)] = policy.observe(states[id(policy)], observation, end)
@@ -308,7 +318,7 @@ def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
     return [(torch.cat([batch(10 * number + i), batch(5 + 10 * number + i)]), 1 / count) for i in range(count)]
 
 
-def _columns(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
+def columns_for(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
     """Return the columns that example selectors read: the rows of a step's examples, the losses of a reference."""
     columns: dict[str, Tensor] = {}
     for policy in policies:
@@ -329,7 +339,7 @@ def _examples(
         loss_BT = _token_losses(logits, ids_BT)
         share_BTV = logits[:, :-1].softmax(-1) - nn.functional.one_hot(ids_BT[:, 1:], logits.shape[-1])
     norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
-    columns = _columns([policy], step.index)
+    columns = columns_for([policy], step.index)
     reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
     examples = Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, columns.get("example_row"))
     if policy.num_validation:

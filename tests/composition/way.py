@@ -107,6 +107,8 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
     if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING):
         return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
+    if composition == "DDP" and way.label == "velora":
+        return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
     if way.label == "greats" and composition.endswith("checkpointing"):
         return "Greats and activation checkpointing (at 'model') are not built: switch it off"
     return {

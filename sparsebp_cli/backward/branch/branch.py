@@ -187,6 +187,7 @@ def _find_unsupported(core: nn.Module, args: tuple[object, ...], kwargs: dict[st
         return "its attention_mask is not of four dimensions"
     if mask is None and attention_name(core) not in ("eager", "sdpa"):
         return f"which keys {attention_name(core)} looks at without a mask is not known"
+    positions = (positions,) if isinstance(positions, Tensor) else positions
     if positions is not None and not (isinstance(positions, tuple) and all(p.dim() == 3 for p in positions)):
         return "its position_embeddings are not of three dimensions"
     rest = {k: v for k, v in kwargs.items() if k not in _KNOWN | {bias}}

@@ -68,11 +68,13 @@ def _take(branch: Branch, call: Call, queries: Queries, num_keys: int) -> dict[s
     position_BK = queries.position_BK
     num_examples, changes = len(position_BK), dict[str, object]()
     embeddings, mask = call.kwargs.get("position_embeddings"), call.kwargs.get("attention_mask")
+    example_B1 = torch.arange(num_examples, device=position_BK.device)[:, None]
     if isinstance(embeddings, tuple):
-        example_B1 = torch.arange(num_examples, device=position_BK.device)[:, None]
         changes["position_embeddings"] = tuple(
             part.expand(num_examples, -1, -1)[example_B1, position_BK] for part in embeddings
         )
+    elif isinstance(embeddings, Tensor):
+        changes["position_embeddings"] = embeddings.expand(num_examples, -1, -1)[example_B1, position_BK]
     position_ids = call.kwargs.get("position_ids")
     if isinstance(position_ids, Tensor):
         changes["position_ids"] = position_ids.expand(num_examples, -1).gather(1, position_BK)

@@ -16,7 +16,8 @@ from sparsebp_cli.backward.branch.forward import AfterOverride, BeforeOverride, 
 from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.decoder import argument_names, refuse_routers
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import BranchLayout, explain, find_child, find_layouts
+from sparsebp_cli.backward.decoder.layout import BranchLayout, find_child, find_layouts
+from sparsebp_cli.backward.decoder.unfit import explain
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import ForwardPatches, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean

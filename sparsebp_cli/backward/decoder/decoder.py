@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, explain, find_child, find_layouts
+from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, find_child, find_layouts
+from sparsebp_cli.backward.decoder.unfit import explain
 from sparsebp_cli.errors import UnsupportedError
 
 SUPPORTED = ("eager", "sdpa")

@@ -64,7 +64,9 @@ def skip_outputs(
     skipped: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo clamps them in place
     for name in names:
-        module = getattr(core, name)
+        module = getattr(core, name, None)
+        if module is None:  # one of several forms that its queries have
+            continue
         width = getattr(module, "nf", getattr(module, "out_features", None))
         if width is not None and one_head:
             width = getattr(core, "head_dim", width)
@@ -74,7 +76,9 @@ def skip_outputs(
 
 def _zeros(width: int, x: Tensor, *, is_written: bool) -> Tensor:
     shape = (*x.shape[:-1], width)
-    return x.new_zeros(shape) if is_written else x.new_zeros(()).expand(shape)
+    return (
+        x.new_zeros(shape) if is_written else x.new_zeros(width).expand(shape)
+    )  # deepseek views the last dimension as complex
 
 
 def _same(x: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ class AttentionLayout:
             Its shape is (examples * heads, 1, positions) or (examples, heads, 1, positions).
         is_one_bias: Whether that bias is the same for all examples, (heads, 1, positions), of which the last count.
         excludes: Whether True in its attention mask means that a key is not attended to.
+        expands: Children that compute keys and values from what the cache holds, position by position.
         window: A buffer, (1, 1, positions, positions), with True where a position may attend to another, whose rows it
             counts itself; None: there is none.
     """
@@ -47,6 +48,7 @@ class AttentionLayout:
     bias: str | None = None
     is_one_bias: bool = False
     excludes: bool = False
+    expands: tuple[str, ...] = ()
     window: str | None = None
 
     @property
@@ -147,6 +149,17 @@ _EXPERTS = (  # the core "block_sparse_moe", and beside it an MLP that every pos
     BranchLayout("shared_mlp", "output_linear", "post_attention_layernorm"),
 )
 _LOOSE_MLP = (BranchLayout("self_attn", "out_proj", "self_attn_layer_norm", attention=_FIXED_HEADS),)
+_LATENT = (  # the cache has latents and rotated parts of keys
+    BranchLayout(
+        "self_attn",
+        "o_proj",
+        "input_layernorm",
+        attention=AttentionLayout(
+            ("q_proj", "q_a_proj", "q_b_proj"), ("kv_a_proj_with_mqa",), any_heads=False, expands=("kv_b_proj",)
+        ),
+    ),
+    _PRE_NORM[1],
+)
 _PRE_NORM_LAYERS = (
     "ArceeDecoderLayer",
     "AriaTextDecoderLayer",
@@ -190,6 +203,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("self_attn", "o_proj", "input_layernorm", "post_attention_layernorm", _SEPARATE),
         BranchLayout("mlp", "down_proj", "pre_mlp_layernorm", "post_mlp_layernorm"),
     ),
+    "AXK1DecoderLayer": _LATENT,
     "ApertusDecoderLayer": _OWN_NAMES,
     "Apertus1p5TextDecoderLayer": _OWN_NAMES,
     "BioGptDecoderLayer": _LOOSE_MLP,
@@ -210,6 +224,8 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "CohereDecoderLayer": _ONE_NORM,
     "Cohere2DecoderLayer": _ONE_NORM,
     "Cohere2MoeDecoderLayer": _ONE_NORM,
+    "DeepseekV2DecoderLayer": _LATENT,
+    "DeepseekV3DecoderLayer": _LATENT,
     "Exaone4DecoderLayer": (
         BranchLayout("self_attn", "o_proj", after="post_attention_layernorm", attention=_SEPARATE),
         BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
@@ -229,6 +245,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "Gemma2DecoderLayer": _BOTH_NORMS,
     "Gemma3DecoderLayer": _BOTH_NORMS,
     "Glm4DecoderLayer": _FOUR_NORMS,
+    "Glm4MoeLiteDecoderLayer": _LATENT,
     "GPTJBlock": (  # both branches read one norm
         BranchLayout("attn", "out_proj", "ln_1", attention=_SEPARATE),
         BranchLayout("mlp", "fc_out", "ln_1"),
@@ -242,6 +259,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("mlp", "down_proj", "post_attention_layernorm", "post_norm2"),
     ),
     "Kolibri1DecoderLayer": _FOUR_NORMS,
+    "MiniCPM3DecoderLayer": _LATENT,
     "MiniMaxM2DecoderLayer": _PRE_NORM_WIDE,
     "ModernBertDecoderLayer": (
         BranchLayout("attn", "Wo", "attn_norm", attention=_SEPARATE),
@@ -291,6 +309,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("self_attn", "o_proj", "input_layernorm", attention=AttentionLayout((), ("qkv_proj",))),
         BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
     ),
+    "YoutuDecoderLayer": _LATENT,
     "PhiDecoderLayer": (  # both branches read one norm
         BranchLayout("self_attn", "dense", "input_layernorm", attention=_SEPARATE),
         BranchLayout("mlp", "fc2", "input_layernorm"),
@@ -318,69 +337,6 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("mlp", "c_proj", "ln_2"),
     ),
 }
-
-_LATENT = "its cache holds what keys and values are made from, and not keys and values"
-_MIXING = "some of its layers mix neighbouring positions, by a convolution or a recurrence"
-_ENCODER = "its layers are an encoder's: they attend to later positions, and add to the stream inside of their modules"
-_UNFIT = {
-    **dict.fromkeys(
-        (
-            "AXK1DecoderLayer",
-            "AXK2DecoderLayer",
-            "DeepseekV2DecoderLayer",
-            "DeepseekV3DecoderLayer",
-            "DeepseekV32DecoderLayer",
-            "Glm4MoeLiteDecoderLayer",
-            "GlmMoeDsaDecoderLayer",
-            "HYV4DecoderLayer",
-            "LongcatFlashDecoderLayer",
-            "MiniCPM3DecoderLayer",
-            "YoutuDecoderLayer",
-        ),
-        _LATENT,
-    ),
-    **dict.fromkeys(
-        (
-            "BailingHybridDecoderLayer",
-            "FalconH1DecoderLayer",
-            "FalconMambaBlock",
-            "InklingDecoderLayer",
-            "JambaAttentionDecoderLayer",
-            "JambaMambaDecoderLayer",
-            "LaraMiniDecoderLayer",
-            "Lfm2DecoderLayer",
-            "Lfm3DecoderLayer",
-            "MambaBlock",
-            "MiniMaxDecoderLayer",
-            "NemotronHBlock",
-            "OlmoHybridAttentionDecoderLayer",
-            "OlmoHybridLinearAttentionDecoderLayer",
-            "Qwen3NextDecoderLayer",
-            "Qwen3_5DecoderLayer",
-            "Qwen3_5MoeDecoderLayer",
-            "Qwen4ExpTextDecoderLayer",
-            "RecurrentGemmaDecoderLayer",
-            "RwkvBlock",
-        ),
-        _MIXING,
-    ),
-    **dict.fromkeys(
-        ("BertLayer", "CamembertLayer", "ElectraLayer", "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer"),
-        _ENCODER,
-    ),
-    "Llama4TextDecoderLayer": "its attention takes positions from the number of its rows",
-    "DogeDecoderLayer": "its attention makes a mask of its own from the values",
-    "GPTBigCodeBlock": "its model gives the output of the last layer the shape of all positions",
-    "HrmTextDecoderLayer": "its model runs each layer several times",
-    "JetMoeDecoderLayer": "the queries of its attention are computed by experts",
-    "PhimoeDecoderLayer": "its routers draw experts at random",
-    "XGLMDecoderLayer": "its attention is computed by code of its own",
-}
-
-
-def explain(layer: str) -> str | None:
-    """Return why the layers of a class have no layout; None: that is not known, and a plugin can add one."""
-    return _UNFIT.get(layer)
 
 
 def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:

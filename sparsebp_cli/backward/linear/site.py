@@ -250,6 +250,7 @@ class LinearOverride(ForwardOverride):
         weight = weight_of(self.module)
         site = Site(self.name, weight.shape[self.form.output_dim], tuple(x.shape[:-1]), self.layer)
         kept = self._saving.save(site, x, is_trained=weight.requires_grad)
+        self._saving.note_projection(weight, 1 - self.form.output_dim, kept)
         return run_linear(self.module, x, replace(call, saved_share=kept.share), kept.saved)
 
     def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:

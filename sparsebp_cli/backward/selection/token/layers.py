@@ -25,7 +25,7 @@ from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, dropout_rates,
 from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, StandInKV, is_filled, skip_outputs
 from sparsebp_cli.backward.decoder.window import with_window, without_window
 from sparsebp_cli.backward.observe.internals import run_checkpointed
-from sparsebp_cli.backward.patch.forward import replace_forwards, uncompiled
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards, uncompiled
 from sparsebp_cli.backward.selection.token.row_plan import RowPlan
 from sparsebp_cli.backward.selection.token.rows import AttentionArgs, AttentionView, RowNumbers
 from sparsebp_cli.errors import UnsupportedError
@@ -210,11 +210,20 @@ class LayerRun:
     def _call(self, hidden: Tensor, arguments: dict[str, object], cache: object) -> Tensor:
         module, layer = self.layer.module, self.layer
         arguments = {**arguments, layer.argument_names[0]: hidden, layer.attention.cache: cache}
-        with without_window(layer.core, layer.attention, prod(self.views.attention_args.shape)):
+        shape = self.views.attention_args.shape
+        with replace_forwards(self._expanding()), without_window(layer.core, layer.attention, prod(shape)):
             output = type(module).forward(module, **arguments)
         self.returns_tuple = isinstance(output, tuple)
         hidden_states: Tensor = output[0] if isinstance(output, tuple) else output
         return hidden_states
+
+    def _expanding(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+        """Return what computes keys and values of dropped rows without a graph, where the cache has less than these."""
+        if self.views.dropped is None or self.views.learns:
+            return []
+        num_dropped = self.views.dropped.queries.num_rows
+        modules = [getattr(self.layer.core, name) for name in self.layer.attention.expands]
+        return [(module, partial(_expand, module, module.__dict__.get("forward"), num_dropped)) for module in modules]
 
     def _capture(self, hidden: Tensor, view: AttentionView) -> KeysValues:
         """Return keys and values of some rows, without running the rest of the layer."""
@@ -268,6 +277,14 @@ class LayerRun:
         if self._remembers:
             self.remembered = own
         return own
+
+
+def _expand(module: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_dropped: int, x_B1SD: Tensor) -> Tensor:
+    """Run a module on dropped rows, which come first, without a graph, and on the others."""
+    run: Callable[[Tensor], Tensor] = partial(call_module, module) if covered is None else covered
+    with no_graph(x_B1SD.device):
+        dropped = run(x_B1SD[..., :num_dropped, :])
+    return torch.cat([dropped, run(x_B1SD[..., num_dropped:, :])], -2)
 
 
 @contextmanager

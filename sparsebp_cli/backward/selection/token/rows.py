@@ -124,6 +124,8 @@ class AttentionArgs:
         changed: dict[str, object] = {"attention_mask": self._once(self._restrict_mask, mask, view)}
         if isinstance(parts, tuple):
             changed["position_embeddings"] = self._once(self._restrict_parts, parts, view)
+        elif isinstance(parts, Tensor):
+            changed["position_embeddings"] = self._once(self._take, parts, view)
         if isinstance(ids, Tensor):
             changed["position_ids"] = self._once(self._take, ids, view)
         name = self.layout.bias
@@ -141,7 +143,8 @@ class AttentionArgs:
             unknown.append("an attention_mask that is not of four dimensions")
         if mask is None and self.implementation != "sdpa":
             unknown.append("no attention_mask")
-        if parts is not None and not (isinstance(parts, tuple) and all(part.dim() == 3 for part in parts)):
+        listed = (parts,) if isinstance(parts, Tensor) else parts
+        if listed is not None and not (isinstance(listed, tuple) and all(part.dim() == 3 for part in listed)):
             unknown.append("position_embeddings that are not of three dimensions")
         if unknown:
             raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
