@@ -218,7 +218,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm", adds="residual"),
     ),
     "CodeGenBlock": (  # both branches read one norm
-        BranchLayout("attn", "out_proj", "ln_1", attention=AttentionLayout((), ("qkv_proj",))),
+        BranchLayout("attn", "out_proj", "ln_1", attention=AttentionLayout((), ("qkv_proj",), "layer_past")),
         BranchLayout("mlp", "fc_out", "ln_1"),
     ),
     "CohereDecoderLayer": _ONE_NORM,
@@ -247,7 +247,9 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "Glm4DecoderLayer": _FOUR_NORMS,
     "Glm4MoeLiteDecoderLayer": _LATENT,
     "GPTJBlock": (  # both branches read one norm
-        BranchLayout("attn", "out_proj", "ln_1", attention=_SEPARATE),
+        BranchLayout(
+            "attn", "out_proj", "ln_1", attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), "layer_past")
+        ),
         BranchLayout("mlp", "fc_out", "ln_1"),
     ),
     "GptOssDecoderLayer": (_PRE_NORM[0], BranchLayout("mlp", None, "post_attention_layernorm", num_outputs=2)),
