@@ -77,6 +77,9 @@ class Decisions(Protocol):
     def reads_at(self, site: Site) -> frozenset[Reading]:
         """Return what the policy at a site reads beside the gradient."""
 
+    def selection_at(self, site: Site) -> type[Selection] | None:
+        """Return the type that the policy at a site selects, whatever the step; None: it stays dense."""
+
 
 class SiteEngine(EngineView, Protocol):
     """The engine as a site sees it: sites also request decisions."""
