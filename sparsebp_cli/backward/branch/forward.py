@@ -155,20 +155,29 @@ class CoreOverride(ForwardOverride):
         if form == "masked":
             return _run_masked(site, args, kwargs)
         if is_compiling:
-            if site.norm is not None and site.norm.take_traced() is not x:
+            # If only the core is compiled, the norm before it ran outside, and what it got is compared there.
+            traced = None if site.norm is None else site.norm.take_traced()
+            if traced is not None and traced is not x:
                 raise UnsupportedError(_BETWEEN.format(between))
             branch.check_cache(kwargs)
             own = {name: value for name, value in kwargs.items() if name not in site.not_in_graphs}
-            output = self._run_in_graph(x, own) if site.graph.fits(rest, own) else self._run_outside(x, rest, kwargs)
+            is_whole = traced is not None or (site.norm is None and branch.after is None)
+            if is_whole and site.graph.fits(rest, own):
+                output = self._run_in_graph(x, own)
+            else:
+                output = self._run_outside(x, rest, kwargs, checks=traced is None)
         else:
-            if branch.before is not None:
-                site.input_needs_grad |= any(p.requires_grad for p in branch.before.parameters())
-                _check_same(x, branch.before.__dict__["forward"].shown, between)
             output = self._run(x, rest, kwargs)
         return (output, *[None] * (branch.num_outputs - 1)) if branch.num_outputs else output
 
-    def _run(self, x: Tensor, rest: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
+    def _run(self, x: Tensor, rest: tuple[object, ...], kwargs: dict[str, object], *, checks: bool = True) -> Tensor:
         site, branch = self.site, self.site.branch
+        site.input_needs_grad = x.requires_grad
+        if branch.before is not None:
+            site.input_needs_grad |= any(p.requires_grad for p in branch.before.parameters())
+            if checks:
+                shown = branch.before.__dict__["forward"].shown
+                _check_same(x, shown, f"the norm before {branch.name!r} and it")
         call = site.enter(x, rest, kwargs)
         if branch.after is not None:
             site.pending = (x, call)
