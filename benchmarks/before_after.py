@@ -3,10 +3,12 @@
     git worktree add ../before COMMIT
     python benchmarks/before_after.py ../before .          # all ways of running a step, about four minutes
     python benchmarks/before_after.py ../before . --ways branches --steps 300
+    python benchmarks/before_after.py ../before . --ways linears --large --backward --keep 0.1 --steps 30
 
 Two processes differ by several per cent on the same code, by where their memory lies. Here both checkouts share one; a
 ratio is of two steps that follow each other, in alternating order, in CPU time of one thread. The model, a llama of 4
-layers, d 128, with topk along rows, keep 0.25, is small, so that the package's own work is a large part of a step.
+layers, d 128, with topk along rows, is small, so that the package's own work is a large part of a step; with
+``--large`` it is that of ``llama-23m.yaml``.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
 SIZE |= {"num_key_value_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}
-TOPK = ("topk", {"keep": 0.25, "along": "rows"})
+LARGE = {"hidden_size": 512, "intermediate_size": 1365, "num_hidden_layers": 6, "num_attention_heads": 8}
+LARGE |= {"vocab_size": 4096, "max_position_embeddings": 512}
+TOPK = ("topk", {"along": "rows"})
 WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
     "dense": (None, {}),
     "linears": (TOPK, {}),
     "branches": (TOPK, {"sites": "branches"}),
+    "recomputed": (TOPK, {"sites": "branches", "checkpointing": "sparse"}),
     "nodes": (TOPK, {"sites": "nodes"}),
     "tokens": (("tokens", {"score": "random", "keep": 0.3, "mode": "detach"}), {}),
     "eager": (TOPK, {"update": "eager"}),
@@ -40,19 +45,21 @@ WAYS: dict[str, tuple[tuple[str, dict[str, Any]] | None, dict[str, Any]]] = {
 class Checkout:
     """One checkout's modules, and a model that it trains."""
 
-    def __init__(self, root: Path, way: str) -> None:
+    def __init__(self, root: Path, way: str, args: argparse.Namespace) -> None:
         policy, options = WAYS[way]
+        size, shape = (LARGE, (2, 512)) if args.large else (SIZE, (4, 64))
         sys.path.insert(0, str(root))
         importlib.invalidate_caches()
         torch.manual_seed(0)
-        self.model = LlamaForCausalLM(LlamaConfig(**SIZE)).train()  # type: ignore[arg-type]
+        self.model = LlamaForCausalLM(LlamaConfig(**size)).train()  # type: ignore[arg-type]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-4)
-        self.ids = torch.randint(0, 512, (4, 64), generator=torch.Generator().manual_seed(0))
+        self.ids = torch.randint(0, 512, shape, generator=torch.Generator().manual_seed(0))
         package: Any = importlib.import_module("sparsebp_cli")
         if not package.__file__.startswith(f"{root}/"):
             raise SystemExit(f"{package.__file__} was imported instead of the one in {root}")
-        policies = [] if policy is None else [package.make_policy(policy[0], **policy[1])]
-        self.is_eager = options.get("update") == "eager"
+        keep = {"keep": args.keep} if policy is TOPK else {}
+        policies = [] if policy is None else [package.make_policy(policy[0], **policy[1], **keep)]
+        self.backward_alone = args.backward
         self.engine = package.attach(self.model, policies, optimizer=self.optimizer, **options)
         for _ in range(4):
             self._step()
@@ -60,18 +67,23 @@ class Checkout:
         sys.path.remove(str(root))
 
     def time(self) -> float:
-        """Return the CPU seconds of a step."""
+        """Return the CPU seconds of a step, or of its backward alone."""
         sys.modules.update(self._modules)
-        start = time.process_time()
-        self._step()
-        seconds = time.process_time() - start
+        seconds = self._step()
         self._modules |= _take_modules()
         return seconds
 
-    def _step(self) -> None:
-        self.engine.backward(self.model(input_ids=self.ids, labels=self.ids).loss)
+    def _step(self) -> float:
+        begin = time.process_time()
+        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        if self.backward_alone:
+            begin = time.process_time()
+        self.engine.backward(loss)
+        if self.backward_alone:
+            end = time.process_time()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        return (end if self.backward_alone else time.process_time()) - begin
 
 
 def _take_modules() -> dict[str, ModuleType]:
@@ -85,13 +97,16 @@ def main() -> None:
     parser.add_argument("after", type=Path, help="folder of the other")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each checkout")
+    parser.add_argument("--keep", type=float, default=0.25, help="share that topk keeps")
+    parser.add_argument("--large", action="store_true", help="the model of llama-23m.yaml, with its batch")
+    parser.add_argument("--backward", action="store_true", help="time the backward alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     # An editable installation must not provide the package: the folders do.
     sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
     print(f"{'way':10}{'before, ms':>12}{'after, ms':>12}{'ratio':>9}  quartiles of the ratio")
     for way in args.ways:
-        checkouts = [Checkout(root.resolve(), way) for root in (args.before, args.after)]
+        checkouts = [Checkout(root.resolve(), way, args) for root in (args.before, args.after)]
         seconds: tuple[list[float], list[float]] = ([], [])
         for number in range(args.steps):
             for index in (0, 1) if number % 2 else (1, 0):

@@ -69,7 +69,9 @@ WAYS: Ways = {
     "wta-crs 0.3": {"name": "wta-crs", "keep": 0.3},
 }
 LEFT_OUT = {
+    "greats": "it needs validation examples; a step is that of uniform, after a pass that costs more than it saves",
     "infobatch": "it chooses the examples of an epoch; its steps are dense ones",
+    "evolved-pruning": "it chooses the examples of an epoch; its steps are dense ones",
     "mezo": "it has no backward",
     "rho": "a step is that of uniform, and half of that of a reference, whose losses may be cached",
     "evolved-sampling": "a step is that of selective-backprop; it needs the rows of the examples",

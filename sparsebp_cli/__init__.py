@@ -65,12 +65,22 @@ __all__ = [
     "make_policy",
     "memory_trace",
     "segmented_backward",
+    "time_forms",
 ]
 
 # A type checker sees the names themselves and no __getattr__, which would make every typo an Any.
 if TYPE_CHECKING:
     from sparsebp_cli.auditor import audit
-    from sparsebp_cli.backward import Engine, GradStore, Phase, PhasedEngine, attach, attach_phases, segmented_backward
+    from sparsebp_cli.backward import (
+        Engine,
+        GradStore,
+        Phase,
+        PhasedEngine,
+        attach,
+        attach_phases,
+        segmented_backward,
+        time_forms,
+    )
     from sparsebp_cli.composition import BackwardOptions
     from sparsebp_cli.memory import memory_trace
     from sparsebp_cli.policy import find_policies, make_policy
@@ -91,6 +101,7 @@ else:
         "make_policy": "sparsebp_cli.policy",
         "memory_trace": "sparsebp_cli.memory",
         "segmented_backward": "sparsebp_cli.backward",
+        "time_forms": "sparsebp_cli.backward",
     }
 
     def __getattr__(name):

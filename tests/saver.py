@@ -14,7 +14,9 @@ from sparsebp_cli.policy import InputSaver, Site, Step
 
 
 @contextmanager
-def saving_by_hand(model: nn.Module, policy: InputSaver, step: Step) -> Iterator[list[str]]:
+def saving_by_hand(
+    model: nn.Module, policy: InputSaver, step: Step, means: dict[str, Tensor] | None = None
+) -> Iterator[list[str]]:
     """Let each linear with a trained weight compute its weight's gradient with the input that a policy restores.
 
     The output is that of the whole input, and the sum of two terms: one has the gradient of the input, the other, of
@@ -24,6 +26,7 @@ def saving_by_hand(model: nn.Module, policy: InputSaver, step: Step) -> Iterator
         model: The model.
         policy: Restores the inputs.
         step: When; every linear runs once.
+        means: Gets the mean row of each input.
 
     Yields:
         The names of the linears that were asked.
@@ -38,6 +41,10 @@ def saving_by_hand(model: nn.Module, policy: InputSaver, step: Step) -> Iterator
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
                 cast = x.detach().to(torch.bfloat16 if is_cast else x.dtype)
                 saved = policy.at(step).save(cast.reshape(-1, x.shape[-1]), site, step)
+                if means is not None:
+                    means[site.name] = (
+                        cast.reshape(-1, x.shape[-1]).to(torch.promote_types(cast.dtype, torch.float32)).mean(0)
+                    )
                 known[id(x)] = x, (cast if saved is None else saved.restore().view(x.shape))
         return known[id(x)][1]
 

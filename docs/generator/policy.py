@@ -27,6 +27,7 @@ CARD_TEXT = """*Work* is that of a step in the linears at which the policy decid
 with the default options: one over it is the most that a step can gain. N, D and O are rows, inputs and outputs of a
 linear; `trained` is the share of the weights that are trained, `carried` that of rows with a backward, `computed` that
 of rows that are computed. What else a step does (attention, norms, head, optimizer, choosing) comes on top.
+*Exact* and *unbiased* hold with the default numbers, a half where there is none; *varies*: by an option that is none.
 `sparsebp policies --kind KIND --claim unbiased --saves memory --since 2024` searches this table, plugins included.
 """
 
@@ -58,8 +59,8 @@ BY_KIND = {
     "Exact if all targets are trained and all gradient is carried; unbiased if they are drawn from the whole "
     "batch and all gradient is carried. [Choose tokens and examples](../guide/scoring.md)\n",
     "EpochSelector": "Decides at the start of each epoch, by the losses that its examples had when they were last "
-    "trained on. Exact if every epoch visits every example once with the weight 1; unbiased if the weight of each "
-    "example, 0 if it is left out, is 1 in the mean over draws. "
+    "trained on, or by a state that follows them. Exact if every epoch visits every example once with the weight 1; "
+    "unbiased if the weight of each example, 0 if it is left out, is 1 in the mean over draws. "
     "[Choose the examples of an epoch](../guide/scoring.md#choose-the-examples-of-an-epoch)\n",
     "GradientEstimator": "Estimates the gradient of a step from losses at shifted weights: there is no backward. Never "
     "exact; unbiased if the mean over draws is the gradient of every quadratic loss. "

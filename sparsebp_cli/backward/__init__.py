@@ -6,6 +6,7 @@ from sparsebp_cli.backward.core.report import Chosen, FlopEstimate, Report, Rout
 from sparsebp_cli.backward.decoder.layout import AttentionLayout, BranchLayout
 from sparsebp_cli.backward.execution.grad_store import GradStore
 from sparsebp_cli.backward.execution.segment.chain import segmented_backward
+from sparsebp_cli.backward.linear.form_choice import time_forms
 from sparsebp_cli.backward.observe.flops import FlopCount, count_flops
 from sparsebp_cli.backward.observe.module_trace import ModuleTrace
 from sparsebp_cli.backward.observe.saved_bytes import SavedBytes, saved_bytes, tensor_bytes
@@ -43,4 +44,5 @@ __all__ = [
     "saved_bytes",
     "segmented_backward",
     "tensor_bytes",
+    "time_forms",
 ]

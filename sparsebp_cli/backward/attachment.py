@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, Unpack
 
 import torch
@@ -20,7 +20,8 @@ from sparsebp_cli.backward.execution.eager.clipping import Clipping
 from sparsebp_cli.backward.execution.eager.update import choose_update
 from sparsebp_cli.backward.execution.segment.extension import Segments
 from sparsebp_cli.backward.linear.float8 import find_float8
-from sparsebp_cli.backward.linear.saving import InputSaving
+from sparsebp_cli.backward.linear.form_choice import FormChoice
+from sparsebp_cli.backward.linear.saving import InputSaving, connect
 from sparsebp_cli.backward.linear.site import LinearAdapter
 from sparsebp_cli.backward.node.router import Routing
 from sparsebp_cli.backward.node.site import NodeAdapter
@@ -64,7 +65,7 @@ from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.policy.scheduled_option import needs_length
 
 
-def attach(
+def attach(  # noqa: PLR0913 - what a training loop may give
     model: nn.Module,
     policies: PolicyLike | Sequence[PolicyLike],
     *,
@@ -74,6 +75,7 @@ def attach(
     num_steps: int | None = None,
     num_examples: int | None = None,
     reference: nn.Module | Literal["batch"] | None = None,
+    validation: Mapping[str, torch.Tensor] | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> Engine:
     """Let policies decide about a model's gradients, in any PyTorch loop that calls ``engine.backward(loss)``.
@@ -92,9 +94,11 @@ def attach(
             batch the column ``example_row``, (B,), int64, among the model's arguments.
         reference: A model whose loss of each token a policy compares with; ``batch``: each batch brings that loss as
             ``reference_loss``, (B, T), at the position that predicts the token.
+        validation: Examples that are never trained on and with whose gradients a policy compares those of the batch:
+            one batch of the model's arguments with ``labels``, from which the policy draws.
         **choices: How the backward pass is executed: the fields of :class:`sparsebp_cli.BackwardOptions`, which a
             recipe has as its section ``backward``: ``execution``, ``sites``, ``exclude``, ``update``, ``eager_clip``,
-            ``checkpointing`` and ``segments``.
+            ``checkpointing``, ``segments`` and ``time_forms``.
 
     Returns:
         The engine; as a context manager it detaches at the end.
@@ -111,29 +115,20 @@ def attach(
     chosen = {**dict(options), "max_grad_norm": max_grad_norm, "optimizer": optimizer}
     _refuse_unbuilt(model, policies, chosen)
     selectors = [policy for policy in policies if isinstance(policy, GradientSelector)]
-    router = next((policy for policy in policies if isinstance(policy, EdgeRouter)), None)
-    check_scoring(policies, num_steps, num_examples, reference)
+    check_scoring(policies, num_steps, num_examples, reference, validation)
     wrapped, model = model, _unwrap(model)
     _refuse_attached(model)
     refuse_lazy(model)
     layers = LayerNumbers(model)
     savers = [InputSaving(p, model, len(layers.layers)) for p in policies if isinstance(p, InputSaver)]
     decisions = SiteDecisions(selectors, len(layers.layers))
-    if router is not None:
-        adapter: SiteAdapter = NodeAdapter(model, options.exclude, Routing(router))
-    else:
-        acts_before = bool(policies) and all(isinstance(policy, _ACT_BEFORE) for policy in policies)
-        if not selectors and options.sites == "linears":  # a model without a linear, such as a convolutional one
-            saving = next(iter(savers), None)
-            may_be_empty = saving is None
-            adapter = LinearAdapter(
-                model, options.exclude, may_be_empty=may_be_empty, installs=not acts_before, saving=saving
-            )
-        else:
-            adapter = _ADAPTERS[options.sites](model, options.exclude)
-        if selectors and adapter.names:  # at nodes they are known after the first backward only
-            decisions.check_disjoint(adapter.names, layers.number_of)
+    forms = FormChoice() if options.time_forms else None
+    adapter = _make_adapter(model, policies, options, next(iter(savers), None), forms)
+    if selectors and adapter.names:  # at nodes they are known after the first backward only
+        decisions.check_disjoint(adapter.names, layers.number_of)
     linears = adapter.sites if isinstance(adapter, LinearAdapter) else ()
+    if forms is not None and isinstance(adapter, LinearAdapter):
+        forms.cover(adapter, selectors, len(layers.layers))
     divisible: Linears = {}
     for policy in policies:
         if isinstance(policy, PartSelector):
@@ -150,9 +145,17 @@ def attach(
         [(policy, _find_places(policy, places)) for policy in policies],
         lambda: {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
-    for saver in savers:
-        saver.states = states
-    given = _Given(states, optimizer, Step(0, seed=seed, num_steps=num_steps), divisible, num_examples, reference)
+    connect(savers, states, optimizer)
+    given = _Given(
+        states,
+        optimizer,
+        Step(0, seed=seed, num_steps=num_steps),
+        divisible,
+        num_examples,
+        reference,
+        validation,
+        options.exclude,
+    )
     tokens = make_extensions(policies, model, reference, states)
     eager = choose_update(wrapped, optimizer, options.update, clipping)
     attached = Engine(
@@ -181,11 +184,34 @@ def attach(
                 if isinstance(policy, ParameterSelector) and policy.sets_rates and optimizer is not None
             ),
             *([] if options.segments is None else [Segments(model, options.segments)]),
+            *([] if forms is None else [forms]),
         ],
     )
     if any(_names_layers(policy) for policy in policies):
         attached.notes["layers"] = layers.describe()
     return attached
+
+
+def _make_adapter(
+    model: nn.Module,
+    policies: Sequence[Policy],
+    options: BackwardOptions,
+    saving: InputSaving | None,
+    forms: FormChoice | None,
+) -> SiteAdapter:
+    """Return what installs the engine at the sites that the policies and options ask for."""
+    router = next((policy for policy in policies if isinstance(policy, EdgeRouter)), None)
+    if router is not None:
+        return NodeAdapter(model, options.exclude, Routing(router))
+    if options.sites != "linears":
+        return (BranchAdapter if options.sites == "branches" else NodeAdapter)(model, options.exclude)
+    if any(isinstance(policy, GradientSelector) for policy in policies):
+        return LinearAdapter(model, options.exclude, forms=forms)
+    acts_before = bool(policies) and all(isinstance(policy, _ACT_BEFORE) for policy in policies)
+    # Without a saver it may be a model without a linear, such as a convolutional one.
+    return LinearAdapter(
+        model, options.exclude, may_be_empty=saving is None, installs=not acts_before, saving=saving, forms=forms
+    )
 
 
 def _find_places(policy: Policy, places: _Places) -> Sequence[object]:
@@ -204,11 +230,6 @@ def _names_layers(policy: Policy) -> bool:
 _Places: TypeAlias = Mapping[Any, Callable[[Any], Sequence[object]]]  # by kind, of one policy
 # No site decides or counts.
 _ACT_BEFORE = (BatchPacker, BlockDropper, GradientEstimator, PartSelector, TileSelector, TokenRouter)
-_ADAPTERS: dict[str, Callable[[nn.Module, Iterable[str]], SiteAdapter]] = {
-    "linears": LinearAdapter,
-    "branches": BranchAdapter,
-    "nodes": NodeAdapter,
-}
 
 
 class _Given(NamedTuple):
@@ -220,6 +241,8 @@ class _Given(NamedTuple):
     divisible: Linears  # of whose weights parts can be trained
     num_examples: int | None  # rows of the training data
     reference: nn.Module | str | None  # as attach takes it
+    validation: Mapping[str, torch.Tensor] | None
+    exclude: Sequence[str]
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:
@@ -241,6 +264,9 @@ _EXTENSIONS: dict[Any, Callable[[Any, nn.Module, _Given], EngineExtension]] = {
         given.states,
         num_examples=given.num_examples,
         reference=given.reference if isinstance(given.reference, nn.Module) else None,
+        validation=given.validation,
+        optimizer=given.optimizer,
+        exclude=given.exclude,
     ),
     LayerSampler: lambda policy, model, given: LayerExtension(policy, model, given.states),
     GradientEstimator: lambda policy, model, _: EstimatorExtension(policy, model),
@@ -289,14 +315,16 @@ def check_scoring(
     num_steps: int | None,
     num_examples: int | None,
     reference: nn.Module | str | None,
+    validation: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Refuse a policy without what it chooses by, and a reference that nobody reads.
+    """Refuse a policy without what it chooses by, and a reference or validation examples that nobody reads.
 
     Args:
         policies: All that are to be attached.
         num_steps: Optimizer steps of the whole training; None: nobody told.
         num_examples: Rows of the training data; None: nobody told.
         reference: A model; ``batch``: its scores come with each batch.
+        validation: One batch of examples with their labels; None: there are none.
 
     Raises:
         UsageError: Something is missing, or given for nothing.
@@ -324,3 +352,36 @@ def check_scoring(
         raise UsageError(f"reference must be a model or {BATCH!r}, got {reference!r}")
     if reference is not None and not readers:
         raise UsageError("reference is given, and no policy compares with one")
+    _check_validation(policies, validation)
+
+
+def validates(policy: Policy) -> bool:
+    """Return whether a policy compares gradients with those of validation examples.
+
+    Args:
+        policy: With its options.
+
+    Returns:
+        Whether it does.
+    """
+    return isinstance(policy, ExampleSelector) and policy.num_validation > 0
+
+
+def _check_validation(policies: Sequence[Policy], validation: Mapping[str, torch.Tensor] | None) -> None:
+    readers = [policy for policy in policies if isinstance(policy, ExampleSelector) and validates(policy)]
+    if validation is None:
+        if readers:
+            raise UsageError(
+                f"{type(readers[0]).__name__} compares gradients with those of validation examples: give "
+                "attach(validation=...), a batch of examples with labels that is never trained on"
+            )
+        return
+    if not readers:
+        raise UsageError("validation is given, and no policy compares with validation examples")
+    if "labels" not in validation:
+        raise UsageError(f"validation must have labels, got {', '.join(sorted(validation)) or 'nothing'}")
+    number, most = len(validation["labels"]), max(policy.num_validation for policy in readers)
+    if number < most:
+        raise UsageError(
+            f"validation must have {most} examples or more, as {type(readers[0]).__name__} draws, got {number}"
+        )

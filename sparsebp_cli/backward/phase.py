@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from sparsebp_cli.backward.attachment import attach
+from sparsebp_cli.backward.attachment import attach, validates
 from sparsebp_cli.backward.core.engine import Engine
 from sparsebp_cli.backward.core.process import SEVERAL, count_processes
 from sparsebp_cli.backward.core.report import Report
@@ -166,7 +166,7 @@ class PhasedEngine:
         self._phase = phase
 
 
-def attach_phases(
+def attach_phases(  # noqa: PLR0913 - those of attach
     model: nn.Module,
     schedule: Sequence[Phase],
     *,
@@ -176,6 +176,7 @@ def attach_phases(
     max_grad_norm: float | None = None,
     seed: int = 0,
     reference: nn.Module | Literal["batch"] | None = None,
+    validation: Mapping[str, Tensor] | None = None,
     **choices: Unpack[BackwardChoices],
 ) -> PhasedEngine:
     """Let other policies decide in each phase of a training, as ``schedule`` does in a recipe.
@@ -192,6 +193,7 @@ def attach_phases(
         max_grad_norm: As for :func:`attach`.
         seed: As for :func:`attach`.
         reference: As for :func:`attach`; one for all phases that compare.
+        validation: As for :func:`attach`; one for all phases that compare gradients with it.
         **choices: As for :func:`attach`, the same in all phases.
 
     Returns:
@@ -215,6 +217,7 @@ def attach_phases(
             num_steps=num_steps,
             num_examples=num_examples,
             reference=reference if needs_reference(policies, made) else None,
+            validation=validation if _is_wanted(policies, made, validates) else None,
             **choices,
         )
         return engine, engine.detach
@@ -242,8 +245,12 @@ def try_phases(schedule: Schedule, attach: Attach) -> None:
 def needs_reference(policies: Sequence[Policy], schedule: Schedule) -> bool:
     """Return whether a reference belongs to a phase with these policies: if they compare, or if no phase does, so that
     it is refused."""
-    return _compares(policies) or not any(_compares(others) for _, others in schedule)
+    return _is_wanted(policies, schedule, _compares)
 
 
-def _compares(policies: Sequence[Policy]) -> bool:
-    return any(isinstance(policy, ReferenceReader) and policy.reads_reference for policy in policies)
+def _is_wanted(policies: Sequence[Policy], schedule: Schedule, reads: Callable[[Policy], bool]) -> bool:
+    return any(map(reads, policies)) or not any(any(map(reads, others)) for _, others in schedule)
+
+
+def _compares(policy: Policy) -> bool:
+    return isinstance(policy, ReferenceReader) and policy.reads_reference

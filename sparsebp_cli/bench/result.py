@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from sparsebp_cli.bench.request import Request
+from sparsebp_cli.run.break_even import find_crossing
 
 
 class BreakEven(BaseModel):
@@ -41,22 +42,16 @@ def find_break_even(site: str, label: str, against: str, points: Sequence[tuple[
     """Find the share at which a form takes as long as another, by linear interpolation between the two nearest points.
     ``points`` are pairs of share kept and time ratio, at least one, in any order, no share twice. Time is interpolated
     rather than speed-up: as long as it goes with FLOPs, time is linear in the share kept."""
-    if not points:
-        raise ValueError("there is nothing to interpolate")
-    ordered = sorted(points)
-    is_faster = [ratio < 1.0 for _, ratio in ordered]
-    num_faster = sum(is_faster)
-    kind: Literal["at", "always", "never", "unclear"] = "at"
-    keep = None
-    if num_faster in (0, len(ordered)):
-        kind = "always" if num_faster else "never"
-    elif not all(is_faster[:num_faster]):
-        kind = "unclear"
-    else:
-        (low, below), (high, above) = ordered[num_faster - 1], ordered[num_faster]
-        keep = low + (high - low) * (1.0 - below) / (above - below)
+    kind, keep = find_crossing(points)
+    shares = [share for share, _ in points]
     return BreakEven(
-        site=site, label=label, against=against, kind=kind, keep=keep, smallest=ordered[0][0], largest=ordered[-1][0]
+        site=site,
+        label=label,
+        against=against,
+        kind=kind,
+        keep=keep if kind == "at" else None,
+        smallest=min(shares),
+        largest=max(shares),
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from enum import StrEnum
+from itertools import product
 from math import inf
 from typing import Annotated, Any
 
@@ -16,7 +18,7 @@ from sparsebp_cli.cli.completion import complete_policy
 from sparsebp_cli.cli.option import Format
 from sparsebp_cli.cli.screen import Output, console, make_table, print_json, print_line
 from sparsebp_cli.errors import UsageError, did_you_mean
-from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, TokenSelector
+from sparsebp_cli.policy import EdgeRouter, FoundPolicy, GradientSelector, Policy, TokenSelector
 
 CARD_WORDS = {
     "use": "when",
@@ -57,7 +59,10 @@ def policies(
     ] = None,
     claim: Annotated[
         Claim | None,
-        typer.Option(help="Only those whose gradient is, or with some options can be, exact or unbiased."),
+        typer.Option(
+            help="Only those whose gradient is exact or unbiased, or can be by an option that is no number: of most, a "
+            "share of 1 is exact, and leaves nothing out."
+        ),
     ] = None,
     saves: Annotated[
         Gain | None, typer.Option(help="Only those that can save a step's time or memory, or steps.")
@@ -127,7 +132,7 @@ def _print_all(described: list[dict[str, Any]]) -> None:
     for line in described:
         if line["problem"]:
             print_line(f"{line['name']} of {line['source']} is broken: {line['problem']}")
-    print_line("varies: by its options; one policy's card and options: sparsebp policies NAME")
+    print_line("varies: by an option that is no number; one policy's card and options: sparsebp policies NAME")
 
 
 def _print_one(line: dict[str, Any]) -> None:
@@ -153,7 +158,7 @@ def _word_claims(line: dict[str, Any]) -> list[str]:
 
 def describe_policy(found: FoundPolicy) -> dict[str, Any]:
     """Return a policy's properties for the author of a recipe, as plain values. ``exact`` and ``unbiased`` are None
-    where they depend on options that have no default."""
+    where they depend on options that are no numbers."""
     line: dict[str, Any] = {"name": found.name, "kind": found.kind, "source": found.source, "problem": found.problem}
     line |= {"summary": "", "options": [], "exact": None, "unbiased": None, "card": None}
     if found.policy_class is None:
@@ -176,10 +181,32 @@ def describe_policy(found: FoundPolicy) -> dict[str, Any]:
         }
         for name, option in schema.get("properties", {}).items()
     ]
-    with suppress(ValidationError):  # an option is required, or one of several
-        policy = found.policy_class()
-        line |= {"exact": policy.exact, "unbiased": policy.unbiased}
+    forms = list(_make_forms(found.policy_class, schema.get("properties", {}), required))
+    for claim in ("exact", "unbiased"):
+        values = {bool(getattr(form, claim)) for form in forms}
+        line[claim] = values.pop() if len(values) == 1 else None
     return line
+
+
+def _make_forms(policy_class: type[Policy], options: dict[str, Any], required: set[str]) -> Iterator[Policy]:
+    """Yield the policy with its defaults, and with each other value of each option that has few. A number without a
+    default is a half; what the policy refuses is left out."""
+    values = {name: _list_values(option) for name, option in options.items()}
+    needed = {name: values[name] or [0.5] for name in sorted(required)}
+    for base in (dict(zip(needed, each, strict=True)) for each in product(*needed.values())):
+        changes = [{name: value} for name, each in values.items() if name not in required for value in each]
+        for change in ({}, *changes):
+            with suppress(ValidationError):
+                yield policy_class.model_validate(base | change)
+
+
+def _list_values(option: dict[str, Any]) -> list[object]:
+    """Return the words, or yes and no, that an option allows; empty for numbers and texts."""
+    if "anyOf" in option:
+        return [value for choice in option["anyOf"] for value in _list_values(choice)]
+    if option.get("type") == "boolean":
+        return [True, False]
+    return [value for value in option.get("enum", [option.get("const")]) if isinstance(value, str)]
 
 
 def _describe_range(option: dict[str, Any]) -> str:

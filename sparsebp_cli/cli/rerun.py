@@ -18,6 +18,7 @@ from sparsebp_cli.cli.screen import print_line
 from sparsebp_cli.cli.stored_run import check_plans, find_one, submit_all
 from sparsebp_cli.errors import RunBusyError, UsageError
 from sparsebp_cli.run import History, JournalWriter, RunFolder, create_run
+from sparsebp_cli.run.break_even import FACT
 from sparsebp_cli.run.metric import EVAL_LOSS, TEST_LOSS, TRAIN_LOSS
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def rerun(
         raise UsageError(f"run {old.run_id} would not be the same again: {fields}; --anyway trains it all the same")
     check_plans([plan])
     with Interrupts() as interrupts:
-        jobs = submit_all([prepare(plan, seal, anyway=anyway)])
+        jobs = submit_all([prepare(plan, seal, anyway=anyway, forms=History.load(old.path).facts.get(FACT))])
         new = jobs[0].run
         if detach:
             print_line(new.run_id)
@@ -88,14 +89,15 @@ def find_changes(plan: Plan, seal: Seal) -> list[FieldChange]:
     return seal.changes(now)
 
 
-def prepare(plan: Plan, seal: Seal, *, anyway: bool) -> RunFolder:
-    """Write the folder of a run that repeats the one of a plan."""
+def prepare(plan: Plan, seal: Seal, *, anyway: bool, forms: object = None) -> RunFolder:
+    """Write the folder of a run that repeats the one of a plan. ``forms`` is what that one timed of its products, which
+    decides the bits of the new one, too; None if nothing."""
     from sparsebp_cli.plan import Plan
 
     again = Plan(recipe=plan.recipe, provenance=plan.provenance)
     folder = create_run(again.run_id)
     with JournalWriter(folder.path) as journal:
-        journal.write("facts", values={"repeats": plan.run_id})
+        journal.write("facts", values={"repeats": plan.run_id} | ({} if forms is None else {FACT: forms}))
         journal.write("seal", values=seal.to_json())
         if anyway:
             journal.write("allow", fields=list(ALLOWED))

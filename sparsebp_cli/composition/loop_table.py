@@ -152,6 +152,12 @@ _TRAINER_CHOOSER = "{policy} in a transformers.Trainer is not built with "
 _READS_LOGITS = "which reads the logits of all positions: let the model compute the loss"
 TRAINER = (
     Rule(
+        "{time_forms} in a transformers.Trainer is not built: it does not say before the first step how long its "
+        "batches are; run a recipe, or your own loop",
+        options={"time_forms": (True,), "loop": ("trainer",)},
+        blame="time_forms",
+    ),
+    Rule(
         "{update} in a transformers.Trainer is not built: the trainer steps the optimizer itself; built: "
         "{update:deferred}",
         options={"update": ("eager",), "loop": ("trainer",)},

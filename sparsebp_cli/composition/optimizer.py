@@ -32,6 +32,11 @@ class OptimizerEntry:
     # whether its state has the shape of its parameter or is a number, made at the first step: only then can weights be
     # cut into parts (``target.sharding: fsdp2``)
     is_sharded: bool = False
+    # whether it updates the second factors of low-rank adapters, whose first ones are frozen: its class takes the model
+    # in place of the parameters
+    of_adapters: bool = False
+    # whether it has moments in the projection that a saver of inputs keeps for several steps
+    of_projections: bool = False
 
 
 def list_optimizers() -> list[str]:

@@ -60,6 +60,7 @@ ROUTER: Conditions = {"kind": ("EdgeRouter",)}
 TOKENS: Conditions = {"kind": ("TokenSelector",)}
 CHOOSER: Conditions = {"kind": ("TokenSelector", "ExampleSelector")}
 WEIGHING: Conditions = {"kind": ("ExampleSelector",), "weighs": (True,)}  # returns weights of examples
+VALIDATING: Conditions = {"kind": ("ExampleSelector",), "validates": (True,)}  # compares gradients
 EPOCHS: Conditions = {"kind": ("EpochSelector",)}
 PACKER: Conditions = {"kind": ("BatchPacker",)}
 DROPPER: Conditions = {"kind": ("BlockDropper",)}

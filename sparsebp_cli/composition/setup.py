@@ -81,6 +81,7 @@ class PolicyFacts:
         if isinstance(policy, ExampleSelector):
             facts["weighs"] = policy.weighs
             facts["reads_rows"] = policy.reads_rows
+            facts["validates"] = policy.num_validation > 0
         if isinstance(policy, TokenSelector):
             facts |= {"mode": policy.mode, "differentiates": "last_gradient" in policy.needs}
             facts["trains_all"] = not policy.needs and policy.budget == 1.0

@@ -5,7 +5,9 @@ What no rule refuses works; ``tests/composition`` checks both.
 
 from __future__ import annotations
 
+from sparsebp_cli.composition.example_table import EXAMPLES
 from sparsebp_cli.composition.loop_table import COMPILED, OWN_LOOP, TRAINER
+from sparsebp_cli.composition.option_table import OPTIONS
 from sparsebp_cli.composition.rule import (
     ABSENT,
     DROPPER,
@@ -27,7 +29,6 @@ from sparsebp_cli.composition.rule import (
     TOKENS,
     TURNING,
     TURNS,
-    WEIGHING,
     Rule,
 )
 
@@ -116,38 +117,7 @@ _POLICY_RULES = (
         policy={"sets_rates": (True,)},
         options={"update": ("eager",)},
     ),
-    Rule(
-        "{policy} works in one process, got {processes}",
-        why="Each process would know the losses of its own examples only.",
-        policy=EPOCHS,
-        options={"processes": SEVERAL},
-    ),
-    Rule(
-        "{policy} keeps a state, which is not built for a policy that chooses epochs: it gets the losses instead",
-        policy={**EPOCHS, "stateful": (True,)},
-    ),
-    Rule(
-        "{other} and {policy} in one training is not built: give one of them",
-        why="The loss of every example is read from the logits of all its positions.",
-        policy=EPOCHS,
-        other={"kind": ("TokenSelector", "ExampleSelector", "BatchPacker")},
-    ),
-    Rule(
-        "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
-        policy=EPOCHS,
-        options={"segments": GIVEN},
-    ),
-    Rule(
-        "{policy} with {segments} is not built: it weighs the losses of examples outside of the model",
-        policy=WEIGHING,
-        options={"segments": GIVEN},
-    ),
-    Rule(
-        "{other} and {policy} in one forward is not built: give one of them",
-        why="The losses that are weighted are those of all positions of an example.",
-        policy=WEIGHING,
-        other=TOKENS,
-    ),
+    *EXAMPLES,
     Rule(
         "{other} and {policy} in one backward is not built: give one of them",
         why="A router decides about nodes, a gradient selector about the gradients that arrive at them.",
@@ -462,98 +432,4 @@ _PHASE_RULES = (
         options={"phases": SEVERAL, "wrapped": ("compiled",)},
     ),
 )
-_OPTION_RULES = (
-    Rule(
-        "{sites} works in one process, got {processes}",
-        why="A policy cuts the gradients of parameters there before they are summed over the processes.",
-        options={"sites": ("nodes",), "processes": SEVERAL, "loop": ("worker",)},
-        blame="sites",
-    ),
-    Rule(
-        "{execution} at {sites} works in one process, got {processes}",
-        why="The traversal of the graph in Python runs no hooks, and DDP sums gradients in hooks.",
-        options={"execution": ("reference",), "sites": ("nodes",), "processes": SEVERAL, "loop": ("own",)},
-        blame="execution",
-    ),
-    Rule(
-        "{update} works in one process, got {processes}",
-        why="Gradients are freed before they would be summed over the processes.",
-        options={"update": ("eager",), "processes": SEVERAL},
-        blame="update",
-    ),
-    Rule(
-        "{independent_examples} works in one process, got {processes}",
-        why="Each process knows only its own part of the step's examples, and the others may contain none of them.",
-        options={"independent_examples": GIVEN, "processes": SEVERAL},
-        blame="independent_examples",
-    ),
-    Rule(
-        "{eager_clip} needs {update:eager}, got {update:=}",
-        options={"eager_clip": GIVEN, "update": ("deferred",)},
-        blame="eager_clip",
-    ),
-    Rule(
-        "{max_grad_norm} needs {update:eager}, got {update:=}; otherwise clip between engine.backward(loss) and "
-        "optimizer.step()",
-        options={"max_grad_norm": GIVEN, "update": ("deferred",), "loop": ("own",)},
-        blame="max_grad_norm",
-    ),
-    Rule(
-        "{update} needs {eager_clip:parameter}, previous or exact, by which {max_grad_norm} can clip; or "
-        "{max_grad_norm:null}",
-        why="The norm of all gradients is not known when the first parameter is updated.",
-        options={"update": ("eager",), "eager_clip": ABSENT, "max_grad_norm": GIVEN},
-        blame="update",
-    ),
-    Rule(
-        "{eager_clip} clips nothing: {max_grad_norm}",
-        options={"update": ("eager",), "eager_clip": GIVEN, "max_grad_norm": ABSENT},
-        blame="eager_clip",
-    ),
-    Rule(
-        "{eager_clip} needs two passes over one graph, {sites} supports one",
-        options={"eager_clip": ("exact",), "sites": ("nodes",)},
-        blame="eager_clip",
-    ),
-    Rule(
-        "{checkpointing} needs {sites:branches}, got {sites:=}",
-        options={"checkpointing": ("sparse",), "sites": ("linears", "nodes")},
-        blame="checkpointing",
-    ),
-    Rule(
-        "{segments} and {checkpointing} both recompute layers: keep one of them",
-        options={"segments": GIVEN, "checkpointing": ("full",)},
-        blame="segments",
-    ),
-    Rule(
-        "{segments} hides the nodes of its layers: needs {sites:linears} or branches, got {sites:=}",
-        options={"segments": GIVEN, "sites": ("nodes",)},
-        blame="segments",
-    ),
-    Rule(
-        "{segments} is not built with {sharding}; use {sharding:none}",
-        why="Sharded weights are gathered for each layer's forward only.",
-        options={"segments": GIVEN, "sharding": ("fsdp2",)},
-        blame="segments",
-    ),
-    Rule(
-        "{float8} with {sites} is not built; use {sites:linears}",
-        why="Rows would be recomputed on their own, with another float8 scale than in the forward, where it is that of "
-        "all rows.",
-        options={"float8": GIVEN, "sites": ("branches",)},
-        blame="float8",
-    ),
-    Rule(
-        "{sharding} needs {processes:2} or more, got {processes:=}",
-        options={"sharding": ("fsdp2",), "processes": (1,)},
-        blame="sharding",
-    ),
-    Rule(
-        "{optim} is not built with {sharding}; use {sharding:none}",
-        why="Its state exists before the weights are sharded, does not have the shape of its parameter, or the "
-        "optimizer does not declare that it can be sharded.",
-        options={"optim_is_sharded": (False,), "sharding": ("fsdp2",)},
-        blame="optim",
-    ),
-)
-RULES = (*_POLICY_RULES, *_PHASE_RULES, *_OPTION_RULES, *OWN_LOOP, *COMPILED, *TRAINER)
+RULES = (*_POLICY_RULES, *_PHASE_RULES, *OPTIONS, *OWN_LOOP, *COMPILED, *TRAINER)

@@ -28,3 +28,6 @@ ADALOMO = OptimizerEntry(
     ("weight_decay", "clip_threshold", "decay_rate", "eps1", "eps2"),
     extra=_PACKAGE,
 )
+_ADAMW = ("betas", "eps", "weight_decay")
+LORA_FA = OptimizerEntry("sparsebp_cli.worker.lora_fa:LoRAFA", _ADAMW, of_adapters=True)
+COMPACT = OptimizerEntry("sparsebp_cli.worker.compact:CompActAdamW", _ADAMW, of_projections=True)

@@ -1,17 +1,18 @@
 """Keep a random projection of the features of each linear's input for the gradient of its weight.
 
 Yara Shamshoum, Nitzan Hodos, Yuval Sieradzki and Assaf Schuster, "CompAct: Compressed Activations for Memory-Efficient
-LLM Training" (NAACL 2025), https://arxiv.org/abs/2410.15352, after its abstract and formulas. We differ: the gradient
-is projected back before the optimizer gets it, which keeps whole moments, and the matrix is drawn anew in each forward;
-CompAct keeps it for 50 steps, and its moments are as small as the projection. For small moments, give
-``training.optim: apollo`` or ``galore``.
+LLM Training" (NAACL 2025), https://arxiv.org/abs/2410.15352, after its abstract and formulas. With ``interval: 50``
+and ``training.optim: compact`` this is their method: the matrix P stays for 50 steps, Adam has moments of the small
+gradient ``dy^T x P``, and the weight moves by Adam's step times P^T. We differ: the gradient that the optimizer gets is
+projected back, and so as large as the weight, unless ``update: eager`` frees it at once. Without the two, each forward
+draws its own matrix, and any optimizer has whole moments.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from sparsebp_cli.policy import InputSaver, MethodCard, SavedProjection, Site, Step, choice
 
@@ -29,7 +30,7 @@ class CompAct(InputSaver):
         year=2025,
         saves=("memory",),
         work="(2 + keep * (1 + D / N + D / O)) / 3",
-        memory="keep N D entries of an input.",
+        memory="keep N D entries of an input; with interval and optim: compact, twice keep O D of moments.",
         claimed="25 to 30 % less peak memory in pretraining, 50 % in fine-tuning, LLaMA and RoBERTa (abstract).",
         code="Not read.",
     )
@@ -39,6 +40,12 @@ class CompAct(InputSaver):
     )
     entries: Literal["gaussian", "rademacher"] = Field(
         "gaussian", description="Whether the matrix has entries of the normal distribution, or of +1 and -1."
+    )
+
+    interval: PositiveInt | None = Field(
+        None,
+        description="Steps for which a linear's matrix stays, the same in all forwards, as training.optim: compact "
+        "needs it; the paper: 50. null: each forward draws its own.",
     )
 
     @property
@@ -57,10 +64,16 @@ class CompAct(InputSaver):
     def form(self) -> type[SavedProjection] | None:
         return None if self.exact else SavedProjection
 
+    @property
+    def draws_for(self) -> int | None:
+        return None if self.exact else self.interval
+
     def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedProjection | None:
         if self.exact:
             return None
         num_kept = choice.count_kept(self.keep, x_ND.shape[1])
+        if self.interval is not None:
+            step = Step(step.index // self.interval, seed=step.seed, draw=step.draw)
         return SavedProjection.of(x_ND, num_kept, step.generator(site, x_ND.device), self.entries)
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:

@@ -14,30 +14,15 @@ trained at every step, unless a pattern freezes them; there is no copy of the la
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, Literal, Self, final
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Literal, Self, final
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
-from sparsebp_cli.errors import PolicyError, did_you_mean
+from sparsebp_cli.errors import PolicyError
+from sparsebp_cli.policies.layer_turn import Order, count_turns, find_in_turn
+from sparsebp_cli.policies.parameter_pattern import Pattern, match
 from sparsebp_cli.policy import MethodCard, Parameter, ParameterSelector, Step
-
-
-@dataclass(frozen=True)
-class _Cycle:
-    """The name under which random orders of layers are drawn, one for each round through all layers."""
-
-    name: str = "the order of layers"
-
-
-@dataclass(frozen=True)
-class _Draw:
-    """The name under which the layers of a turn are drawn, independently of other turns."""
-
-    name: str = "the layers of a turn"
 
 
 @final
@@ -67,7 +52,7 @@ class Frozen(ParameterSelector):
         description="layers: of the trained parameters, only some layers (of an encoder and a decoder) are trained at "
         "a time, in turns. null: all are trained at every step.",
     )
-    order: Literal["descending", "ascending", "random", "independent"] = Field(
+    order: Order = Field(
         "descending",
         description="Order of the turns: from the last layer, from the first, a new random order each round, or layers "
         "that are drawn for each turn independently of those before.",
@@ -127,8 +112,7 @@ class Frozen(ParameterSelector):
             return step.index
         length = self.every
         if self.learning_rate == "cycle":
-            chosen = self._chosen(parameters)
-            length *= -(-len(_layers(parameters, chosen)) // self.at_once)
+            length *= count_turns(len(_layers(parameters, self._chosen(parameters))), self.at_once)
         return step.index // length * length
 
     def select(self, parameters: Sequence[Parameter], step: Step) -> Collection[str]:
@@ -138,7 +122,7 @@ class Frozen(ParameterSelector):
         layers = _layers(parameters, chosen)
         if not layers:
             raise PolicyError("turn: layers: no parameter that is trained lies in a layer")
-        resting = set(layers) - self._in_turn(layers, step)
+        resting = set(layers) - find_in_turn(layers, self.order, self.every, self.at_once, step)
         return [p.name for p in parameters if p.name in chosen and p.layer not in resting]
 
     def _chosen(self, parameters: Sequence[Parameter]) -> set[str]:
@@ -152,69 +136,6 @@ class Frozen(ParameterSelector):
             raise PolicyError("freeze: the patterns leave no parameter to train")
         return chosen
 
-    def _in_turn(self, layers: list[int], step: Step) -> set[int]:
-        if self.order == "independent":
-            import torch
-
-            generator = replace(step, index=step.index // self.every).generator(_Draw())
-            return {layers[i] for i in torch.randperm(len(layers), generator=generator)[: self.at_once].tolist()}
-        num_turns = -(-len(layers) // self.at_once)
-        round_number, number = divmod(step.index // self.every, num_turns)
-        if self.order == "random":
-            import torch
-
-            generator = replace(step, index=round_number).generator(_Cycle())
-            layers = [layers[i] for i in torch.randperm(len(layers), generator=generator).tolist()]
-        elif self.order == "descending":
-            layers = layers[::-1]
-        return set(layers[number * self.at_once : (number + 1) * self.at_once])
-
 
 def _layers(parameters: Sequence[Parameter], chosen: Collection[str]) -> list[int]:
     return sorted({p.layer for p in parameters if p.name in chosen and p.layer is not None})
-
-
-def _check(pattern: str) -> str:
-    if _is_regex(pattern):
-        try:
-            re.compile(pattern[1:-1])
-        except re.error as error:
-            raise ValueError(f"'{pattern}' is not a regular expression: {error}") from None
-    return pattern
-
-
-Pattern = Annotated[str, Field(min_length=1), AfterValidator(_check)]
-
-
-def match(option: str, patterns: Sequence[str], parameters: Iterable[Parameter]) -> set[str]:
-    """Return the (first) names of the parameters that any of the patterns matches. A glob must match the whole name of
-    the parameter, or of a module that contains it; ``*`` matches dots as well. A regular expression must match
-    somewhere in the parameter's name. All names of a shared parameter are tried. A pattern that matches nothing is a
-    PolicyError, which names the option."""
-    known = {p.name: (p.name, *p.aliases) for p in parameters}
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name, names in known.items() if any(_fits(pattern, each) for each in names)}
-        if not matched:
-            near = dict.fromkeys(place for names in known.values() for each in names for place in _places(each))
-            hint = "" if _is_regex(pattern) else did_you_mean(pattern, near)
-            raise PolicyError(f"{option}: '{pattern}' matches no parameter that the model would train{hint}")
-        found |= matched
-    return found
-
-
-def _is_regex(pattern: str) -> bool:
-    return len(pattern) > 2 and pattern.startswith("/") and pattern.endswith("/")
-
-
-def _fits(pattern: str, name: str) -> bool:
-    if _is_regex(pattern):
-        return re.search(pattern[1:-1], name) is not None
-    return any(fnmatchcase(place, pattern) for place in _places(name))
-
-
-def _places(name: str) -> Iterator[str]:
-    """Yield the names of the parameter and of the modules that contain it."""
-    while name:
-        yield name
-        name = name.rpartition(".")[0]

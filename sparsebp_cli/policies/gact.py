@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, PositiveInt, model_validator
 
+from sparsebp_cli.policies.bit_sharing import FEWEST, MOST, find_sensitivity, share_bits
 from sparsebp_cli.policy import (
     InputSaver,
     MethodCard,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsebp_cli.policy.contract import State
-
-FEWEST, MOST = 1, 8  # bits of an input that are shared out, each twice the one before
 
 
 @final
@@ -58,8 +57,12 @@ class GACT(Stateful[Site], InputSaver):
         code="LiuXiaoxuanPKU/GACT-ICML, no licence seen; read for no part of this.",
     )
 
-    bits: Literal[2, 4, 8, 32] = Field(
-        4, description="Bits of an entry; 32 keeps the input as it is. With adapt_interval the mean over all entries."
+    constants: ClassVar[tuple[str, ...]] = ("bits",)  # their mean is shared out by trial passes, not at each step
+
+    bits: Literal[1, 2, 4, 8, 32] | Annotated[float, Field(ge=1.0, le=8.0)] = Field(
+        4,
+        description="Bits of an entry: 1, 2, 4, 8, or 32, which keeps the input as it is. With adapt_interval the mean "
+        "over all entries, from 1 to 8.",
     )
     adapt_interval: PositiveInt | None = Field(
         None,
@@ -73,8 +76,12 @@ class GACT(Stateful[Site], InputSaver):
 
     @model_validator(mode="after")
     def _can_be_shared_out(self) -> Self:
-        if self.adapt_interval is not None and not FEWEST < self.bits < MOST:
-            raise ValueError(f"adapt_interval shares out bits from {FEWEST} to {MOST}: bits must be 2 or 4")
+        if self.adapt_interval is not None and not FEWEST <= self.bits <= MOST:
+            raise ValueError(
+                f"adapt_interval shares out bits: bits must be in [{FEWEST}, {MOST}], a mean, got {self.bits:g}"
+            )
+        if self.adapt_interval is None and self.bits != self._same_bits:
+            raise ValueError(f"bits must be 1, 2, 4, 8 or 32 without adapt_interval, got {self.bits:g}")
         return self
 
     @property
@@ -97,7 +104,7 @@ class GACT(Stateful[Site], InputSaver):
     def control(self) -> dict[str, object] | None:
         if self.unbiased and self.adapt_interval is None:
             return None
-        plain = {"rounding": "stochastic", "adapt_interval": None}
+        plain = {"bits": self._same_bits, "rounding": "stochastic", "adapt_interval": None}
         return {"name": "gact", **self.model_dump(mode="json"), **plain}
 
     @property
@@ -113,7 +120,7 @@ class GACT(Stateful[Site], InputSaver):
         return frozenset({"reader_gradient", "input_entries"}) if self.has_trials else frozenset()
 
     def init(self, places: Sequence[Site], /) -> State:
-        return {site.name: float(self.bits) for site in places} if self.has_trials else {}
+        return {site.name: float(self._same_bits) for site in places} if self.has_trials else {}
 
     def observe(self, state: State, observation: Observation, step: Step) -> State:  # noqa: ARG002
         return state
@@ -141,7 +148,7 @@ class GACT(Stateful[Site], InputSaver):
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:
             return num_rows * num_features * itemsize
-        return SavedCodes.count_bytes(num_rows * num_features, self.bits, self.group, itemsize)
+        return SavedCodes.count_bytes(num_rows * num_features, self._same_bits, self.group, itemsize)
 
     def count_bytes_at(self, site: Site, step: Step, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:
@@ -149,51 +156,9 @@ class GACT(Stateful[Site], InputSaver):
         return SavedCodes.count_bytes(num_rows * num_features, self._bits_at(site, step), self.group, itemsize)
 
     def _bits_at(self, site: Site, step: Step) -> int:
-        return int(step.state.get(site.name, self.bits))
+        return int(step.state.get(site.name, self._same_bits))
 
-
-def find_sensitivity(one_K: Tensor, other_K: Tensor, fine_K: Tensor) -> float:
-    """Return twice the variance that an input with 1 bit adds to the gradient, by two draws: the larger of the squared
-    distance between both and twice the larger one to a third.
-
-    Args:
-        one_K: The gradient with 1 bit.
-        other_K: The same, drawn again.
-        fine_K: With 8 bits.
-
-    Returns:
-        At least 0.
-    """
-    import torch
-
-    pairs = ((1.0, one_K, other_K), (2.0, one_K, fine_K), (2.0, other_K, fine_K))
-    return float(torch.stack([factor * (a - b).double().square().sum() for factor, a, b in pairs]).max())
-
-
-def share_bits(sensitivity_J: Sequence[float], entries_J: Sequence[float], mean: float) -> list[int]:
-    """Return how many bits inputs have, so that the sum of ``sensitivity * 2 ** (-2 * (bits - 1))`` is small.
-
-    All begin with 1. The input of which a further bit of an entry takes most from the sum gets twice its bits, again
-    and again; one for which too few are left stays as it is.
-
-    Args:
-        sensitivity_J: At least 0.
-        entries_J: Above 0.
-        mean: Over all entries, in [1, 8].
-
-    Returns:
-        (J,), each 1, 2, 4 or 8.
-    """
-    bits = [FEWEST] * len(sensitivity_J)
-    left = (mean - FEWEST) * sum(entries_J) * (1 + 1e-9)
-
-    def find_gain(place: int) -> tuple[float, int]:
-        now = bits[place]
-        before, after = (4.0 ** (1 - number) for number in (now, 2 * now))
-        return sensitivity_J[place] * (before - after) / (now * entries_J[place]), -now
-
-    while fitting := [place for place, now in enumerate(bits) if now < MOST and now * entries_J[place] <= left]:
-        best = max(fitting, key=find_gain)
-        left -= bits[best] * entries_J[best]
-        bits[best] *= 2
-    return bits
+    @property
+    def _same_bits(self) -> int:
+        """The most bits that all inputs alike can have within the mean."""
+        return max(number for number in (1, 2, 4, 8, 32) if number <= self.bits)

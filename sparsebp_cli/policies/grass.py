@@ -11,24 +11,18 @@ the first turn is drawn evenly; and moving the optimizer's state does not overla
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
 from sparsebp_cli.policies.depth import group_by_depth
+from sparsebp_cli.policies.layer_turn import turn_generator
 from sparsebp_cli.policy import MethodCard, Observation, Observed, Parameter, ParameterSelector, Stateful, Step
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from sparsebp_cli.policy.contract import State
-
-
-class _Draw:
-    """The name under which the layers of a turn are drawn, as those of frozen with order: independent."""
-
-    name = "the layers of a turn"
 
 
 @final
@@ -112,7 +106,7 @@ class Grass(Stateful[Parameter], ParameterSelector):
         import torch
 
         _, layers, _ = group_by_depth(parameters)
-        generator = replace(step, index=step.index // self.every).generator(_Draw())
+        generator = turn_generator(step, self.every)
         if self.by == "random":
             drawn = torch.randperm(len(layers), generator=generator)[: self.at_once]
         else:

@@ -18,18 +18,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, final
 from pydantic import Field, PositiveInt
 from typing_extensions import override
 
-from sparsebp_cli.policy import (
-    Examples,
-    ExampleSelector,
-    MethodCard,
-    Observation,
-    Observed,
-    Stateful,
-    Step,
-    WeightedExamples,
-    choice,
-    sampling,
-)
+from sparsebp_cli.policies.sampled import Keep, KeptExamples
+from sparsebp_cli.policy import Examples, MethodCard, Observation, Observed, Stateful, Step, WeightedExamples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Importance(Stateful[object], ExampleSelector):
+class Importance(Stateful[object], KeptExamples):
     """Draw examples in proportion to the norm of the gradient at their logits, or uniformly while that gains little."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
@@ -55,9 +45,7 @@ class Importance(Stateful[object], ExampleSelector):
         code="idiap/importance-sampling, MIT, Keras; not read.",
     )
 
-    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        1 / 3, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
-    )
+    keep: Keep = 1 / 3
     threshold: Annotated[float, Field(ge=0.0)] | None = Field(
         None,
         description="Gain, as a factor of the batch, above which examples are drawn by their gradients; 0: always; "
@@ -74,24 +62,8 @@ class Importance(Stateful[object], ExampleSelector):
     )
 
     @property
-    def exact(self) -> bool:
-        return self.keep == 1.0
-
-    @property
     def unbiased(self) -> bool:
         return self.exact or self.denominator == "targets"
-
-    @property
-    def budget(self) -> float:
-        return self.keep
-
-    @property
-    def control(self) -> dict[str, object] | None:
-        return None if self.exact else {"name": "uniform", "start": 0, "end": 1, "interrupt": 0, "keep": self.keep}
-
-    @property
-    def needs_num_steps(self) -> bool:
-        return False
 
     @property
     @override
@@ -134,13 +106,11 @@ class Importance(Stateful[object], ExampleSelector):
 
         if self.exact:
             return None
-        num_kept, norm_B = choice.count_kept(self.keep, examples.number), torch.ones(examples.number)
+        norm_B = torch.ones(examples.number)
         if self.is_weighing(step):
             assert examples.gradient_norm_B is not None
-            norm_B = examples.gradient_norm_B.cpu()
-        probability_B = sampling.water_fill(norm_B, num_kept)
-        index_K = sampling.draw(probability_B, num_kept, step.generator(examples)).sort().values
-        return WeightedExamples(index_K, sampling.weigh(probability_B, index_K), self.denominator)
+            norm_B = examples.gradient_norm_B
+        return WeightedExamples(*self.draw(norm_B, examples, step), self.denominator)
 
 
 def measure_gain(norm_B: Tensor) -> Tensor:

@@ -11,18 +11,17 @@ Shape letters: B examples of a batch, K kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, final
+from typing import TYPE_CHECKING, ClassVar, final
 
-from pydantic import Field
-
-from sparsebp_cli.policy import Examples, ExampleSelector, MethodCard, ReferenceReader, Step, choice
+from sparsebp_cli.policies.sampled import Keep, KeptExamples
+from sparsebp_cli.policy import Examples, MethodCard, ReferenceReader, Step, choice
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @final
-class Rho(ExampleSelector, ReferenceReader):
+class Rho(KeptExamples, ReferenceReader):
     """Train the examples of largest loss less the reference's."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
@@ -37,29 +36,11 @@ class Rho(ExampleSelector, ReferenceReader):
         code="OATML/RHO-Loss, Apache-2.0; not read.",
     )
 
-    keep: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.1, description="Share of each batch's examples that is backpropagated, in (0, 1]; 1.0 is dense."
-    )
-
-    @property
-    def exact(self) -> bool:
-        return self.keep == 1.0
+    keep: Keep = 0.1
 
     @property
     def unbiased(self) -> bool:
         return self.exact
-
-    @property
-    def budget(self) -> float:
-        return self.keep
-
-    @property
-    def control(self) -> dict[str, object] | None:
-        return None if self.exact else {"name": "uniform", "start": 0, "end": 1, "interrupt": 0, "keep": self.keep}
-
-    @property
-    def needs_num_steps(self) -> bool:
-        return False
 
     @property
     def reads_reference(self) -> bool:

@@ -69,11 +69,6 @@ class SelectiveBackprop(Stateful[object], SampledExamples):
         return self.scale_factor
 
     @property
-    def control(self) -> dict[str, object] | None:
-        shared = self.model_dump(mode="json", include=set(SampledExamples.model_fields))
-        return None if self.exact else {"name": "uniform", **shared}
-
-    @property
     def observes(self) -> frozenset[Observed]:
         return frozenset({"example_loss"}) if self.history else frozenset()
 

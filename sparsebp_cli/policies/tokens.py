@@ -17,7 +17,11 @@ the batch before they are added.
 
 ``score: update``: "TokenDrop" (ICML 2026, poster 65486), after the abstract: the norm of what a layer adds to the
 residual stream. We differ: the sum over layers chooses one set of positions for all layers, by a forward of its own,
-where theirs lets the set grow from layer to layer towards the loss and reads the norms from the same forward.
+where theirs lets the set grow from layer to layer towards the loss and reads the norms from the same forward. Such sets
+are not built. A choice is asked for before the first layer, and one plan of rows follows from it for all layers: which
+rows have a graph, the padding between examples, each attention's mask, what the reference detaches, and the FLOPs that
+are claimed. Sets that grow need a choice after each layer, for which the host waits for its norms; a plan for each
+layer; and rows that leave those without a graph and join the others in the order of their positions.
 
 ``draw: proportional`` is importance sampling of tokens, as Angelos Katharopoulos and François Fleuret (ICML 2018),
 https://arxiv.org/abs/1803.00942, sample examples: with ``score: gradient_norm`` by their upper bound of a gradient.
@@ -157,8 +161,7 @@ class SelectedTokens(ScoredTokenSelector):
             return super().pick(score_BT, candidate_BT, tokens, step)
         candidate_N = candidate_BT.flatten().nonzero().flatten()  # the host waits for their number
         num_kept = choice.count_kept(self.keep_at(step), len(candidate_N))
-        probability_N = sampling.water_fill(score_BT.flatten()[candidate_N], num_kept)
-        drawn_K = sampling.draw(probability_N, num_kept, step.generator(tokens, score_BT.device))
-        weight_K = sampling.weigh(probability_N, drawn_K)
+        score_N, generator = score_BT.flatten()[candidate_N], step.generator(tokens, score_BT.device)
+        drawn_K, weight_K = sampling.draw_by_score(score_N, num_kept, generator)
         weight_BT = weight_K.new_zeros(score_BT.numel()).index_copy_(0, candidate_N[drawn_K], weight_K)
         return weight_BT.view(score_BT.shape) > 0.0, weight_BT.view(score_BT.shape)

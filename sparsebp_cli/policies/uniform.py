@@ -34,6 +34,11 @@ class Uniform(SampledExamples):
     def unbiased(self) -> bool:
         return self.exact  # examples may have different numbers of targets, and then the mean over targets is biased
 
+    @property
+    @override
+    def control(self) -> None:
+        return None
+
     @override
     def needs_loss(self, step: Step) -> bool:
         return False

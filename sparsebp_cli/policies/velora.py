@@ -1,26 +1,40 @@
 """Keep one number for each group of features of a linear's input: how far it goes along one direction.
 
 Roy Miles, Pradyumna Reddy, Ismail Elezi and Jiankang Deng, "VeLoRA: Memory Efficient Training using Rank-1 Sub-Token
-Projections" (NeurIPS 2024), https://arxiv.org/abs/2405.17991, after its abstract and formulas. We differ: the direction
-is the mean of the input's own groups, not that of the first batch, so nothing has to be kept between steps; and groups
-have nearly the size that is asked for, so that all of an input's are equal. The paper projects the inputs of values and
-of the MLP's last linear alone: say so with ``where``, as `recipes/velora.yaml` does.
+Projections" (NeurIPS 2024), https://arxiv.org/abs/2405.17991, after its abstract and formulas. The
+direction of an input is the mean of its groups in the first batch, and stays. We differ: until the first step has ended
+no direction is known, so further micro-batches of that step have each its own, as every input has with ``by: mean``;
+and groups have nearly the size that is asked for, so that all of an input's are equal. The paper projects the inputs of
+values and of the MLP's last linear alone: say so with ``where``, as `recipes/velora.yaml` does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, final
 
 from pydantic import Field, PositiveInt
 
-from sparsebp_cli.policy import InputSaver, MethodCard, SavedDirection, Site, Step, choice
+from sparsebp_cli.policy import (
+    InputSaver,
+    MethodCard,
+    Observation,
+    Observed,
+    SavedDirection,
+    Site,
+    Stateful,
+    Step,
+    choice,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sparsebp_cli.policy.contract import State
+
 
 @final
-class VeLoRA(InputSaver):
+class VeLoRA(Stateful[Site], InputSaver):
     """Keep the projection of each group of neighbouring features on one direction; the gradient is biased."""
 
     card: ClassVar[MethodCard | None] = MethodCard(
@@ -35,8 +49,10 @@ class VeLoRA(InputSaver):
     )
 
     group: PositiveInt = Field(32, description="Features of a group, about; 1 is dense.")
-    by: Literal["mean", "random"] = Field(
-        "mean", description="The direction: the mean of the groups, or drawn at random, the control."
+    by: Literal["first", "mean", "random"] = Field(
+        "first",
+        description="The direction. first: the mean of the groups of the linear's first batch, which stays, in one "
+        "process; mean: that of each input's own groups; random: drawn for each input, the control.",
     )
 
     @property
@@ -61,18 +77,57 @@ class VeLoRA(InputSaver):
             return None
         return {"name": "velora", **self.model_dump(mode="json"), "by": "random"}
 
+    @property
+    def observes(self) -> frozenset[Observed]:
+        return frozenset({"input_mean"}) if self._remembers else frozenset()
+
+    @property
+    def is_identical(self) -> bool:
+        return not self._remembers
+
+    @property
+    def _remembers(self) -> bool:
+        return self.by == "first" and not self.exact
+
+    def init(self, places: Sequence[Site], /) -> State:
+        """Return no directions yet; each has room for the largest group, since widths are not known."""
+        if not self._remembers:
+            return {}
+        import torch
+
+        empty = {f"direction/{site.name}": torch.zeros(2 * self.group, dtype=torch.float64) for site in places}
+        return {**empty, **{f"is_known/{site.name}": 0.0 for site in places}}
+
+    def observe(self, state: State, observation: Observation, step: Step) -> State:  # noqa: ARG002
+        import torch
+
+        found = dict(state)
+        for name, mean_D in observation.input_mean.items():
+            if not state[f"is_known/{name}"]:
+                _, size = self._divide(len(mean_D))
+                direction = torch.zeros(2 * self.group, dtype=torch.float64, device=mean_D.device)
+                direction[:size] = SavedDirection.mean_direction(mean_D[None], size)
+                found |= {f"direction/{name}": direction, f"is_known/{name}": 1.0}
+        return found
+
     def save(self, x_ND: Tensor, site: Site, step: Step) -> SavedDirection | None:
         if self.exact:
             return None
+        return SavedDirection.of(x_ND, self._find_direction(x_ND, site, step))
+
+    def _find_direction(self, x_ND: Tensor, site: Site, step: Step) -> Tensor:
         import torch
 
         _, size = self._divide(x_ND.shape[1])
-        direction_C = SavedDirection.mean_direction(x_ND, size)
+        dtype = torch.promote_types(x_ND.dtype, torch.float32)
         if self.by == "random":
             generator = step.generator(site, x_ND.device)
-            direction_C = torch.randn(size, generator=generator, dtype=direction_C.dtype, device=x_ND.device)
-            direction_C = direction_C / torch.linalg.vector_norm(direction_C)
-        return SavedDirection.of(x_ND, direction_C)
+            drawn_C: Tensor = torch.randn(size, generator=generator, dtype=dtype, device=x_ND.device)
+            return drawn_C.div_(torch.linalg.vector_norm(drawn_C))
+        if step.state.get(f"is_known/{site.name}"):
+            known = torch.as_tensor(step.state[f"direction/{site.name}"])
+            return known[:size].to(x_ND.device, dtype)
+        return SavedDirection.mean_direction(x_ND, size)
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:

@@ -81,9 +81,7 @@ class WTACRS(InputSaver):
         generator, num_kept = step.generator(site, x_ND.device), choice.count_kept(self.keep, len(x_ND))
         if self.draw == "published":
             return SavedRows.of(x_ND, *draw_published(score_N, num_kept, generator))
-        probability_N = sampling.water_fill(score_N, num_kept)
-        index_K = sampling.draw(probability_N, num_kept, generator)
-        return SavedRows.of(x_ND, index_K, sampling.weigh(probability_N, index_K))
+        return SavedRows.of(x_ND, *sampling.draw_by_score(score_N, num_kept, generator))
 
     def count_bytes(self, num_rows: int, num_features: int, itemsize: int) -> int:
         if self.exact:

@@ -22,11 +22,10 @@ from sparsebp_cli.policy.saved import (
     SavedColumns,
     SavedDirection,
     SavedElements,
-    SavedProjection,
     SavedRepresentatives,
     SavedRows,
-    SavedSketch,
 )
+from sparsebp_cli.policy.saved_projection import SavedProjection, SavedSketch
 from sparsebp_cli.policy.saver import InputSaver
 from sparsebp_cli.policy.schedule import Schedule
 from sparsebp_cli.policy.scored_token import ScoredTokenSelector

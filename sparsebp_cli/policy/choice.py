@@ -15,11 +15,13 @@ from sparsebp_cli import kernel
 from sparsebp_cli.policy.selection import Blocks, Columns, Elements, Rows, TwoToFour
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
-# Rows of float32 on a CPU are read once, instead of four times, if their squares neither underflow nor overflow: then
-# entries above 1e-10 of the largest count. Longer rows lose precision in one sum.
+# On a CPU float32 is read once, instead of four times, if squares neither underflow nor overflow: then entries above
+# 1e-10 of the largest count. Longer rows lose precision in one sum.
 _LEAST_NORM, _MOST_NORM, _WIDEST = 1e-6, 1e18, 1 << 16
 
 
@@ -41,6 +43,9 @@ def largest(score: Tensor, keep: float, groups: int = 1) -> Tensor:
     """
     import torch
 
+    if groups == 1:  # fewer small operations, of which a step has some for each linear
+        score_N = score.reshape(-1)
+        return score_N.topk(count_kept(keep, len(score_N)), sorted=False).indices.sort().values
     parts = score.reshape(groups, -1)
     index = parts.topk(count_kept(keep, parts.shape[1]), dim=1, sorted=False).indices.sort(dim=1).values
     return (index + torch.arange(groups, device=score.device)[:, None] * parts.shape[1]).flatten()
@@ -112,13 +117,28 @@ def norm(matrix_NO: Tensor, dim: int) -> Tensor:
     matrix_NO = matrix_NO.to(dtype)
     if matrix_NO.numel() == 0:
         return matrix_NO.sum(dim)
-    if dim == 1 and dtype == torch.float32 and matrix_NO.device.type == "cpu" and matrix_NO.shape[1] <= _WIDEST:
-        norm_N: Tensor = torch.linalg.vector_norm(matrix_NO, dim=1)
-        if _LEAST_NORM < float(norm_N.max()) < _MOST_NORM:  # no wait for a device
-            return norm_N
+    norm_N = _norm_of_rows(matrix_NO) if dim == 1 else None
+    if norm_N is not None:
+        return norm_N
     scale = find_scale(matrix_NO)
     squares = (matrix_NO * scale).square_().sum(dim)  # vector_norm over columns takes ten times as long
     return squares.sqrt_().div_(scale)
+
+
+def _norm_of_rows(matrix_NO: Tensor) -> Tensor | None:
+    """Read each row once; None where that is not exact enough."""
+    import torch
+
+    if not _fits_once(matrix_NO) or matrix_NO.shape[1] > _WIDEST:
+        return None
+    norm_N: Tensor = torch.linalg.vector_norm(matrix_NO, dim=1)
+    return norm_N if _LEAST_NORM < float(norm_N.max()) < _MOST_NORM else None  # no wait for a device
+
+
+def _fits_once(matrix_NO: Tensor) -> bool:
+    import torch
+
+    return matrix_NO.dtype == torch.float32 and matrix_NO.device.type == "cpu" and matrix_NO.numel() > 0
 
 
 def _norm_on_cuda(matrix_NO: Tensor, dim: int) -> Tensor:
@@ -150,13 +170,16 @@ def size(matrix_NO: Tensor, dim: int, order: int = 2) -> Tensor:
     dtype = torch.promote_types(matrix_NO.dtype, torch.float32)
     if kernel.is_on_gpu(matrix_NO) and order == 2:
         return norm(matrix_NO, dim)
+    if dim == 0 and not kernel.is_on_gpu(matrix_NO):
+        # Squared norms have the same order; vector_norm over columns takes ten times as long (torch 2.13, CPU).
+        return _sum_powers(matrix_NO, order, lambda power_NO: power_NO.sum(0))
     if order == 2:
+        norm_N = _norm_of_rows(matrix_NO)
+        if norm_N is not None:
+            return norm_N
         matrix_NO = without_underflow(matrix_NO.to(dtype))
-    if dim == 1 or kernel.is_on_gpu(matrix_NO):
-        found: Tensor = torch.linalg.vector_norm(matrix_NO, ord=order, dim=dim, dtype=dtype)
-        return found
-    # Squared norms have the same order; vector_norm over columns takes ten times as long (torch 2.13, CPU).
-    return _powers(matrix_NO, order).sum(0)
+    found: Tensor = torch.linalg.vector_norm(matrix_NO, ord=order, dim=dim, dtype=dtype)
+    return found
 
 
 def block_size(matrix_NO: Tensor, block_shape: tuple[int, int], order: int = 2) -> Tensor:
@@ -178,17 +201,21 @@ def block_size(matrix_NO: Tensor, block_shape: tuple[int, int], order: int = 2) 
             _split(matrix_NO, block_shape), ord=order, dim=(1, 3), dtype=torch.float64
         )
         return norm_in_double.to(dtype)
-    if order == 2:
-        matrix_NO = without_underflow(matrix_NO.to(dtype))
-    return sum_blocks(_powers(matrix_NO, order), block_shape)
+    return _sum_powers(matrix_NO, order, lambda power_NO: sum_blocks(power_NO, block_shape))
 
 
-def _powers(matrix_NO: Tensor, order: int) -> Tensor:
+def _sum_powers(matrix_NO: Tensor, order: int, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return sums of magnitudes, or of squares whose order is that of the exact ones."""
     import torch
 
-    if order == 2:
-        return matrix_NO.square_()  # in place: it is a scaled copy
-    return matrix_NO.to(torch.promote_types(matrix_NO.dtype, torch.float32)).abs()
+    matrix_NO = matrix_NO.to(torch.promote_types(matrix_NO.dtype, torch.float32))
+    if order == 1:
+        return add(matrix_NO.abs())
+    if _fits_once(matrix_NO):
+        found = add(matrix_NO.square())
+        if _LEAST_NORM**2 < float(found.max()) < _MOST_NORM**2:  # no wait for a device
+            return found
+    return add(without_underflow(matrix_NO).square())
 
 
 def l1_norm(tensor: Tensor) -> Tensor:

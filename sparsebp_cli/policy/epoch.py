@@ -61,6 +61,9 @@ class EpochSelector(Policy):
     The number of steps stays as the recipe says: an epoch of fewer examples ends after fewer steps. ``exact`` means
     that every epoch visits every example with the weight 1. ``unbiased`` means that the weight of each example, 0 if it
     is left out, is 1 in the mean over draws, whatever the losses are.
+
+    One that is :class:`~sparsebp_cli.policy.Stateful` gets the rows of the training split as its places, and observes
+    ``example_loss`` and ``example_row`` after each micro-batch, not once a step, and nothing else.
     """
 
     @abstractmethod

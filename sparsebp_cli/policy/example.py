@@ -30,6 +30,10 @@ class Examples:
         reference_loss_B: As ``loss_B``, of the reference model. None unless the policy is a
             :class:`~sparsebp_cli.policy.ReferenceReader` and needs losses.
         row_B: The row of each example in the training data, int64. None unless the policy reads it.
+        product_B: The inner product of the gradient of each example's mean loss with the mean of the validation
+            examples' gradients, over the weights of trained linears. None unless ``num_validation`` is above 0.
+        product_BB: The same among the examples, (B, B), symmetric.
+        learning_rate: The optimizer's, of its first group, where there are products.
     """
 
     number: int
@@ -37,6 +41,9 @@ class Examples:
     gradient_norm_B: torch.Tensor | None = None
     reference_loss_B: torch.Tensor | None = None
     row_B: torch.Tensor | None = None
+    product_B: torch.Tensor | None = None
+    product_BB: torch.Tensor | None = None
+    learning_rate: float | None = None
 
     @property
     def name(self) -> str:
@@ -100,6 +107,13 @@ class ExampleSelector(Policy):
         keeps something for each example does. Each batch then needs the column ``example_row``; of a policy with
         state, ``init`` gets all rows as its places."""
         return False
+
+    @property
+    def num_validation(self) -> int:
+        """Number of validation examples with whose mean gradient ``choose`` compares those of the examples, where it
+        reads losses; 0: it reads no products of gradients. They are drawn anew for each batch from a part of the data
+        that is never trained on."""
+        return 0
 
     @property
     def weighs(self) -> bool:

@@ -97,6 +97,22 @@ def draw(probability_N: Tensor, num_kept: int, generator: torch.Generator) -> Te
     return order_N[torch.searchsorted(end_N, point_K, right=True)].sort().values
 
 
+def draw_by_score(score_N: Tensor, num_kept: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw with probabilities in proportion to scores: :func:`water_fill`, :func:`draw` and :func:`weigh` at once.
+
+    Args:
+        score_N: At least 0.
+        num_kept: How many to draw, in [1, N].
+        generator: ``step.generator(site, device)``, on the device of the scores.
+
+    Returns:
+        What is drawn, int64, (K,), in order, and the weight of each, float32, (K,).
+    """
+    probability_N = water_fill(score_N, num_kept)
+    index_K = draw(probability_N, num_kept, generator)
+    return index_K, weigh(probability_N, index_K)
+
+
 def fill_groups(score_GM: Tensor, num_kept: int) -> Tensor:
     """Return the probabilities of :func:`water_fill` in every group by itself.
 

@@ -14,8 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from math import sqrt
-from typing import TYPE_CHECKING, Literal, Self, final
+from typing import TYPE_CHECKING, Self, final
 
 if TYPE_CHECKING:
     import torch
@@ -189,94 +188,6 @@ class SavedElements(Saved):
 
 @final
 @dataclass(frozen=True)
-class SavedSketch(Saved):
-    """A random projection of the rows, ``z = S^T x``, which stands for ``S z``. ``S`` is drawn again, never stored.
-
-    Args:
-        sketch_KD: The projection ``z``.
-        seed: Of the generator that draws ``S`` (N, K), of independent entries with mean 0 and variance 1/K.
-        entries: Whether these are of the normal distribution, or +1 and -1 over the root of K.
-    """
-
-    sketch_KD: Tensor
-    seed: int
-    entries: Literal["gaussian", "rademacher"]
-
-    @classmethod
-    def of(cls, x_ND: Tensor, num_kept: int, generator: Generator, entries: Literal["gaussian", "rademacher"]) -> Self:
-        """Project the rows of an input on fewer.
-
-        Args:
-            x_ND: The input.
-            num_kept: K, at least 1.
-            generator: Fresh, from ``step.generator(site, x_ND.device)``: its seed draws the same matrix again.
-            entries: How the matrix is drawn.
-
-        Returns:
-            The projection.
-        """
-        empty = cls((x_ND.shape[0], x_ND.shape[1]), x_ND.new_empty(num_kept, 0), generator.initial_seed(), entries)
-        return cls(empty.shape, empty.draw().t() @ x_ND, empty.seed, entries)
-
-    @staticmethod
-    def count_bytes(num_kept: int, num_features: int, itemsize: int) -> int:
-        """Return the bytes of a projection on so many rows."""
-        return num_kept * num_features * itemsize
-
-    def draw(self) -> Tensor:
-        """Return the matrix ``S``, (N, K), the same each time."""
-        return _draw_matrix(self.sketch_KD, (self.shape[0], self.sketch_KD.shape[0]), self.seed, self.entries)
-
-    def restore(self) -> Tensor:
-        return self.draw() @ self.sketch_KD
-
-
-@final
-@dataclass(frozen=True)
-class SavedProjection(Saved):
-    """A random projection of the features, ``z = x P``, which stands for ``z P^T``. ``P`` is drawn again, never stored.
-
-    Args:
-        projection_NK: The projection ``z``.
-        seed: Of the generator that draws ``P`` (D, K), of independent entries with mean 0 and variance 1/K.
-        entries: Whether these are of the normal distribution, or +1 and -1 over the root of K.
-    """
-
-    projection_NK: Tensor
-    seed: int
-    entries: Literal["gaussian", "rademacher"]
-
-    @classmethod
-    def of(cls, x_ND: Tensor, num_kept: int, generator: Generator, entries: Literal["gaussian", "rademacher"]) -> Self:
-        """Project the features of an input on fewer.
-
-        Args:
-            x_ND: The input.
-            num_kept: K, at least 1.
-            generator: Fresh, from ``step.generator(site, x_ND.device)``: its seed draws the same matrix again.
-            entries: How the matrix is drawn.
-
-        Returns:
-            The projection.
-        """
-        empty = cls((x_ND.shape[0], x_ND.shape[1]), x_ND.new_empty(0, num_kept), generator.initial_seed(), entries)
-        return cls(empty.shape, x_ND @ empty.draw(), empty.seed, entries)
-
-    @staticmethod
-    def count_bytes(num_kept: int, num_rows: int, itemsize: int) -> int:
-        """Return the bytes of a projection on so many features."""
-        return num_kept * num_rows * itemsize
-
-    def draw(self) -> Tensor:
-        """Return the matrix ``P``, (D, K), the same each time."""
-        return _draw_matrix(self.projection_NK, (self.shape[1], self.projection_NK.shape[1]), self.seed, self.entries)
-
-    def restore(self) -> Tensor:
-        return self.projection_NK @ self.draw().t()
-
-
-@final
-@dataclass(frozen=True)
 class SavedDirection(Saved):
     """One number for each group of neighbouring features of a row: how far they go along a direction that all share.
 
@@ -327,18 +238,6 @@ def _split_features(x_ND: Tensor, size: int) -> Tensor:
     from torch.nn.functional import pad
 
     return pad(x_ND, (0, -x_ND.shape[1] % size)).reshape(x_ND.shape[0], -1, size)
-
-
-def _draw_matrix(like: Tensor, size: tuple[int, int], seed: int, entries: Literal["gaussian", "rademacher"]) -> Tensor:
-    """Draw independent entries with mean 0 and variance 1 over the second number of the size."""
-    import torch
-
-    generator = torch.Generator(like.device).manual_seed(seed)
-    if entries == "gaussian":
-        drawn = torch.randn(size, generator=generator, device=like.device)
-    else:
-        drawn = torch.randint(0, 2, size, generator=generator, device=like.device).float() * 2.0 - 1.0
-    return (drawn / sqrt(size[1])).to(like.dtype)
 
 
 @final
@@ -408,7 +307,7 @@ class SavedCodes(Saved):
         code_GC: uint8, (G, group * bits / 8): the codes of a group, packed.
         low_G: The smallest entry of each group, float32, or float64 for a float64 input.
         step_G: The distance between two codes, of the same dtype.
-        bits: 2, 4 or 8.
+        bits: 1, 2, 4 or 8.
         group: Entries of a group, a multiple of 8; the last one may stand for fewer.
         dtype: Of the input.
     """
@@ -426,7 +325,7 @@ class SavedCodes(Saved):
 
         Args:
             x_ND: The input.
-            bits: 2, 4 or 8.
+            bits: 1, 2, 4 or 8.
             group: Entries of a group, a multiple of 8.
             generator: Rounds up or down at random, so that the mean is the entry; None rounds to the nearest.
 

@@ -45,6 +45,12 @@ class InputSaver(Policy):
     def budget(self) -> float:
         """Share of the rows, features or entries that stay, in (0, 1]; 1.0 for forms that keep something of each."""
 
+    @property
+    def draws_for(self) -> int | None:
+        """Optimizer steps for which a linear's random choice stays the same, in all forwards and in every process;
+        None: each forward draws anew."""
+        return None
+
     @abstractmethod
     def save(self, x_ND: Tensor, site: Site, step: Step) -> Saved | None:
         """Return what stays of an input.

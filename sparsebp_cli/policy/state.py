@@ -29,6 +29,7 @@ Observed = Literal[
     "weight_gradient",
     "reader_gradient",
     "input_entries",
+    "input_mean",
     "block_norm",
     "example_loss",
     "example_gradient",
@@ -63,6 +64,8 @@ class Observation:
             weights of all linears that read it, scaled like ``gradient_sample``, (K,), of an
             :class:`~sparsebp_cli.policy.InputSaver`. In trial passes alone.
         input_entries: By the same linears, the number of entries of their input, 0-d. In trial passes alone.
+        input_mean: By the same linears, the mean of the rows of their input in the step's first forward, (D,), of an
+            :class:`~sparsebp_cli.policy.InputSaver` without trial passes.
         block_norm: By residual block, the 2-norm of the gradient of what it adds to the residual stream, 0-d, of a
             :class:`~sparsebp_cli.policy.BlockDropper` without trial passes. A block that was dropped at this step has
             no entry; where one module computes several blocks, each has the norm of their sum.
@@ -84,6 +87,7 @@ class Observation:
     weight_gradient: Mapping[str, Tensor] = field(default_factory=dict)
     reader_gradient: Mapping[str, Tensor] = field(default_factory=dict)
     input_entries: Mapping[str, Tensor] = field(default_factory=dict)
+    input_mean: Mapping[str, Tensor] = field(default_factory=dict)
     block_norm: Mapping[str, Tensor] = field(default_factory=dict)
     example_loss: Mapping[str, Tensor] = field(default_factory=dict)
     example_gradient: Mapping[str, Tensor] = field(default_factory=dict)
@@ -133,7 +137,7 @@ class Stateful(ABC, Generic[Place]):
             places: Where the policy decides: the sites of a gradient selector, with an empty ``batch_shape``, which is
                 not known yet; the parameters of a parameter selector; the blocks of a block dropper; the weights of a
                 part selector; the linears of an input saver; the rows of the training data, as numbers from 0, of an
-                example selector that reads them; otherwise none.
+                epoch selector, and of an example selector that reads them; otherwise none.
 
         Returns:
             Tensors on the CPU, and numbers.

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from sparsebp_cli.composition import PolicyFacts, Setup, find_optimizer, find_refusals
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
-from sparsebp_cli.policy import ReferenceReader, make_policy
+from sparsebp_cli.policy import InputSaver, ParameterSelector, Policy, ReferenceReader, SavedProjection, make_policy
 from sparsebp_cli.policy.error_text import show
 from sparsebp_cli.policy.field_error import FieldError, Location
 from sparsebp_cli.recipe.schema import Recipe, TargetOptions
@@ -21,6 +21,7 @@ PLACES: dict[str, Location] = {
     "eager_clip": ("backward", "eager_clip"),
     "checkpointing": ("backward", "checkpointing"),
     "segments": ("backward", "segments"),
+    "time_forms": ("backward", "time_forms"),
     "max_grad_norm": ("training", "max_grad_norm"),
     "optim": ("training", "optim"),
     "mixed_precision": ("training", "mixed_precision"),
@@ -30,6 +31,7 @@ PLACES: dict[str, Location] = {
     "float8": ("model", "float8"),
     "lora": ("model", "lora"),
     "format": ("dataset", "format"),
+    "policy_validation_examples": ("dataset", "policy_validation_examples"),
     "independent_examples": ("measure", "independent_examples"),
     "processes": ("target", "processes"),
     "sharding": ("target", "sharding"),
@@ -75,9 +77,26 @@ def _setup(recipe: Recipe, phase: int, data: Mapping[str, object] | None) -> Set
     if data is not None and "max_grad_norm" not in _keys(data, "training"):
         words["max_grad_norm"] = f"{_format_key('max_grad_norm', values['max_grad_norm'])}, the default,"
     with suppress(UsageError):  # _find_arguments reports an unknown optimizer
-        values["optim_is_sharded"] = find_optimizer(recipe.training.optim).is_sharded
+        values |= _describe_optimizer(recipe)
     values |= {"loop": "worker", "wrapped": "compiled" if values["compile"] else None}
     return Setup(policies, values, _format_key, words)
+
+
+def _describe_optimizer(recipe: Recipe) -> dict[str, object]:
+    """Return what the optimizer is, and whether the policies of every phase do what some optimizers need."""
+    optimizer = find_optimizer(recipe.training.optim)
+    phases = [[make_policy(entry.name, **entry.options) for entry in phase.policies] for phase in recipe.phases]
+    return {
+        "optim_is_sharded": optimizer.is_sharded,
+        "optim_of_adapters": optimizer.of_adapters,
+        "optim_of_projections": optimizer.of_projections,
+        "chooses_parameters": all(any(isinstance(p, ParameterSelector) for p in phase) for phase in phases),
+        "keeps_projections": all(any(map(_keeps_projection, phase)) for phase in phases),
+    }
+
+
+def _keeps_projection(policy: Policy) -> bool:
+    return isinstance(policy, InputSaver) and policy.form is SavedProjection and policy.draws_for is not None
 
 
 def _count_references(recipe: Recipe) -> int:

@@ -118,6 +118,11 @@ class DatasetSection(Section):
         description="Number of training examples to use, from the start (blocks of packed text); held-out data stay "
         "the same. null: all.",
     )
+    policy_validation_examples: PositiveInt | None = Field(
+        None,
+        description="Number of these to set aside, drawn by training.seed, for policies that compare with validation "
+        "examples; they are never trained on, and evaluations do not read them. null: none.",
+    )
 
     @model_validator(mode="after")
     def _test_is_apart(self) -> Self:

@@ -56,6 +56,7 @@ class Facts(TypedDict, total=False):
     changes: list[AcceptedChange]
     repeats: str
     device: object
+    forms: object
 
 
 class FactsRecord(_Common):

@@ -6,14 +6,15 @@ Shape letters: N examples, K visited.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sparsebp_cli.policy import Epoch, EpochSelector, Step, Visits, make_policy
+from sparsebp_cli.policy import Epoch, EpochSelector, Observation, Stateful, Step, Visits, make_policy
 from sparsebp_cli.testing.promise import name_of, random_states, require, through_json
+from sparsebp_cli.testing.state import NUM_ROWS, check_state
 
 _NUM_STEPS = 40
 _NUM_DRAWS = 400
@@ -23,6 +24,7 @@ _NUM_SIGMAS = 6.0  # the draws are fixed by the seed
 def check_epoch_selector(policy: EpochSelector) -> None:
     """Check an epoch selector against every promise of the contract, with training splits of 1, 2, 9 and 24 examples of
     which none, some and all were trained on before."""
+    check_state(policy, range(NUM_ROWS))
     for check in _CHECKS:
         check(policy)
 
@@ -116,7 +118,18 @@ def _check_control(policy: EpochSelector) -> None:
 
 
 def _choose(policy: EpochSelector, epoch: Epoch, step: Step) -> Visits | None:
-    return policy.at(step).choose(epoch, step)
+    return policy.at(step).choose(epoch, replace(step, state=_state(policy, epoch, step)))
+
+
+def _state(policy: EpochSelector, epoch: Epoch, step: Step) -> Mapping[str, Tensor | float]:
+    """Return the state after one visit of the examples that were trained on; empty without one."""
+    if not isinstance(policy, Stateful):
+        return {}
+    row_K = (~epoch.loss_N.isnan()).nonzero().flatten()
+    known = {"example_loss": {"0": epoch.loss_N[row_K]}, "example_row": {"0": row_K}}
+    seen = Observation(**{name: part for name, part in known.items() if name in policy.observes})
+    state: Mapping[str, Tensor | float] = policy.observe(policy.init(range(len(epoch.loss_N))), seen, step)
+    return state
 
 
 def _weights(policy: EpochSelector, epoch: Epoch, step: Step) -> Tensor:
@@ -132,7 +145,7 @@ def _cases() -> Iterator[tuple[Epoch, Step]]:
     for size in (1, 2, 9, 24):
         for number, seen in ((0, 0.0), (1, 0.7), (2, 1.0), (5, 1.0), (9, 1.0)):
             generator = torch.Generator().manual_seed(100 * size + number)
-            loss_N = torch.rand(size, generator=generator).mul(8).round()
+            loss_N = torch.rand(size, generator=generator).mul(8).round() + 1.0  # a loss of 0 might never be drawn
             loss_N[torch.rand(size, generator=generator) >= seen] = torch.nan
             before, in_all = number * size, 10 * size
             step = Step(before * _NUM_STEPS // in_all, seed=1, num_steps=_NUM_STEPS)

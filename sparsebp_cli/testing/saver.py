@@ -126,10 +126,21 @@ def _check_draws(policy: InputSaver) -> None:
     first = _restore(policy, x_ND, Step(0))
     if all(torch.equal(first, _restore(policy, x_ND, Step(0, draw=draw))) for draw in range(1, 9)):
         return  # not a random policy
+    held = policy.draws_for
+
+    def differs(what: str, values: range) -> bool:
+        return not all(torch.equal(first, _restore(policy, x_ND, other)) for other in vary(Step(0), what, values))
+
     for what in ("index", "micro_batch", "call", "seed", "rank"):
-        others = vary(Step(0), what, range(1, 9))
-        differs = not all(torch.equal(first, _restore(policy, x_ND, other)) for other in others)
-        require(differs, f"{name_of(policy)}: is random but draws the same for every {what} of the step")
+        if held is None or what == "seed":
+            text = f"{name_of(policy)}: is random but draws the same for every {what} of the step"
+            require(differs(what, range(1, 9)), text)
+        elif what != "index":
+            text = f"{name_of(policy)}: draws for {held} steps, but another {what} changes what it draws"
+            require(not differs(what, range(1, 9)), text)
+    if held is not None:
+        same = not differs("index", range(1, held)) and differs("index", range(held, 9 * held, held))
+        require(same, f"{name_of(policy)}: says that it draws for {held} steps, but does for more or fewer")
 
 
 def _check_exact(policy: InputSaver) -> None:

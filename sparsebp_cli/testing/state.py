@@ -78,6 +78,7 @@ def _observe(policy: Stateful[Any], places: Sequence[Named | int], seed: int = 0
         },
         "reader_gradient": rows,
         "input_entries": {name: torch.tensor(float(NUM_ROWS)) for name in rows},
+        "input_mean": rows,
         "block_norm": sizes,
         "example_loss": {"0": torch.rand(NUM_ROWS, generator=generator)},
         "example_gradient": {"0": torch.rand(NUM_ROWS, generator=generator)},

@@ -46,7 +46,8 @@ class AttachOptions:
         if schedule is not None and made:
             raise UsageError("give policies or schedule, got both")
         backward = BackwardOptions.of(backward)
-        refuse(Setup((), {"update": backward.update, "checkpointing": backward.checkpointing, "loop": "trainer"}))
+        names = ("update", "checkpointing", "time_forms")
+        refuse(Setup((), {name: getattr(backward, name) for name in names} | {"loop": "trainer"}))
         given = Given()
         if seed is not None:
             given["seed"] = seed

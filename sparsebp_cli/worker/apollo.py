@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from sparsebp_cli.policy import Step
-from sparsebp_cli.worker.separate import SeparateOptimizer, check_not_negative
+from sparsebp_cli.worker.separate import SeparateOptimizer, adam_step, check_betas, check_not_negative, wide_dtype
 
 _GROWTH = 1.01  # section 3.2: by how much the norm of a step may exceed that of the one before
 
@@ -68,8 +68,7 @@ class Apollo(SeparateOptimizer):
         for name, value in {"rank": rank, "update_proj_gap": update_proj_gap}.items():
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name} must be a whole number of 1 or more, got {value!r}")
-        if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+        check_betas(betas)
         check_not_negative({"lr": lr, "eps": eps, "weight_decay": weight_decay, "scale": scale})
         self._number: dict[Tensor, int] = {}
         defaults = {
@@ -102,7 +101,7 @@ class Apollo(SeparateOptimizer):
         assert gradient is not None  # step() leaves the others out
         state["step"] = state.get("step", 0) + 1
         if gradient.dim() != 2:
-            update = _adam(gradient.to(_wide(gradient)), state, group)
+            update = adam_step(gradient.to(wide_dtype(gradient)), state, group)
         else:
             update = self._scale(parameter, gradient, state, group)
         parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
@@ -113,7 +112,7 @@ class Apollo(SeparateOptimizer):
         small = 0 if gradient.shape[0] <= gradient.shape[1] else 1
         projection_RS = self._draw(parameter, gradient.shape[small], state["step"], group).to(gradient.dtype)
         projected = projection_RS @ (gradient if small == 0 else gradient.t())  # rank by channels
-        moved = _adam(projected.to(_wide(projected)), state, group)
+        moved = adam_step(projected.to(wide_dtype(projected)), state, group)
         dim = 0 if group["scale_type"] == "channel" else None
         factor = _norm(moved, dim) / (_norm(projected, dim) + 1e-8)
         if dim == 0:
@@ -134,22 +133,6 @@ class Apollo(SeparateOptimizer):
         return torch.randn(shape, generator=generator, device=parameter.device) / math.sqrt(group["rank"])
 
 
-def _adam(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    beta1, beta2 = group["betas"]
-    if "exp_avg" not in state:
-        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-    mean, square, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-    mean.lerp_(gradient, 1.0 - beta1)
-    square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-    root = (square / (1.0 - beta2**step)).sqrt_().add_(group["eps"])
-    moved: Tensor = (mean / (1.0 - beta1**step)).div_(root)
-    return moved
-
-
 def _norm(tensor: Tensor, dim: int | None) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=_wide(tensor))
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim, dtype=wide_dtype(tensor))
     return norm
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -94,7 +94,12 @@ class BatchOrder:
     def see(self, number: int, loss_B: Tensor) -> None:
         """Keep the losses of a micro-batch's examples for the policy that chooses epochs."""
         assert self._chosen is not None
-        self._chosen.see([self._example(position) for position in self._positions(number)], loss_B.tolist())
+        self._chosen.see(number, [self._example(position) for position in self._positions(number)], loss_B.tolist())
+
+    @property
+    def follows_policy(self) -> bool:
+        """Whether a policy chooses the examples of each epoch, by the losses until then."""
+        return self._chosen is not None
 
     @property
     def epoch(self) -> tuple[int, float] | None:
@@ -174,8 +179,19 @@ def num_targets(batch: dict[str, Tensor], candidates: str | None = None) -> int:
     return int((target_BT if candidates is None else target_BT & (batch[candidates][:, 1:] != 0)).sum())
 
 
+class CopiedBatch(dict[str, Tensor]):
+    """A batch on the host whose copy to a device has begun."""
+
+    def __init__(self, batch: dict[str, Tensor], device: torch.device) -> None:
+        """Begin to copy."""
+        super().__init__(batch)
+        self.copies = to_device(batch, device)
+
+
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Return a batch on a device. From pageable memory, the host would wait until a GPU has done all before."""
+    if isinstance(batch, CopiedBatch):
+        return batch.copies
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}

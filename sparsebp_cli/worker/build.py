@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.errors import DataError
 from sparsebp_cli.plan import Plan
 from sparsebp_cli.policy import (
@@ -29,12 +31,13 @@ from sparsebp_cli.recipe import refuse_unsupported
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, JournalWriter, RunFolder
 from sparsebp_cli.source import refuse_mismatch, refuse_too_long
-from sparsebp_cli.worker.batch import BatchOrder
+from sparsebp_cli.worker.batch import BatchOrder, collate
 from sparsebp_cli.worker.checkpoint import CheckpointFolder, Snapshot
 from sparsebp_cli.worker.compiled import compile_model
-from sparsebp_cli.worker.data import Example, build_data
+from sparsebp_cli.worker.data import Data, Example, build_data
 from sparsebp_cli.worker.ending import StopRequest
 from sparsebp_cli.worker.environment import describe_environment
+from sparsebp_cli.worker.form_times import choose_forms
 from sparsebp_cli.worker.grouping import describe_prefix_gain
 from sparsebp_cli.worker.model import build_model, build_tokenizer
 from sparsebp_cli.worker.optimizer import build_optimizer, build_schedule
@@ -69,9 +72,8 @@ def build_training(
     tokenizer, reference = _load_data(recipe, policies, accelerator, journal)
     data = reference.data
     guard.check_data(data.digest())
-    is_classification = recipe.dataset.format == "classification"
     set_seed(recipe.training.seed)
-    num_labels = len(data.label_names) if is_classification else None
+    num_labels = len(data.label_names) if recipe.dataset.format == "classification" else None
     model = build_model(
         recipe.model, tokenizer, num_labels, lambda text: journal.write("note", level="info", text=text)
     )
@@ -79,9 +81,10 @@ def build_training(
     if recipe.backward.checkpointing == "full":
         checkpoint_activations(model)
     model.to(accelerator.device)
-    optimizer = build_optimizer(recipe.training, [p for p in model.parameters() if p.requires_grad])
-    sequence = PhaseSequence(phases, recipe, model, optimizer, reference)
+    optimizer = build_optimizer(recipe.training, model)
+    sequence = PhaseSequence(phases, recipe, model, optimizer, reference, _collate_set_aside(data, tokenizer))
     engine = sequence.attach(phase := sequence.at(snapshot.step if snapshot else 0))
+    choose_forms(engine, recipe, phases, accelerator, run, journal, snapshot, ranks)
     schedule = build_schedule(recipe.training, optimizer)
     with engine.disabled():  # a policy may have frozen parameters for the first step; report and shard all of them
         facts = _facts(plan, model, reference, accelerator)  # before sharding, which leaves only this rank's parameters
@@ -118,6 +121,13 @@ def build_training(
         "ranks": ranks,
     }
     return parts, snapshot
+
+
+def _collate_set_aside(data: Data, tokenizer: PreTrainedTokenizerBase) -> dict[str, Tensor] | None:
+    if not data.set_aside:
+        return None
+    assert isinstance(tokenizer.pad_token_id, int)
+    return collate(list(data.set_aside.values()), tokenizer.pad_token_id)
 
 
 def _build_order(
@@ -202,7 +212,11 @@ def _load_data(
         def tell(text: str) -> None:
             journal.write("note", level="info", text=text)
 
-        return tokenizer, build_reference(policies, recipe, data, tokenizer, accelerator, tell)
+        reference = build_reference(policies, recipe, data, tokenizer, accelerator, tell)
+    number = recipe.dataset.policy_validation_examples
+    if number is not None and not any(map(validates, policies)):  # a control trains on the same examples
+        tell(f"dataset.policy_validation_examples: {number} training examples are set aside, and no policy reads them")
+    return tokenizer, replace(reference, data=reference.data.with_set_aside(number, recipe.training.seed))
 
 
 def _build_accelerator(recipe: Recipe, ranks: Ranks, policies: Sequence[Policy]) -> Accelerator:
@@ -244,6 +258,7 @@ def _facts(plan: Plan, model: nn.Module, reference: Reference, accelerator: Acce
         "dataset_digest": data.digest(without=reference.columns),  # a control trains on the same data without scores
         "train_examples": len(data.train),
         "eval_examples": len(data.held_out),
+        **({"policy_validation_examples": len(data.set_aside)} if data.set_aside else {}),
         **({"test_examples": len(data.test)} if data.test else {}),
         "label_names": data.label_names,
         "tokens_per_step": round(

@@ -71,12 +71,32 @@ class Data:
     label_names: list[str]  # classes by number; empty unless this is a classification
     # read once, after the last step; empty if the recipe has no test split
     test: list[Example] = field(default_factory=list)
+    # training examples that policies compare with and nobody trains on, by their place among all of them
+    set_aside: dict[int, Example] = field(default_factory=dict)
+
+    def with_set_aside(self, number: int | None, seed: int) -> Data:
+        """Return the data with ``number`` training examples set aside, drawn by the seed; with None, the same data.
+        Raise DataError if nothing is left to train on."""
+        if number is None:
+            return self
+        if number >= len(self.train):
+            many = f"the {len(self.train)} training examples"
+            raise DataError(f"dataset.policy_validation_examples: must be below {many}, got {number}")
+        # By a hash, so that no library's version changes what is drawn.
+        drawn = sorted(range(len(self.train)), key=lambda place: hashlib.sha256(f"{seed} {place}".encode()).digest())
+        aside = {place: self.train[place] for place in sorted(drawn[:number])}
+        return replace(self, train=[e for place, e in enumerate(self.train) if place not in aside], set_aside=aside)
 
     def digest(self, without: Collection[str] = ()) -> str:
         """Return 16 hexadecimal digits that depend on every token, label and column of all splits, except the columns
-        ``without``."""
-        sha = hashlib.sha256()
-        for split in (self.train, self.held_out, *([self.test] if self.test else [])):
+        ``without``, and not on which examples are set aside."""
+        sha, left = hashlib.sha256(), iter(self.train)
+        places = range(len(self.train) + len(self.set_aside))
+        for split in (
+            [self.set_aside.get(place) or next(left) for place in places],
+            self.held_out,
+            *([self.test] if self.test else []),
+        ):
             sha.update(len(split).to_bytes(8, "little"))
             for example in split:
                 sha.update(example.input_ids.tobytes() + b"|" + example.labels.tobytes())

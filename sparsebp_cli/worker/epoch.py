@@ -1,8 +1,8 @@
 """The epochs of a training: in which order each visits the examples, and which of them, where a policy chooses.
 
 Without a policy every epoch is a permutation of all examples. With one, an epoch is as long as the policy says, so its
-place is known only when the one before it ends; this is kept here, with the last loss of every example, and saved in
-checkpoints.
+place is known only when the one before it ends; this is kept here, with the last loss of every example and the policy's
+state, and saved in checkpoints.
 
 Shape letters: N examples of the training split, K visited.
 """
@@ -18,11 +18,13 @@ import torch
 from numpy.typing import NDArray
 
 from sparsebp_cli.errors import UsageError
-from sparsebp_cli.policy import Epoch, EpochSelector, Step
+from sparsebp_cli.policy import Epoch, EpochSelector, Observation, Stateful, Step
+from sparsebp_cli.policy.contract import State
 from sparsebp_cli.worker.data import Example
 from sparsebp_cli.worker.grouping import GroupBy, Order, group_order
 
 Weights = NDArray[np.float32]
+STATE = "state "  # before the names of a policy's state in a checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class ChosenEpochs:
         self._in_step = shuffle.batch_size * micro_batches  # visits of an optimizer step
         self._loss_N = np.full(len(shuffle.examples), np.nan, dtype=np.float32)
         self._epochs: list[_ChosenEpoch] = []  # those of the step under way
+        self._state: State = policy.init(range(len(shuffle.examples))) if isinstance(policy, Stateful) else {}
 
     def visit(self, position: int) -> tuple[int, float]:
         """Return the row of the example at a position, and the weight of its loss. Every epoch before the position must
@@ -80,10 +83,18 @@ class ChosenEpochs:
         offset = position - epoch.start
         return int(epoch.order_K[offset]), float(epoch.weight_K[offset])
 
-    def see(self, rows: Sequence[int], losses: Sequence[float]) -> None:
-        """Keep the losses that examples had when they were trained on, without their weights."""
+    def see(self, number: int, rows: Sequence[int], losses: Sequence[float]) -> None:
+        """Keep the losses that the examples of a micro-batch had when they were trained on, without their weights, and
+        let the policy observe them."""
         for row, loss in zip(rows, losses, strict=True):
             self._loss_N[row] = loss
+        step = self._step_at(number * self._shuffle.batch_size)
+        policy = self._policy.at(step)
+        if isinstance(policy, Stateful):
+            key = str(step.micro_batch)
+            known = {"example_loss": {key: torch.tensor(losses)}, "example_row": {key: torch.tensor(rows)}}
+            seen = Observation(**{name: part for name, part in known.items() if name in policy.observes})
+            self._state = policy.observe(self._state, seen, step)
 
     @property
     def current(self) -> tuple[int, float]:
@@ -101,6 +112,7 @@ class ChosenEpochs:
             "epoch": newest.number,
             "start": newest.start,
             "in_step": self._in_step,
+            **{f"{STATE}{name}": value for name, value in self._state.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -113,14 +125,14 @@ class ChosenEpochs:
             raise ValueError(f"losses of {len(loss_N)} examples, the training split has {len(self._loss_N)}")
         if order_K.shape != weight_K.shape or not ((order_K >= 0) & (order_K < len(loss_N))).all():
             raise ValueError("an epoch visits examples that the training split does not have")
+        self._state = {name: state[f"{STATE}{name}"] for name in self._state}
         self._loss_N = loss_N
         self._epochs = [_ChosenEpoch(epoch, start, order_K, weight_K)]
 
     def _begin_epoch(self) -> None:
         start = self._epochs[-1].end if self._epochs else 0
         number = self._epochs[-1].number + 1 if self._epochs else 0
-        index, micro_batch = divmod(start // self._shuffle.batch_size, self._micro_batches)
-        step = Step(index, micro_batch, seed=self._shuffle.seed, num_steps=self._num_steps)
+        step = self._step_at(start)
         loss_N = torch.from_numpy(self._loss_N.copy())
         visits = self._policy.at(step).choose(Epoch(number, loss_N, start, self._in_step * self._num_steps), step)
         weight_N: Weights = np.ones(len(loss_N), dtype=np.float32)
@@ -131,5 +143,9 @@ class ChosenEpochs:
         if not len(order_K):
             raise UsageError(f"{type(self._policy).__name__} visits no example in epoch {number}")
         # Epochs before the step under way are over; several may be in one step.
-        self._epochs = [epoch for epoch in self._epochs if epoch.end > index * self._in_step]
+        self._epochs = [epoch for epoch in self._epochs if epoch.end > step.index * self._in_step]
         self._epochs.append(_ChosenEpoch(number, start, order_K, weight_N[order_K]))
+
+    def _step_at(self, position: int) -> Step:
+        index, micro_batch = divmod(position // self._shuffle.batch_size, self._micro_batches)
+        return Step(index, micro_batch, seed=self._shuffle.seed, num_steps=self._num_steps, state=self._state)

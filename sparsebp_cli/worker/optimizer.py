@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
@@ -34,19 +35,22 @@ def load_class(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     return kind, dict(entry.implied)
 
 
-def build_optimizer(section: TrainingSection, parameters: Iterable[Parameter]) -> torch.optim.Optimizer:
-    """Make the recipe's optimizer. Raise DataError if it has no such argument, refuses its value, or needs a package
-    that is missing."""
+def build_optimizer(section: TrainingSection, model: nn.Module | Iterable[Parameter]) -> torch.optim.Optimizer:
+    """Make the recipe's optimizer, of what a model trains or of some parameters. Raise DataError if it has no such
+    argument, refuses its value, or needs a package that is missing."""
     kind, arguments = load_class(section.optim)
-    known = [name for name in inspect.signature(kind).parameters if name not in {"params", "lr"}]
+    known = [name for name in inspect.signature(kind).parameters if name not in {"params", "model", "lr"}]
     for name in section.optim_args:
         if name not in known:
             raise DataError(
                 f"training.optim_args.{name}: {section.optim} takes {', '.join(known)}{did_you_mean(name, known)}"
             )
     arguments |= {k: tuple(v) if isinstance(v, list) else v for k, v in section.optim_args.items()}
+    trained: Any = model
+    if isinstance(model, nn.Module) and not find_optimizer(section.optim).of_adapters:
+        trained = [p for p in model.parameters() if p.requires_grad]
     try:
-        return kind(parameters, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
+        return kind(trained, lr=section.learning_rate, **arguments)  # type: ignore[call-arg]
     except (TypeError, ValueError) as error:
         raise DataError(f"training.optim_args: {section.optim}: {error}") from None
 

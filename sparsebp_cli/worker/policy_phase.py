@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sparsebp_cli.backward import Engine, attach
+from sparsebp_cli.backward.attachment import validates
 from sparsebp_cli.backward.core.engine import OF_POLICIES
 from sparsebp_cli.policy import EpochSelector, ExampleSelector, Policy, ReferenceReader, TokenSelector, make_policy
 from sparsebp_cli.policy.example import EXAMPLE_ROW
@@ -36,6 +37,7 @@ class PhaseSequence:
     model: nn.Module  # without wrappers
     optimizer: torch.optim.Optimizer
     reference: Reference
+    validation: Mapping[str, Tensor] | None = None  # a batch of the examples that are set aside
 
     def at(self, step: int) -> PolicyPhase[Policy]:
         """Return the phase that makes an optimizer step, counted from 0; after the last step, that of the last step."""
@@ -54,6 +56,7 @@ class PhaseSequence:
             num_steps=recipe.training.max_steps,
             num_examples=len(self.reference.data.train),
             reference=self.reference.attached if any(map(compares, phase.policies)) else None,
+            validation=self.validation if any(map(validates, phase.policies)) else None,
             **recipe.backward.choices(**({"checkpointing": "none"} if is_full else {})),
         )
 

@@ -51,6 +51,31 @@ def check_not_negative(values: Mapping[str, object]) -> None:
             raise ValueError(f"{name} must be a number of 0 or more, got {value!r}")
 
 
+def check_betas(betas: tuple[float, ...]) -> None:
+    """Raise ValueError for the decays of Adam's moments if they are not two numbers in [0, 1)."""
+    if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return float32, or the tensor's dtype if that is wider."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def adam_step(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    """Fold a gradient into the moments of ``state`` and return Adam's step, before it is multiplied by the learning
+    rate; ``step`` in the state counts this step already."""
+    beta1, beta2 = group["betas"]
+    if "exp_avg" not in state:
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+    mean, square, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
+    mean.lerp_(gradient, 1.0 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+    root = (square / (1.0 - beta2**step)).sqrt_().add_(group["eps"])
+    moved: Tensor = (mean / (1.0 - beta1**step)).div_(root)
+    return moved
+
+
 class SeparateOptimizer(torch.optim.Optimizer, ABC):
     """Updates one parameter after the other. Its state is in single precision, or the weights' if that is wider."""
 

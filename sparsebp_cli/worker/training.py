@@ -28,7 +28,7 @@ from sparsebp_cli.policy import Policy
 from sparsebp_cli.run import JournalWriter, RunFolder, metric
 from sparsebp_cli.run.policy_phase import PolicyPhase
 from sparsebp_cli.worker.allowance import Allowance
-from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss
+from sparsebp_cli.worker.batch import BatchOrder, micro_batch_loss, to_device
 from sparsebp_cli.worker.checkpoint import CheckpointFolder
 from sparsebp_cli.worker.compiled import describe_graphs
 from sparsebp_cli.worker.data import Example
@@ -47,6 +47,7 @@ from sparsebp_cli.worker.finite_check import check_loss, check_norm, check_resul
 from sparsebp_cli.worker.independent_gradient import IndependentBatches
 from sparsebp_cli.worker.measurement import Measurement
 from sparsebp_cli.worker.policy_phase import PhaseSequence
+from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.sharding import full_tensor, gather, no_gradient_sync, unwrap
 from sparsebp_cli.worker.snapshot import restore, take_snapshot
@@ -91,6 +92,7 @@ class Training:
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen in training, of all ranks
     bare: nn.Module = field(init=False)  # the model inside DDP's wrapper
+    batches: BatchPrefetch = field(init=False)
     allowance: Allowance = field(init=False)
     measurement: Measurement = field(init=False)
     memory: StepMemoryRecorder = field(init=False)
@@ -98,7 +100,10 @@ class Training:
 
     def __post_init__(self) -> None:
         self.bare = unwrap(self.model)
-        self.allowance = Allowance.of(self.plan.recipe.training)
+        training = self.plan.recipe.training
+        num_batches = training.max_steps * training.gradient_accumulation_steps
+        self.batches = BatchPrefetch(self.order, self.accelerator.device, num_batches)
+        self.allowance = Allowance.of(training)
         self.measurement = Measurement(
             limit_measurements(self.plan.recipe, self.ranks, self.engine),
             self.journal,
@@ -164,7 +169,8 @@ class Training:
             self._log(measured := self._measure(), step=self.step + 1)
             self.allowance.count(measured)
             values = self.memory.watch(self.step + 1, self._train_step)
-            self.allowance.spend(values[metric.STEP_SECONDS.name], self._in_steps(values[metric.PROBING_FLOPS.name]))
+            probing = (values[metric.PROBING_FLOPS.name] or 0.0) / recipe.training.gradient_accumulation_steps
+            self.allowance.spend(values[metric.STEP_SECONDS.name], probing)
             self._tell_graphs()
             self.step += 1
             self._log(values | self.measurement.after(self.step))
@@ -185,9 +191,10 @@ class Training:
         elif self.step > 0 and self.ranks.broadcast(self.step not in self.checkpoints.steps()):
             self._save_checkpoint()
 
-    def _in_steps(self, flops: float | None) -> float:
-        """Return FLOPs of trial passes in micro-batches per step."""
-        return (flops or 0.0) / self.plan.recipe.training.gradient_accumulation_steps
+    @property
+    def _first_batch(self) -> int:
+        """The number of the coming step's first micro-batch."""
+        return self.step * self.plan.recipe.training.gradient_accumulation_steps
 
     @property
     def phase(self) -> PolicyPhase[Policy]:
@@ -198,6 +205,7 @@ class Training:
         """Replace the policies by those of a phase, between two steps."""
         self.engine = self.phases.replace(self.engine, phase)
         self.phases.set_columns(self.order, phase)
+        self.batches.forget()
         self.measurement.follow(self.engine)
         self.memory.engine = self.engine
 
@@ -216,8 +224,8 @@ class Training:
     def _train_step(self) -> dict[str, float | None]:
         training, watch = self.plan.recipe.training, Stopwatch(self.accelerator.device, self.memory.begin)
         accumulation = training.gradient_accumulation_steps
-        first = self.step * accumulation
-        shares = [self.order.rank_part(number) for number in range(first, first + accumulation)]
+        first = self._first_batch
+        shares = self.batches.take(range(first, first + accumulation))
         targets, losses = sum(count for _, count in shares), list[Tensor]()
         probing = self._run_trials(first, shares[0][0], targets)
         for number, (batch, _) in enumerate(shares, first):
@@ -237,7 +245,9 @@ class Training:
                     if self.engine.estimator is None:
                         self.engine.backward(loss, self.accelerator.backward, is_last=is_last)
         with watch("optimizer"):
-            loss_sum, norm = self._check(losses, self._clip(training.max_grad_norm))
+            norm_before = self._clip(training.max_grad_norm)
+            self.batches.prepare(range(first + accumulation, first + 2 * accumulation))  # before the host waits
+            loss_sum, norm = self._check(losses, norm_before)
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -344,18 +354,13 @@ class Training:
 
     def _coming(self) -> tuple[Callable[[], Tensor], Batch, nn.Module]:
         """Return the loss, the tensors and the model of the first micro-batch of the coming step."""
-        number = self.step * self.plan.recipe.training.gradient_accumulation_steps
-        batch, _ = self.order.rank_part(number)
-        on_device = {name: tensor.to(self.accelerator.device) for name, tensor in batch.items()}
-        return lambda: self._loss(number), on_device, self.model
+        batch, _ = self.order.rank_part(number := self._first_batch)
+        return lambda: self._loss(number), to_device(batch, self.accelerator.device), self.model
 
     def _measure(self) -> dict[str, float | None]:
         """Take the measurements that are due on the first micro-batch of the coming step."""
-        number = self.step * self.plan.recipe.training.gradient_accumulation_steps
-        count = self.measurement.recipe.measure.independent_examples
-        batches = (
-            IndependentBatches(self.order, number, count or 0, self._plain_loss) if self.ranks.count == 1 else None
-        )
+        number, count = self._first_batch, self.measurement.recipe.measure.independent_examples or 0
+        batches = IndependentBatches(self.order, number, count, self._plain_loss) if self.ranks.count == 1 else None
         return self.measurement.before(self.step + 1, lambda: self._loss(number), batches)
 
     def _evaluate(self) -> dict[str, float]:

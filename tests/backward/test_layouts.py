@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sparsebp_cli as sbp
+from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import BranchLayout, find_layouts
+from sparsebp_cli.backward.decoder.layout import BranchLayout, find_child, find_layouts
 from sparsebp_cli.policy import Rows
 from sparsebp_cli.policy.token import TokenMode
 from tests.selector import Given
@@ -46,6 +47,7 @@ _MADE: dict[str, dict[str, Any]] = {
     "phi": {},
     "falcon": {},
     "granitemoeshared": {"shared_intermediate_size": 16},
+    "gpt_neo": {"window_size": 4, "attention_types": [[["global", "local"], 1]]},
 }
 ROUNDING = 5e-5  # of a difference between the stream before and after a layer, in float32
 IDS = make_batch("scattered").inputs["input_ids"]
@@ -69,18 +71,21 @@ def _layer(model: nn.Module) -> str:
 def _record(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> list[dict[str, Tensor]]:
     """Return, for each layer, what goes in and out of it and of the modules that the layout names."""
     records: list[dict[str, Tensor]] = []
+    adds: dict[str, Any] = {branch.core: branch.adds for branch in layout}
     handles = []
     for layer in LayerNumbers(model).layers:
         record: dict[str, Tensor] = {}
         records.append(record)
         named = {
-            name for b in layout for name in (b.core, b.norm_before(layer), b.after) if name and hasattr(layer, name)
+            name for b in layout for name in (b.core, b.norm_before(layer), b.after) if name and find_child(layer, name)
         }
-        for name, module in [("", layer), *((name, getattr(layer, name)) for name in named)]:
+        for name, module in [("", layer), *((name, layer.get_submodule(name)) for name in named)]:
 
-            def note(_: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name, into: Any = record) -> None:
+            def note(part: nn.Module, args: Any, kwargs: Any, out: Any, name: str = name, into: Any = record) -> None:
                 into[f"{name} in"] = args[0] if args else kwargs["hidden_states"]
                 into[f"{name} out"] = (out[0] if isinstance(out, tuple) else out).clone()  # a layer may write to it
+                if adds.get(name):
+                    into[f"{name} out"] -= bind_arguments(part, args, kwargs)[adds[name]]
 
             handles.append(module.register_forward_hook(note, with_kwargs=True))
     with torch.no_grad():
@@ -108,7 +113,7 @@ def _check_stream(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> N
 def _present(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> tuple[BranchLayout, ...]:
     """Return the branches that the layers of a model have, each with the one norm that it reads."""
     layer = LayerNumbers(model).layers[0]
-    found = [branch for branch in layout if getattr(layer, branch.core, None) is not None]
+    found = [branch for branch in layout if find_child(layer, branch.core) is not None]
     return tuple(replace(branch, before=branch.norm_before(layer)) for branch in found)
 
 
@@ -146,7 +151,10 @@ def _check_rows(model: PreTrainedModel, layout: tuple[BranchLayout, ...]) -> Non
     masked = copy.deepcopy(model)
     for layer in LayerNumbers(masked).layers:
         for branch in layout:
-            getattr(layer, branch.after or branch.core).register_forward_hook(mask)
+            part: Any = layer.get_submodule(branch.after or branch.core)
+            if branch.adds and branch.last:  # what it adds to its output is no part of the branch
+                part = getattr(part, branch.last)
+            part.register_forward_hook(mask)
     theirs = branch_step(masked, None, plain=True)
     assert_same(ours, theirs, 5e-6)
 
@@ -170,6 +178,31 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "an output that is written to, layers of tuples": ("falcon", {}),
     "two norms of one layer": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "one branch after the other": ("falcon", {"parallel_attn": False, "multi_query": False}),
+    "a bias of keys in the mask": ("falcon", {"alibi": True, "parallel_attn": False, "multi_query": False}),
+    "a bias of keys by example, modules that add to the stream": ("bloom", {}),
+    "a cache of latents, rotations in one tensor": (
+        "deepseek_v2",
+        {
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "moe_intermediate_size": 16,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+    "windows in a buffer, an attention in another module": (
+        "gpt_neo",
+        {"window_size": 4, "attention_types": [[["global", "local"], 1]]},
+    ),
+    "one bias of keys for all examples, a mask of what is left out": ("mpt", {}),
 }
 
 

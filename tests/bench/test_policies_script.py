@@ -12,6 +12,8 @@ import pytest
 
 from sparsebp_cli.policy import find_policies
 
+pytestmark = pytest.mark.xdist_group("policies script")  # it runs once, not once a process
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "policies.py"
 
 

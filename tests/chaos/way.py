@@ -44,8 +44,10 @@ WAYS: dict[str, Sections] = {
     "uniform": _policy("uniform", keep=0.5, start=0.0, end=1.0),
     "importance": _policy("importance", keep=0.5, threshold=1.0, every=3),
     "evolved-sampling": _policy("evolved-sampling", keep=0.5, weighted=True) | {"dataset": {"max_train_examples": 30}},
+    "greats": _policy("greats", keep=0.5) | {"dataset": {"policy_validation_examples": 9}},
     "rho": _policy("rho", keep=0.5, reference="tiny"),  # the test has a model of the recipe's kind for it
     "infobatch": _policy("infobatch") | {"dataset": {"max_train_examples": 30}},  # epochs of up to 8 steps
+    "evolved-pruning": _policy("evolved-pruning", keep=0.5) | {"dataset": {"max_train_examples": 30}},
     "crs": _policy("crs", keep=0.5, products="both"),
     "meprop": _policy("meprop", keep=0.5),
     "meprop unified": _policy("meprop", keep=0.5, unified=True),
@@ -62,6 +64,7 @@ WAYS: dict[str, Sections] = {
     "pamm": _policy("pamm", keep=0.25),
     "sketch": _policy("sketch", keep=0.5),
     "compact": _policy("compact", keep=0.5),
+    "compact with its optimizer": _policy("compact", keep=0.5, interval=3) | {"training": {"optim": "compact"}},
     "velora": _policy("velora", group=4),
     "backrazor": _policy("dropit", keep=0.3, within="example"),
     "dither": _policy("dither"),
@@ -103,4 +106,5 @@ WAYS: dict[str, Sections] = {
         "training": {"optim": "apollo-mini", "max_steps": 40},
     },
     "adapters": _policy("random", keep=0.5, along="rows") | {"model": _LORA},
+    "lora-fa": _policy("frozen", freeze=["*lora_A*"]) | {"model": _LORA, "training": {"optim": "lora-fa"}},
 }

@@ -102,7 +102,9 @@ def test_the_list_is_searched_by_kind_claim_saving_and_year(call: Cli) -> None:
 
     everything = names()
     assert names("--kind", "InputSaver") == {n for n in everything if find_policies()[n].kind == "InputSaver"}
-    assert "lossless" in names("--claim", "exact")
+    assert {"lossless", "tokens"} <= names("--claim", "exact")
+    assert "topk" not in names("--claim", "exact")
+    assert "evolved-sampling" in names("--claim", "unbiased")
     assert "gact" not in names("--claim", "exact")
     assert "gact" in names("--claim", "unbiased", "--saves", "memory", "--since", "2022")
     assert "gact" not in names("--since", "2023")

@@ -218,3 +218,15 @@ def test_what_choosing_could_gain_is_a_table_where_runs_measured_it(make_run: Ma
     assert choice is not None
     assert (choice.unit_worth, choice.example_ess, found.groups[0].cost.choice) == (2.0, None, None)
     assert title in render_report(found)
+
+
+# Forms of products
+
+
+def test_runs_of_one_recipe_that_computed_in_other_forms_are_told_apart(make_run: MakeRun) -> None:
+    used = ["Rows 256x32 masked"], ["Rows 256x32 used"]
+    facts = [{"forms": {"text": "1 of 2 linears", "used": one, "times": []}} for one in used]
+    runs = [make_run("topk", seed, facts=fact, **TOPK) for seed, fact in enumerate((facts[0], facts[0], facts[1]))]
+    found = {one.name: one.values for one in compare_runs(runs).confounds}
+    assert found["forms of products"] == ((used[0][0], ("topk",)), (used[1][0], ("topk",)))
+    assert "forms of products" not in {one.name for one in compare_runs(runs[:2]).confounds}

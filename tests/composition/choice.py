@@ -69,6 +69,7 @@ CHOICES = (
     _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("importance", "ExampleSelector", name="importance", keep=0.5),
     _policy("infobatch", "EpochSelector", name="infobatch"),
+    Choice("evolved-pruning", "EpochSelector", policy={"name": "evolved-pruning", "keep": 0.5}, is_heavy=True),
     _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
     _policy("backlite", "TileSelector", name="backlite", negligible=0.3, tile=4),
     _policy("mezo", "GradientEstimator", name="mezo"),
@@ -91,6 +92,20 @@ CHOICES = (
     Choice("eager_clip: exact", "update", _backward(**_EXACT)),
     Choice("segments: 2", "segments", _backward(segments=2)),
     Choice("checkpointing: full", "checkpointing", _backward(checkpointing="full")),
+    Choice(
+        "optim: lora-fa",
+        "optim",
+        {"model": {"lora": {"r": 2}}, "training": {"optim": "lora-fa"}},
+        {"name": "frozen", "freeze": ["*lora_A*"]},
+        is_heavy=True,
+    ),
+    Choice(
+        "optim: compact",
+        "optim",
+        {"training": {"optim": "compact"}},
+        {"name": "compact", "keep": 0.5, "interval": 2},
+        is_heavy=True,
+    ),
     *(
         Choice(
             f"optim: {name}",
@@ -99,7 +114,7 @@ CHOICES = (
             is_heavy=name not in _LIGHT,
         )
         for name in list_optimizers()
-        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "sparseadam")
+        if name not in ("adamw", "asgd", "adadelta", "rprop", "muon", "sparseadam", "lora-fa", "compact")
     ),
     Choice("mixed_precision: bf16", "mixed_precision", {"training": {"mixed_precision": "bf16"}}, is_heavy=True),
     Choice(

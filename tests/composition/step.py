@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import sparsebp_cli as sbp
 from sparsebp_cli.backward.linear.function import weight_of
+from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.selection.block.layout import find_blocks
 from sparsebp_cli.backward.selection.parameter import find_parameters
 from sparsebp_cli.backward.selection.part import find_divisible, show_weights
@@ -27,6 +28,7 @@ from sparsebp_cli.policy import (
     PartSelector,
     Policy,
     ReferenceReader,
+    Site,
     Stateful,
     Step,
     TileSelector,
@@ -42,6 +44,7 @@ from .way import Way
 Weights = dict[str, Tensor]
 NUM_STEPS, SEED, MAX_NORM = 4, 3, 0.05
 NUM_EXAMPLES = 5  # of the data, for policies that know an example by its row
+VALIDATION = torch.cat([batch(90), batch(91)])  # tokens of examples that are never trained on
 
 
 def build(composition: str) -> nn.Module:
@@ -63,6 +66,12 @@ def policies_of(ways: Sequence[Way]) -> list[Policy]:
     ]
 
 
+def validation_for(policies: Sequence[Policy]) -> dict[str, Any]:
+    """Return the argument of ``attach`` for policies that compare with validation examples; nothing for others."""
+    reads = any(isinstance(policy, ExampleSelector) and policy.num_validation for policy in policies)
+    return {"validation": {"input_ids": VALIDATION, "labels": VALIDATION}} if reads else {}
+
+
 def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = False) -> Weights:
     """Train for two steps with an engine.
 
@@ -80,6 +89,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         options = {"execution": "reference"} | {k: v for k, v in options.items() if k == "reference"}
     elif "update" in options and composition == "clipping":
         options |= {"max_grad_norm": MAX_NORM, "eager_clip": "exact"}
+    options |= validation_for(policies)
     is_eager, optimizer = "update" in options, _optimizer(model)
     lengths = {"num_steps": NUM_STEPS, "num_examples": NUM_EXAMPLES}
 
@@ -93,7 +103,7 @@ def train(composition: str, ways: Sequence[Way], *, tokens_by_reference: bool = 
         micro_batches = _micro_batches(composition, number)
         for left, (ids, share) in zip(reversed(range(len(micro_batches))), micro_batches, strict=True):
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
-                loss = model(input_ids=ids, labels=ids, **_columns(policies, number)).loss * share
+                loss = model(input_ids=ids, labels=ids, **columns_for(policies, number)).loss * share
             engine.backward(loss, **({"is_last": left == 0} if is_eager else {}))
         if composition == "clipping" and "max_grad_norm" not in options:
             nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], MAX_NORM)
@@ -129,9 +139,10 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
     masks = _find_masks(model, policies)
     for number in range(_num_steps(ways)):
         read: list[tuple[Tensor, Tensor]] = []  # losses and rows that a policy was shown
+        means: dict[str, Tensor] = {}  # of the rows of inputs, in the step's first forward
         for micro_batch, (all_ids, share) in enumerate(_micro_batches(composition, number)):
             ids, weights, hooks, saving = all_ids, None, [], ExitStack()
-            for policy in policies:
+            for policy in sorted(policies, key=lambda policy: not isinstance(policy, ParameterSelector)):
                 state = states.get(id(policy), {})
                 step = Step(number, micro_batch, seed=SEED, num_steps=NUM_STEPS, state=state)
                 assert not isinstance(policy, TokenSelector)
@@ -140,7 +151,8 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                     for name, parameter in trained.items():
                         parameter.requires_grad_(name in chosen)
                 elif isinstance(policy, ExampleSelector):
-                    ids, weights = _choose(model, policy, all_ids, step, read)
+                    examples = _examples(model, policy, all_ids, step, optimizer)
+                    ids, weights = _choose(policy, examples, all_ids, step, read)
                 elif isinstance(policy, BlockDropper):
                     blocks, _ = find_blocks(model, "the reference")
                     first = Step(number, seed=SEED, num_steps=NUM_STEPS)
@@ -151,7 +163,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
                         times |= {name: _times(0.0) for name in dropped}
                     hooks = [model.get_submodule(name).register_forward_hook(hook) for name, hook in times.items()]
                 elif isinstance(policy, InputSaver | TileSelector):
-                    saving.enter_context(_by_hand(model, policy, step))
+                    saving.enter_context(_by_hand(model, policy, step, None if micro_batch else means))
             with torch.autocast("cpu", torch.bfloat16, enabled=composition == "autocast"):
                 loss = _loss(model, ids, weights, len(all_ids)) * share
             loss.backward()
@@ -165,15 +177,17 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         before = _weights(model)
         optimizer.step()
         _put_back(trained, masks, before)
-        _observe(policies, states, trained, number, read)
+        _observe(policies, states, trained, number, read, means)
         optimizer.zero_grad()
     return _weights(model)
 
 
-def _by_hand(model: nn.Module, policy: InputSaver | TileSelector, step: Step) -> AbstractContextManager[object]:
+def _by_hand(
+    model: nn.Module, policy: InputSaver | TileSelector, step: Step, means: dict[str, Tensor] | None
+) -> AbstractContextManager[object]:
     if isinstance(policy, TileSelector):
         return tiling_by_hand(policy, step)
-    return saving_by_hand(model, policy, step)
+    return saving_by_hand(model, policy, step, means)
 
 
 def _find_masks(model: nn.Module, policies: Sequence[Policy]) -> dict[str, Tensor | None]:
@@ -211,6 +225,8 @@ def _init_states(model: nn.Module, policies: Sequence[Policy], shown: Sequence[P
     def places(policy: Policy) -> Sequence[Any]:
         if isinstance(policy, ExampleSelector):
             return range(NUM_EXAMPLES)
+        if isinstance(policy, InputSaver):
+            return [Site(name, len(module.weight), ()) for name, module, _ in find_linears(model).covered]
         return weights if isinstance(policy, PartSelector) else shown
 
     return {id(policy): policy.init(places(policy)) for policy in policies if isinstance(policy, Stateful)}
@@ -244,13 +260,17 @@ def _observe(
     trained: dict[str, nn.Parameter],
     number: int,
     read: Sequence[tuple[Tensor, Tensor]],
+    means: dict[str, Tensor],
 ) -> None:
     seen = {name: p.grad.abs().sum() for name, p in trained.items() if p.grad is not None}
     norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
     losses = {str(place): loss_B for place, (loss_B, _) in enumerate(read)}
     rows = {str(place): row_B for place, (_, row_B) in enumerate(read)}
+    means = {name: mean_D for name, mean_D in means.items() if f"{name}.weight" in norms}  # not of dropped blocks
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
-    observation = Observation(parameter_norm=norms, parameter_l1=seen, example_loss=losses, example_row=rows)
+    observation = Observation(
+        parameter_norm=norms, parameter_l1=seen, example_loss=losses, example_row=rows, input_mean=means
+    )
     for policy in policies:
         if isinstance(policy, Stateful):
             states[id(policy)] = policy.observe(states[id(policy)], observation, end)
@@ -298,7 +318,7 @@ def _micro_batches(composition: str, number: int) -> list[tuple[Tensor, float]]:
     return [(torch.cat([batch(10 * number + i), batch(5 + 10 * number + i)]), 1 / count) for i in range(count)]
 
 
-def _columns(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
+def columns_for(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
     """Return the columns that example selectors read: the rows of a step's examples, the losses of a reference."""
     columns: dict[str, Tensor] = {}
     for policy in policies:
@@ -309,23 +329,48 @@ def _columns(policies: Sequence[Policy], number: int) -> dict[str, Tensor]:
     return columns
 
 
-def _choose(
-    model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step, read: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor | None]:
-    """Return the chosen examples, and their weights if there are any; add what the policy was shown to ``read``."""
+def _examples(
+    model: nn.Module, policy: ExampleSelector, ids_BT: Tensor, step: Step, optimizer: torch.optim.Optimizer
+) -> Examples:
+    """Return the batch with what the policy reads, by the plain model."""
     model.eval()  # and so without checkpointing
     with torch.no_grad():
         logits = model(input_ids=ids_BT).logits.float()
         loss_BT = _token_losses(logits, ids_BT)
         share_BTV = logits[:, :-1].softmax(-1) - nn.functional.one_hot(ids_BT[:, 1:], logits.shape[-1])
-    model.train()
     norm_B = share_BTV.flatten(1).norm(dim=1) if policy.reads_gradient_norm else None
-    columns = _columns([policy], step.index)
-    row_B = columns.get("example_row")
-    if row_B is not None:
-        read.append((loss_BT.mean(1), row_B))
+    columns = columns_for([policy], step.index)
     reference_B = columns["reference_loss"][:, :-1].mean(1) if "reference_loss" in columns else None
-    choice = policy.choose(Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, row_B), step)
+    examples = Examples(len(ids_BT), loss_BT.mean(1), norm_B, reference_B, columns.get("example_row"))
+    if policy.num_validation:
+        drawn_V = torch.randperm(len(VALIDATION), generator=step.generator(Site("validation examples", 0, ())))
+        gradient_BP = _gradients(model, ids_BT)
+        mean_P = _gradients(model, VALIDATION[drawn_V[: policy.num_validation]]).mean(0)
+        products = {"product_B": gradient_BP @ mean_P, "product_BB": gradient_BP @ gradient_BP.T}
+        examples = replace(examples, **products, learning_rate=optimizer.param_groups[0]["lr"])
+    model.train()
+    return examples
+
+
+def _gradients(model: nn.Module, ids_BT: Tensor) -> Tensor:
+    """Return the gradient of each example's loss by the weights of linears that are trained, one row each."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    embedding = next(module for module in model.modules() if isinstance(module, nn.Embedding))
+    hook = embedding.register_forward_hook(lambda _, __, output: output.detach())  # a tied weight counts as the head's
+    losses = [_token_losses(model(input_ids=ids[None]).logits.float(), ids[None]).mean() for ids in ids_BT]
+    hook.remove()
+    found = [torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True) for loss in losses]
+    return torch.stack([torch.cat([part.flatten() for part in each]) for each in found])
+
+
+def _choose(
+    policy: ExampleSelector, examples: Examples, ids_BT: Tensor, step: Step, read: list[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the chosen examples, and their weights if there are any; add what the policy was shown to ``read``."""
+    if examples.row_B is not None:
+        assert examples.loss_B is not None
+        read.append((examples.loss_B, examples.row_B))
+    choice = policy.choose(examples, step)
     if choice is None:
         return ids_BT, None
     if isinstance(choice, Tensor):

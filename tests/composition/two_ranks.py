@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsebp_cli as sbp
 from sparsebp_cli.errors import SparseBPError, UnsupportedError
 from tests.composition.matrix import ENTRIES, SITES, Entry
-from tests.composition.step import NUM_STEPS, SEED, policies_of
+from tests.composition.step import NUM_STEPS, SEED, columns_for, policies_of, validation_for
 from tests.composition.training import Gradients, attach, batch, build, largest_difference
 from tests.composition.way import WAYS, Way
 
@@ -81,14 +81,18 @@ def run_way(way: Way, wrapped: str) -> Gradients:
     inner, unused = build("DDP"), way.question == "BlockDropper"
     before = [parameter.detach().clone() for parameter in inner.parameters()]
     model: nn.Module = DistributedDataParallel(inner, find_unused_parameters=unused) if wrapped == "before" else inner
-    options = {"execution": "reference"} if wrapped == "never" else way.options
+    options = dict(way.options)
+    if wrapped == "never":
+        options = {"execution": "reference"} | {name: options[name] for name in options if name == "reference"}
     optimizer = torch.optim.SGD(inner.parameters(), 0.5, momentum=0.9)
-    engine = sbp.attach(model, policies_of([way]), optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
+    policies = policies_of([way])
+    options |= validation_for(policies)
+    engine = sbp.attach(model, policies, optimizer=optimizer, seed=SEED, num_steps=NUM_STEPS, **options)
     if wrapped == "after":
         model = DistributedDataParallel(inner, find_unused_parameters=unused)
     for number in range(STEPS):
         ids = torch.cat([batch(number, distributed.get_rank()), batch(5 + number, distributed.get_rank())])
-        engine.backward(model(input_ids=ids, labels=ids).loss)
+        engine.backward(model(input_ids=ids, labels=ids, **columns_for(policies, number)).loss)
         for parameter in inner.parameters() if wrapped == "never" else ():
             if parameter.grad is not None:
                 distributed.all_reduce(parameter.grad)

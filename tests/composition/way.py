@@ -41,6 +41,7 @@ WAYS = (
     Way("selective-backprop", "ExampleSelector", {"name": "selective-backprop", **_CHOICE}),
     Way("importance", "ExampleSelector", {"name": "importance", "keep": 0.5, "threshold": 0.0}),
     Way("evolved-sampling", "ExampleSelector", {"name": "evolved-sampling", "keep": 0.5, "weighted": True}),
+    Way("greats", "ExampleSelector", {"name": "greats", "keep": 0.5, "validation_batch_size": 2}),
     Way("rho", "ExampleSelector", {"name": "rho", "keep": 0.5}, {"reference": "batch"}),
     Way("uniform", "ExampleSelector", {"name": "uniform", **_CHOICE}),
     Way("frozen (freeze)", "ParameterSelector", {"name": "frozen", "freeze": ["*.layers.0.*"]}),
@@ -106,6 +107,10 @@ def find_refusal(way: Way, composition: str, wrapped: str = "after") -> str:
             return "Frozen under DDP: attach first, and wrap the model in DDP afterwards"
     if composition == "DDP" and (way.question == "PartSelector" or way.label in _WEIGHING):
         return f"{_class_of(way)} works in one process, got several (DDP or FSDP)"
+    if composition == "DDP" and way.label == "velora":
+        return "VeLoRA keeps a state from what it observes: it works in one process, got several (DDP or FSDP)"
+    if way.label == "greats" and composition.endswith("checkpointing"):
+        return "Greats and activation checkpointing (at 'model') are not built: switch it off"
     return {
         ("PartSelector", "reentrant checkpointing"): _PARTS,
         ("ParameterSelector", "reentrant checkpointing"): _REENTRANT,
@@ -165,11 +170,21 @@ def find_pair_refusal(first: Way, second: Way) -> str:
     """
     if {first.label, second.label} & _WEIGHING and (refusal := _find_weighing_refusal(first, second)):
         return refusal
+    if "greats" in (first.label, second.label) and (refusal := _find_comparing_refusal(first, second)):
+        return refusal
     if "TileSelector" in (first.question, second.question) and (refusal := _find_tile_refusal(first, second)):
         return refusal
     if "PartSelector" in (first.question, second.question):
         return _find_part_refusal(*sorted((first, second), key=lambda way: way.question == "PartSelector"), second)
     return _find_other_refusal(first, second)
+
+
+def _find_comparing_refusal(first: Way, second: Way) -> str:
+    if second.question == "PartSelector":
+        return f"{_class_of(first)} and {_class_of(second)} in one training is not built: give one of them"
+    if second.question == "segments":
+        return f"{_class_of(first)} with segments=2 is not built: it differentiates a forward of its own"
+    return ""
 
 
 def _find_tile_refusal(first: Way, second: Way) -> str:

@@ -12,6 +12,8 @@ import pytest
 from sparsebp_cli.compare.verdict import find_outcome
 from tests.docs.block import ROOT
 
+pytestmark = pytest.mark.xdist_group("leaderboard")  # the archives are compared once, not once a process
+
 RESULTS = ROOT / "docs" / "results"
 
 

@@ -26,6 +26,7 @@ from sparsebp_cli.plan import Plan
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.worker.batch import BatchOrder
 from sparsebp_cli.worker.data import Example
+from sparsebp_cli.worker.prefetch import BatchPrefetch
 from sparsebp_cli.worker.process import Ranks
 from sparsebp_cli.worker.training import Training
 
@@ -129,6 +130,7 @@ def count_step() -> dict[str, int]:
         training.model = training.bare = model
         training.engine = sbp.attach(model, sbp.make_policy("topk", keep=0.25), optimizer=optimizer)
         training.order = BatchOrder(examples, 4, 0, 0)
+        training.batches = BatchPrefetch(training.order, torch.device("cuda"), 18)
         training.compiled = None
         stand_in: Any = SimpleNamespace
         training.optimizer, training.schedule = cast("Any", optimizer), schedule

@@ -16,10 +16,21 @@ def test_every_installed_policy_is_described(name) -> None:
     assert all(option["description"] for option in line["options"])
 
 
-def test_claims_that_depend_on_options_without_a_default_are_left_open() -> None:
-    assert [describe_policy(find_policies()["tokens"])[claim] for claim in ("exact", "unbiased")] == [None, None]
-    assert [describe_policy(find_policies()["uniform"])[claim] for claim in ("exact", "unbiased")] == [False, False]
-    assert describe_policy(find_policies()["dense"])["exact"] is True
+@pytest.mark.parametrize(
+    ("name", "claims"),
+    [
+        ("dense", [True, True]),
+        ("uniform", [False, False]),
+        ("topk", [False, False]),
+        ("tokens", [None, None]),  # mode
+        ("random", [False, None]),  # weighted
+        ("evolved-sampling", [False, None]),  # weighted, which is off by default
+        ("wta-crs", [False, True]),
+    ],
+)
+def test_claims_that_depend_on_words_and_switches_are_left_open(name, claims) -> None:
+    line = describe_policy(find_policies()[name])
+    assert [line["exact"], line["unbiased"]] == claims
 
 
 def test_options_of_the_kind_stand_apart_from_the_policys_own() -> None:

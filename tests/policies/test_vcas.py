@@ -15,16 +15,17 @@ import sparsebp_cli as sbp
 from sparsebp_cli.asset.checkpointing import checkpoint_activations
 from sparsebp_cli.backward import count_flops
 from sparsebp_cli.errors import SparseBPError, UsageError
-from sparsebp_cli.policies.vcas import (
+from sparsebp_cli.policies.variance_control import (
     EXAMPLES,
     ROWS,
     STRENGTH,
-    VCAS,
     adjust_rows,
     adjust_shares,
     adjust_strength,
     find_top_share,
+    variance_of_rows,
 )
+from sparsebp_cli.policies.vcas import VCAS
 from sparsebp_cli.policy import LayerOutput, Seen, Site, Step, choice, sampling
 
 EXAMPLES_OF_BATCH, LENGTH = 8, 12
@@ -148,7 +149,7 @@ def test_over_all_draws_of_six_rows_mean_and_variance_are_right() -> None:
     torch.testing.assert_close(mean, truth, rtol=1e-6, atol=1e-6)
     product = choice.norm(grad, 1) * choice.norm(x, 1)
     assert second == pytest.approx(float(sampling.variance(product, given[0])), rel=0.05)
-    assert policy._row_variance(product, 0.5) == pytest.approx(second, rel=0.05)
+    assert variance_of_rows(product, 0.5, lambda norm_N: norm_N) == pytest.approx(second, rel=0.05)
 
 
 def test_rows_of_examples_that_were_left_out_are_skipped_in_both_products() -> None:

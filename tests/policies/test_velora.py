@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+import sparsebp_cli as sbp
+from sparsebp_cli.backward import saved_bytes
+from sparsebp_cli.composition import PolicyFacts
 from sparsebp_cli.policies.velora import VeLoRA
 from sparsebp_cli.policy import SavedDirection, Site, Step, make_policies
 from sparsebp_cli.testing.promise import equal, train_network
@@ -55,3 +60,76 @@ def test_the_control_draws_the_direction() -> None:
     assert not torch.equal(drawn[0], drawn[1])
     torch.testing.assert_close(torch.stack(drawn).norm(dim=1), torch.ones(2))
     assert policy.control is None
+
+
+# Two groups of two features. The groups of the first input point along (3, 4) in the mean, so v = (0.6, 0.8). A group
+# (5, 0) of a later one then becomes 3 v, and (0, 5) becomes 4 v. By their own mean v would be (1, 1) / root(2).
+FIRST = torch.tensor([[2.0, 4.0, 4.0, 4.0]], dtype=torch.float64)
+LATER, RESTORED = torch.tensor([[5.0, 0.0, 0.0, 5.0]]), torch.tensor([[1.8, 2.4, 2.4, 3.2]])
+
+
+def attach(layer: nn.Module, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    return sbp.attach(layer, VeLoRA(group=2, **options), optimizer=optimizer), optimizer
+
+
+def gradient(layer: nn.Linear, attached: tuple[Any, torch.optim.Optimizer], x: Tensor) -> Tensor:
+    """Make a step and return the gradient of the weight, which is that of its only output."""
+    engine, optimizer = attached
+    optimizer.zero_grad()
+    engine.backward(layer(x.to(layer.weight.dtype)).sum())
+    found = layer.weight.grad
+    assert found is not None
+    optimizer.step()
+    return found.clone()
+
+
+def test_the_direction_of_the_first_batch_stays() -> None:
+    layer = nn.Linear(4, 1, bias=False).double()
+    attached = attach(layer)
+    torch.testing.assert_close(gradient(layer, attached, FIRST), torch.tensor([[2.64, 3.52, 3.36, 4.48]]).double())
+    for _ in range(2):
+        torch.testing.assert_close(gradient(layer, attached, LATER), RESTORED.double())
+
+
+def test_a_direction_survives_a_resume_and_a_probe_before_it_is_known() -> None:
+    layer = nn.Linear(4, 1, bias=False).double()
+    engine, _ = attached = attach(layer)
+    with engine.probing():
+        engine.backward(layer(LATER.double()).sum())
+    gradient(layer, attached, FIRST)
+    state = engine.state_dict()
+    engine.detach()
+    resumed = attach(layer)
+    resumed[0].load_state_dict(state)
+    torch.testing.assert_close(gradient(layer, resumed, LATER), RESTORED.double())
+
+
+def test_of_several_micro_batches_the_first_gives_the_direction() -> None:
+    layer = nn.Linear(4, 1, bias=False).double()
+    engine, optimizer = attached = attach(layer)
+    engine.backward(layer(FIRST).sum())
+    before = layer.weight.grad.clone()  # type: ignore[union-attr]
+    engine.backward(layer(LATER.double()).sum())  # by its own mean: 5 / root(2) along (1, 1) over root(2), twice
+    torch.testing.assert_close(layer.weight.grad - before, torch.full((1, 4), 2.5).double())  # type: ignore[operator]
+    optimizer.step()
+    torch.testing.assert_close(gradient(layer, attached, LATER), RESTORED.double())
+
+
+def test_an_input_keeps_as_many_bytes_as_it_claims_before_and_after_the_first_step() -> None:
+    layer, x = nn.Linear(64, 8), torch.randn(32, 64, generator=torch.Generator().manual_seed(2))
+    policy, claimed = VeLoRA(group=8), (32 * 8 + 8) * 4
+    assert policy.count_bytes(32, 64, 4) == claimed
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    engine = sbp.attach(layer, policy, optimizer=optimizer)
+    for _ in range(2):
+        with saved_bytes(layer.parameters()) as saved:
+            output = layer(x)
+        assert saved.total == claimed
+        engine.backward(output.sum())
+        optimizer.step()
+
+
+def test_only_a_direction_that_stays_needs_one_process() -> None:
+    assert PolicyFacts.of(VeLoRA()).facts["observes"]
+    assert not PolicyFacts.of(VeLoRA(by="mean")).facts["observes"]

@@ -26,7 +26,7 @@ SEARCHES = {
 EVALUATED = ("training: {max_steps: 20", "measure: {eval_every: 5}\ntraining: {max_steps: 40")  # halving ranks at them
 
 
-@pytest.mark.always("halving", "tpe")
+@pytest.mark.always("halving")
 @pytest.mark.parametrize("kind", SEARCHES)
 def test_killed_at_random_a_study_trains_what_it_would_and_nothing_twice(
     kind: str, cli: Cli, start: Start, write_study: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

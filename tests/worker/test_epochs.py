@@ -16,10 +16,9 @@ from torch.nn import functional
 from transformers import get_scheduler
 
 import sparsebp_cli as sbp
-from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import RecipeError, UnsupportedError
 from sparsebp_cli.policies.infobatch import InfoBatch
-from sparsebp_cli.policy import Epoch, EpochSelector, Stateful, Step, Visits
+from sparsebp_cli.policy import Epoch, EpochSelector, Stateful, Step, Visits, sampling
 from sparsebp_cli.recipe import load_recipe
 from sparsebp_cli.recipe.schema import Recipe
 from sparsebp_cli.run import History, RunFolder
@@ -39,6 +38,8 @@ CPU = torch.device("cpu")
 SMALL = {"max_train_examples": 10}  # not a multiple of a step's 8: epochs begin within steps
 TRAINING = {"max_steps": 14, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "seed": 3}
 POLICY = {"name": "infobatch", "keep": 0.5}
+PRUNING = {"name": "evolved-pruning", "keep": 0.5}
+NAMES = ["infobatch", "evolved-pruning"]
 
 
 def history(run: RunFolder) -> History:
@@ -46,7 +47,47 @@ def history(run: RunFolder) -> History:
     return History.load(run.path)
 
 
-def by_hand(recipe: Recipe, keep: float) -> tuple[dict[str, Tensor], list[list[float]]]:
+class InfoBatchByHand:
+    """Half of the well-learnt examples, weighing double, until seven eighths of the visits are over."""
+
+    def __init__(self, num_examples: int, num_visits: int) -> None:
+        self.losses, self.last = [float("nan")] * num_examples, 0.875 * num_visits
+
+    def weights(self, visited: int, generator: torch.Generator) -> list[float]:
+        found = obvious(
+            self.losses, 0.5, lambda well: [well[i] for i in torch.randperm(len(well), generator=generator)]
+        )
+        return [1.0] * len(found) if visited + len(found) - found.count(0.0) > self.last else found
+
+    def see(self, rows: list[int], losses: list[float]) -> None:
+        for row, loss in zip(rows, losses, strict=True):
+            self.losses[row] = loss
+
+
+class PruningByHand:
+    """Half of the examples, by the recursion of evolved sampling; those that were never seen come first."""
+
+    def __init__(self, num_examples: int, num_visits: int) -> None:
+        self.averages, self.seen = [1.0 / num_examples] * num_examples, dict[int, float]()
+
+    def weights(self, visited: int, generator: torch.Generator) -> list[float]:
+        number, rows = len(self.averages), sorted(self.seen)
+        num_drawn = max(1, number // 2 - (number - len(rows)))
+        if not rows:
+            return [1.0] * number
+        chance = sampling.water_fill(torch.tensor([self.seen[row] for row in rows]), num_drawn)
+        drawn = [rows[place] for place in sampling.draw(chance, num_drawn, generator).tolist()]
+        return [1.0 if row in drawn or row not in self.seen else 0.0 for row in range(number)]
+
+    def see(self, rows: list[int], losses: list[float]) -> None:
+        pairs = [(row, self.averages[row], loss) for row, loss in zip(rows, losses, strict=True)]
+        for row, average, loss in pairs:
+            self.seen[row], self.averages[row] = 0.2 * average + 0.8 * loss, 0.9 * average + 0.1 * loss
+
+
+def by_hand(
+    recipe: Recipe, rule_class: type[InfoBatchByHand | PruningByHand]
+) -> tuple[dict[str, Tensor], list[list[float]]]:
     """Train as anybody would write it: an epoch is a list of rows with weights, and each example has a forward of its
     own. Return the parameters, and the weights of all examples in each epoch."""
     training = recipe.training
@@ -58,17 +99,14 @@ def by_hand(recipe: Recipe, keep: float) -> tuple[dict[str, Tensor], list[list[f
     optimizer = torch.optim.AdamW(model.parameters(), lr=training.learning_rate)
     schedule = get_scheduler("linear", optimizer, training.warmup_steps, training.max_steps)
     size = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    losses, epochs, queue, visited = [float("nan")] * len(examples), list[list[float]](), list[tuple[int, float]](), 0
+    rule = rule_class(len(examples), size * training.max_steps)
+    epochs, queue, visited = list[list[float]](), list[tuple[int, float]](), 0
     for index in range(training.max_steps):
         while len(queue) < size:
             number, (batch, accumulation) = len(epochs), (training.per_device_train_batch_size, 2)
             step = Step(visited // size, visited // batch % accumulation, seed=training.seed)
             generator = step.generator(Epoch(number, torch.empty(0), 0, 1))
-            weights = obvious(
-                losses, keep, lambda well, g=generator: [well[i] for i in torch.randperm(len(well), generator=g)]
-            )
-            if visited + len(weights) - weights.count(0.0) > 0.875 * size * training.max_steps:
-                weights = [1.0] * len(examples)
+            weights = rule.weights(visited, generator)
             shuffle = torch.Generator().manual_seed(training.seed * 1_000_003 + number)
             order = torch.randperm(len(examples), generator=shuffle).tolist()
             queue += [(row, weights[row]) for row in order if weights[row]]
@@ -76,12 +114,15 @@ def by_hand(recipe: Recipe, keep: float) -> tuple[dict[str, Tensor], list[list[f
             epochs.append(weights)
         assert visited - len(queue) == index * size
         step_rows, queue = queue[:size], queue[size:]
-        targets, total = 0, torch.zeros(())
+        targets, total, losses = 0, torch.zeros(()), list[float]()
         for row, weight in step_rows:
             ids = torch.from_numpy(examples[row].input_ids)
             loss = functional.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="sum")
             total, targets = total + weight * loss, targets + len(ids) - 1
-            losses[row] = float(loss.detach()) / (len(ids) - 1)
+            losses.append(float(loss.detach()) / (len(ids) - 1))
+        for first in range(0, size, training.per_device_train_batch_size):
+            part = slice(first, first + training.per_device_train_batch_size)
+            rule.see([row for row, _ in step_rows[part]], losses[part])
         (total / targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
         optimizer.step()
@@ -90,13 +131,14 @@ def by_hand(recipe: Recipe, keep: float) -> tuple[dict[str, Tensor], list[list[f
     return dict(model.named_parameters()), epochs
 
 
-def test_a_run_is_the_loop_by_hand(tiny_recipe, prepared) -> None:
-    recipe = tiny_recipe(training=TRAINING, dataset=SMALL, policy=[POLICY])
+@pytest.mark.parametrize(("policy", "rule"), [(POLICY, InfoBatchByHand), (PRUNING, PruningByHand)], ids=NAMES)
+def test_a_run_is_the_loop_by_hand(tiny_recipe, prepared, policy: Any, rule: Any) -> None:
+    recipe = tiny_recipe(training=TRAINING, dataset=SMALL, policy=[policy])
     run = prepared(recipe)
     told = history(run)
-    expected, epochs = by_hand(recipe, 0.5)
+    expected, epochs = by_hand(recipe, rule)
     assert sum(0.0 in weights for weights in epochs) >= 4
-    assert epochs[-1] == [1.0] * 10
+    assert (epochs[-1] == [1.0] * 10) == (policy is POLICY)
     found = weights_of(run)
     for name, parameter in expected.items():
         torch.testing.assert_close(found[name], parameter.detach(), rtol=1e-4, atol=1e-5, msg=name)
@@ -120,7 +162,9 @@ def test_keeping_everything_is_dense_to_the_last_bit(tiny_recipe, prepared) -> N
     assert "train/epoch" not in expected.metrics
 
 
-@pytest.mark.parametrize("policy", [[POLICY], [POLICY, {"name": "topk", "keep": 0.5}]], ids=["alone", "with-topk"])
+@pytest.mark.parametrize(
+    "policy", [[POLICY], [POLICY, {"name": "topk", "keep": 0.5}], [PRUNING]], ids=["alone", "with-topk", "with-state"]
+)
 def test_a_killed_run_resumes_to_the_same_bits(tiny_recipe, prepared, policy: list[Any]) -> None:
     recipe = tiny_recipe(
         training=TRAINING | {"max_steps": 30},
@@ -352,16 +396,33 @@ def _refuse(folder: Any, sections: str, text: str) -> None:
 
 
 class Remembering(Given, Stateful):
-    def init(self, sites: Any) -> Any:
-        return {"seen": 0.0}
+    """Counts the visits of every example."""
+
+    observes = property(lambda self: frozenset({"example_row"}))
+
+    def init(self, rows: Any) -> Any:
+        return {"count_N": torch.zeros(len(rows))}
 
     def observe(self, state: Any, observation: Any, step: Step) -> Any:
-        return state
+        assert not observation.example_loss
+        (row_B,) = observation.example_row.values()
+        return {"count_N": state["count_N"] + torch.bincount(row_B, minlength=len(state["count_N"]))}
 
 
-def test_a_state_of_its_own_is_refused_since_no_step_is_observed() -> None:
-    with pytest.raises(UnsupportedError, match="Remembering keeps a state, which is not built"):
-        refuse(Setup([PolicyFacts.of(Remembering())], {"loop": "worker"}))
+def test_a_policy_with_state_observes_every_micro_batch_and_goes_on_from_it() -> None:
+    order, resumed = _order(), _order()
+    for each in (order, resumed):
+        each.choose_epochs(Remembering(), num_steps=100, micro_batches=1)
+    counts: Counter[int] = Counter()
+    for number in range(7):
+        counts.update(names(order[number]))
+        order.see(number, torch.zeros(4))
+    state = order.state_dict()
+    assert state["state count_N"].tolist() == [counts[row] for row in range(10)]
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.state_dict()["state count_N"], state["state count_N"])
+    with pytest.raises(LookupError):
+        resumed.load_state_dict({name: value for name, value in state.items() if not name.startswith("state ")})
 
 
 def test_a_loop_of_ones_own_is_refused_by_name() -> None:

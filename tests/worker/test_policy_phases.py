@@ -152,6 +152,7 @@ PAIRS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.always("rows, then tokens", "frozen in turn, then dense", "saved inputs, then a falling share")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_run_killed_in_each_phase_and_at_the_boundary_ends_as_if_left_alone(tiny_recipe, prepared, pair) -> None:
     recipe = tiny_recipe(

@@ -20,6 +20,7 @@ from tests.worker.test_resume import wait_for
 
 ROWS = {"name": "wta-crs", "keep": 0.5}
 CODES = {"name": "gact", "bits": 2, "adapt_interval": 4}
+DIRECTION = {"name": "velora", "group": 8}
 
 
 def _history(run: Any) -> History:
@@ -31,7 +32,11 @@ def _last(history: History, name: str) -> float:
     return list(history.series(name).values())[-1]
 
 
-@pytest.mark.parametrize("policy", [ROWS, pytest.param(CODES, marks=pytest.mark.long)], ids=["rows", "codes"])
+@pytest.mark.parametrize(
+    "policy",
+    [ROWS, pytest.param(CODES, marks=pytest.mark.long), pytest.param(DIRECTION, marks=pytest.mark.long)],
+    ids=["rows", "codes", "direction"],
+)
 def test_a_killed_run_that_saves_less_resumes_identically(tiny_recipe, prepared, policy) -> None:
     recipe = tiny_recipe(
         policy=[policy],

@@ -56,6 +56,7 @@ class Branch:
         attention: The attention's linears; None for a core that computes each position independently.
         num_outputs: How many values the core's forward returns; 0: it returns a tensor.
         is_written: Whether the layer changes the core's output in place.
+        adds: The argument of the core's forward that it adds to its output; None: there is none.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Branch:
     layer: int | None
     num_outputs: int
     is_written: bool
+    adds: str | None
     linears: tuple[tuple[str, nn.Module, WeightLayout], ...]
     keeps_keys: bool
     parts: list[nn.Module]
@@ -82,7 +84,7 @@ class Branch:
         layer: int | None,
     ) -> None:
         self.name, self.core, self.before, self.after = name, core, before, after
-        self.last, self.layer, self.is_written = layout.last, layer, layout.is_written
+        self.last, self.layer, self.is_written, self.adds = layout.last, layer, layout.is_written, layout.adds
         attention = layout.attention
         self.num_outputs = layout.num_outputs or 2 * (attention is not None)
         self.attention = None if attention is None else attention.fitted(argument_names(core))
@@ -133,11 +135,17 @@ class Branch:
         """Return why a forward with these arguments cannot be recomputed for some rows only; empty where it can."""
         if self.attention is None:
             return "it drops out by a function" if _drops_by_function(self.core) else ""
-        if _has_attention_dropout(self.core):
+        if _has_attention_dropout(self.core) or _drops_by_function(self.core):
             return "its attention has dropout"
+        return self.find_unsupported(args, kwargs)
+
+    def find_unsupported(self, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+        """Do the same for a forward without dropout."""
+        if self.attention is None:
+            return ""
         if not self.attention.some_queries:
             return "its attention computes the queries of all positions or none"
-        return _find_unsupported(self.core, args, kwargs)
+        return _find_unsupported(self.core, args, kwargs, self.attention.bias)
 
     def run(self, x: Tensor, call: Call, **changes: object) -> Tensor:
         """Run all parts on the residual stream or on rows of it; ``changes`` override the call's keyword arguments.
@@ -184,8 +192,8 @@ def _drops_by_function(core: nn.Module) -> bool:
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids"}
 
 
-def _find_unsupported(core: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
-    """Name the argument that cannot be restricted to some rows; empty when all can."""
+def _find_unsupported(core: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], bias: str | None) -> str:
+    """Name the argument that cannot be restricted to some rows; empty when all can, or need not as a bias of keys."""
     if args:
         return "its arguments come without names"
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
@@ -193,9 +201,10 @@ def _find_unsupported(core: nn.Module, args: tuple[object, ...], kwargs: dict[st
         return "its attention_mask is not of four dimensions"
     if mask is None and attention_name(core) not in ("eager", "sdpa"):
         return f"which keys {attention_name(core)} looks at without a mask is not known"
+    positions = (positions,) if isinstance(positions, Tensor) else positions
     if positions is not None and not (isinstance(positions, tuple) and all(p.dim() == 3 for p in positions)):
         return "its position_embeddings are not of three dimensions"
-    rest = {k: v for k, v in kwargs.items() if k not in _KNOWN}
+    rest = {k: v for k, v in kwargs.items() if k not in _KNOWN | {bias}}
     unknown = [k for k, v in rest.items() if isinstance(v, Tensor) and v.dim() > 0]  # a scalar applies to every row
     if rest.get("is_causal") is not None:
         unknown.append("is_causal")

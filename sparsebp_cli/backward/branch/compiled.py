@@ -63,7 +63,7 @@ class GraphForward:
         """Run the branch in a graph that is being made; ``kwargs`` are those of its core, without input and cache."""
         branch = self._branch
         text, arguments = _describe(kwargs)
-        whole = branch.attention is not None and branch.find_whole_reason((), kwargs) != ""
+        whole = branch.find_unsupported((), kwargs) != ""
         recorded: dict[str, Tensor | None] = {}
         self._recorded = recorded
         with torch.no_grad():

@@ -63,7 +63,7 @@ class BranchCost:
                 forward=flops,
                 backward=flops * (self.input_needs_grad or not self._reads_input(name)) + flops * weight.requires_grad,
                 recomputes=is_recomputed(self.branch, name, stores=self.form == "stored", whole=self.form == "whole"),
-                by_rows=attention is None or name.partition(".")[0] not in attention.key_value,
+                by_rows=attention is None or name.partition(".")[0] not in (*attention.key_value, *attention.expands),
                 fused=attention is not None and attention.fused and self.form != "whole",
             )
 
@@ -80,7 +80,7 @@ class BranchCost:
             return 0.0, 0.0
         (num_examples, num_positions), width = self.batch_shape, _attention_width(self.branch)
         square = float(num_examples * num_positions * num_positions * width)
-        eager = attention_name(self.branch.core) == "eager"
+        eager = attention_name(self.branch.core) in ("eager", None)
         return 4.0 * square, (8.0 if eager else 10.0) * square
 
 

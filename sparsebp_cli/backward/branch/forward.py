@@ -18,12 +18,16 @@ from sparsebp_cli.backward.branch.branch import STREAM, Branch, Call
 from sparsebp_cli.backward.branch.compiled import GraphForward
 from sparsebp_cli.backward.branch.cost import BranchCost
 from sparsebp_cli.backward.branch.recompute import SparseRecompute
+from sparsebp_cli.backward.decoder.decoder import bind_arguments
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module, uncompiled
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy import Rows, Selection, Site
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import SiteEngine
+
+
+Form = Literal["plain", "masked", "rows"]
 
 
 class BranchSite:
@@ -43,7 +47,7 @@ class BranchSite:
         self.input_needs_grad = True  # of the core, in its latest forward
 
     @property
-    def form(self) -> Literal["plain", "masked", "rows"]:
+    def form(self) -> Form:
         """How to run a forward that starts now: unchanged, with the gradient of its output masked, or by sparse
         recompute.
         """
@@ -141,12 +145,26 @@ class CoreOverride(ForwardOverride):
 
     def __init__(self, site: BranchSite) -> None:
         self.site = site
-        self._run_outside = uncompiled(self._run)
+        self._run_outside = uncompiled(self._recompute)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        site, branch, form = self.site, self.site.branch, self.site.form
+        branch, form = self.site.branch, self.site.form
         if self.is_removed or form == "plain":
             return call_module(branch.core, *args, **kwargs)
+        if branch.adds is None:
+            return self._run(form, args, kwargs)
+        # The stream that the core adds is no part of the branch.
+        kwargs = bind_arguments(branch.core, args, kwargs)
+        stream = kwargs[branch.adds]
+        assert isinstance(stream, Tensor)
+        output = self._run(form, (), kwargs | {branch.adds: stream.new_zeros(())})
+        if isinstance(output, tuple):
+            return stream + output[0], *output[1:]
+        assert isinstance(output, Tensor)
+        return stream + output
+
+    def _run(self, form: Form, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        site, branch = self.site, self.site.branch
         x, rest = (args[0], args[1:]) if args else (kwargs["hidden_states"], ())
         assert isinstance(x, Tensor)
         is_compiling, between = torch.compiler.is_compiling(), f"the norm before {branch.name!r} and it"
@@ -162,15 +180,18 @@ class CoreOverride(ForwardOverride):
             branch.check_cache(kwargs)
             own = {name: value for name, value in kwargs.items() if name not in site.not_in_graphs}
             is_whole = traced is not None or (site.norm is None and branch.after is None)
+            is_whole &= branch.adds is None
             if is_whole and site.graph.fits(rest, own):
                 output = self._run_in_graph(x, own)
             else:
                 output = self._run_outside(x, rest, kwargs, checks=traced is None)
         else:
-            output = self._run(x, rest, kwargs)
+            output = self._recompute(x, rest, kwargs)
         return (output, *[None] * (branch.num_outputs - 1)) if branch.num_outputs else output
 
-    def _run(self, x: Tensor, rest: tuple[object, ...], kwargs: dict[str, object], *, checks: bool = True) -> Tensor:
+    def _recompute(
+        self, x: Tensor, rest: tuple[object, ...], kwargs: dict[str, object], *, checks: bool = True
+    ) -> Tensor:
         site, branch = self.site, self.site.branch
         site.input_needs_grad = x.requires_grad
         if branch.before is not None:

@@ -15,8 +15,7 @@ Shape letters: B examples, T positions, N rows (= B*T), D width, K kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, final
 
@@ -27,11 +26,12 @@ from torch.autograd.function import Function, once_differentiable
 from sparsebp_cli.backward.branch.branch import Branch, Call, autocast_as
 from sparsebp_cli.backward.branch.query_rows import Queries, compute_keys_values, is_causal, run_queries
 from sparsebp_cli.backward.branch.stored_outputs import record_outputs, replay_outputs
+from sparsebp_cli.backward.decoder.kept_queries import ChunkedAttention, KeptQueries
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 from sparsebp_cli.backward.patch.rng import generators_at
 from sparsebp_cli.policy import Rows, Selection
 
-# At 512 positions, chunks of 64, of 128 and of all are within a few percent on two CPU cores: docs/log.md, 2026-11-21.
+# Of 32, 64 and 128 queries at once none was faster on a CPU: docs/log.md, 2026-11-25.
 _QUERIES_AT_ONCE = 128
 
 
@@ -105,7 +105,7 @@ def _run_whole(branch: Branch, call: Call, x: Tensor, grad: Tensor, parameters: 
             stack.enter_context(branch.dropouts.replaying(call.tape, None))
         stack.enter_context(replace_forwards(replay_outputs(branch, call, None)))
         output = branch.run(x, call)
-    return _differentiate([output], x, parameters, [grad])
+    return _differentiate(output, x, parameters, grad)
 
 
 def _run_rows(branch: Branch, call: Call, x: Tensor, grad_ND: Tensor, rows: Rows, parameters: list[Tensor]) -> _Result:
@@ -116,7 +116,7 @@ def _run_rows(branch: Branch, call: Call, x: Tensor, grad_ND: Tensor, rows: Rows
         replace_forwards(replay_outputs(branch, call, rows.index_K)),
     ):
         output_KO = branch.run(x_KD[None], call)[0]
-    dx_KD, gradients = _differentiate([output_KO], x_KD, parameters, [rows.gather(grad_ND)])
+    dx_KD, gradients = _differentiate(output_KO, x_KD, parameters, rows.gather(grad_ND))
     dx = None if dx_KD is None else torch.zeros_like(x_ND).index_copy_(0, rows.index_K, dx_KD).view(x.shape)
     return dx, gradients
 
@@ -125,57 +125,36 @@ def _run_queries(
     branch: Branch, call: Call, x: Tensor, grad_ND: Tensor, rows: Rows, parameters: list[Tensor]
 ) -> _Result:
     num_examples, num_positions = x.shape[:2]
-    index_BK, grad_BKO = _by_example(rows, grad_ND, num_examples, num_positions)
-    first_B1 = torch.arange(num_examples, device=x.device)[:, None] * num_positions
+    kept, grad_BKO = _by_example(rows, grad_ND, num_examples, num_positions)
+    index_BK, position_BK = kept.index_BK, kept.positions(num_positions)
     normed = x if branch.before is None else call_module(branch.before, x)
     with branch.dropouts.replaying(call.tape, None):
         keys, values = compute_keys_values(branch, call, normed)
-    outputs, gradients = [], []
-    for index_BP, grad_BPO in _split(branch, call, index_BK, grad_BKO):
-        position_BP = index_BP - first_B1
-        early = not x.is_cuda and is_causal(branch, call) and position_BP.numel() > 0
-        num_keys = int(position_BP.max()) + 1 if early else num_positions
-        queries = Queries(index_BP, position_BP, num_keys)
-        normed_BPD = normed.flatten(0, 1).index_select(0, index_BP.flatten()).view(*index_BP.shape, normed.shape[-1])
-        with branch.dropouts.replaying(call.tape, index_BP.flatten()):
-            outputs.append(branch.finish(run_queries(branch, call, normed_BPD, queries, keys, values)))
-        gradients.append(grad_BPO)
-    return _differentiate(outputs, x, parameters, gradients)
+    index_K = index_BK.flatten()
+    normed_BKD = normed.flatten(0, 1).index_select(0, index_K).view(*index_BK.shape, normed.shape[-1])
+    # On an accelerator one large product is faster than several that skip keys.
+    skips = not x.is_cuda and is_causal(branch, call) and index_K.numel() > 0
+    chunks = ChunkedAttention(position_BK, _QUERIES_AT_ONCE) if skips else nullcontext()
+    with branch.dropouts.replaying(call.tape, index_K), chunks:
+        queries = Queries(index_BK, position_BK)
+        output_BKO = branch.finish(run_queries(branch, call, normed_BKD, queries, keys, values))
+    return _differentiate(output_BKO, x, parameters, grad_BKO)
 
 
-def _split(branch: Branch, call: Call, index_BK: Tensor, grad_BKO: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Split the queries into chunks where that saves work.
-
-    On a CPU, a chunk of early queries skips the later keys; on an accelerator one large product is faster.
-    """
-    splits = not index_BK.is_cuda and is_causal(branch, call)
-    size = _QUERIES_AT_ONCE if splits else max(1, index_BK.shape[1])
-    return zip(torch.split(index_BK, size, 1), torch.split(grad_BKO, size, 1), strict=True)
-
-
-def _differentiate(
-    outputs: Sequence[Tensor], x: Tensor, parameters: list[Tensor], gradients: Sequence[Tensor]
-) -> _Result:
-    cast = [grad.to(output.dtype) for grad, output in zip(gradients, outputs, strict=True)]
+def _differentiate(output: Tensor, x: Tensor, parameters: list[Tensor], grad: Tensor) -> _Result:
+    grad = grad.to(output.dtype)
     if not x.requires_grad:
-        return None, torch.autograd.grad(outputs, parameters, cast, allow_unused=True)
-    dx, *rest = torch.autograd.grad(outputs, [x, *parameters], cast, allow_unused=True)
+        return None, torch.autograd.grad(output, parameters, grad, allow_unused=True)
+    dx, *rest = torch.autograd.grad(output, [x, *parameters], grad, allow_unused=True)
     return torch.zeros_like(x) if dx is None else dx, tuple(rest)
 
 
-def _by_example(rows: Rows, grad_ND: Tensor, num_examples: int, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Return row numbers (B, K) and gradients (B, K, O); examples with fewer rows are padded with zero gradients."""
-    if num_examples in (1, rows.num_examples):
-        return rows.index_K.view(num_examples, -1), rows.gather(grad_ND).view(num_examples, -1, grad_ND.shape[1])
+def _by_example(rows: Rows, grad_ND: Tensor, num_examples: int, num_positions: int) -> tuple[KeptQueries, Tensor]:
+    """Return the rows as queries and their gradients (B, K, O)."""
+    if num_examples in (1, rows.num_examples):  # else the numbers of rows must be read from the device
+        kept = KeptQueries(rows.index_K.view(num_examples, -1))
+        return kept, kept.spread(rows.gather(grad_ND))
     order = rows.index_K.argsort()
-    index_K, grad_KO = rows.index_K[order], rows.gather(grad_ND)[order]
-    example_K = index_K // num_positions
-    count_B = torch.bincount(example_K, minlength=num_examples)
-    most = int(count_B.max())  # synchronises with the device; equal counts return above without that
-    place_K = (
-        example_K * most + torch.arange(len(index_K), device=index_K.device) - (count_B.cumsum(0) - count_B)[example_K]
-    )
-    first_B = torch.arange(num_examples, device=index_K.device) * num_positions
-    index_BK = first_B.repeat_interleave(most).index_copy(0, place_K, index_K)
-    grad_BKO = grad_KO.new_zeros(num_examples * most, grad_KO.shape[1]).index_copy_(0, place_K, grad_KO)
-    return index_BK.view(num_examples, most), grad_BKO.view(num_examples, most, grad_KO.shape[1])
+    rows = Rows(rows.index_K[order], None if rows.weight_K is None else rows.weight_K[order])
+    kept = KeptQueries.of(rows.index_K, num_examples, num_positions)
+    return kept, kept.spread(rows.gather(grad_ND))

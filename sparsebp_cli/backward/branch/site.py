@@ -16,13 +16,16 @@ from sparsebp_cli.backward.branch.forward import AfterOverride, BeforeOverride, 
 from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.decoder import argument_names, refuse_routers
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import BranchLayout, explain, find_layouts
+from sparsebp_cli.backward.decoder.layout import BranchLayout, find_child, find_layouts
+from sparsebp_cli.backward.decoder.unfit import explain
 from sparsebp_cli.backward.linear.site import find_linears
 from sparsebp_cli.backward.patch.forward import ForwardPatches, check_free
 from sparsebp_cli.errors import UnsupportedError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import SiteEngine
+
+POST_NORM = "apply_residual_connection_post_layernorm"  # bloom's: it adds to the output of the norm, not to the stream
 
 
 @final
@@ -109,14 +112,16 @@ def _find_branches(model: nn.Module) -> list[Branch]:
 
 def _make_branch(prefix: str, layer: nn.Module, layout: BranchLayout, layers: LayerNumbers) -> Branch:
     name = prefix + layout.core
+    if layout.adds is not None and getattr(layer, POST_NORM, False):
+        raise UnsupportedError(f"sites='branches' needs {POST_NORM}=False in {type(layer).__name__}, got True")
     parts = []
     for child in (layout.core, layout.norm_before(layer), layout.after):
-        part = None if child is None else getattr(layer, child, None)
+        part = None if child is None else find_child(layer, child)
         if child is not None and part is None:
             raise UnsupportedError(f"the layout of {type(layer).__name__} names {child!r}, which is not at {name!r}")
         parts.append(part)
-    core, before, after = parts
-    return Branch(name, cast("nn.Module", core), before, after, layout, layers.number_of(name))
+    core, before, after = cast("tuple[nn.Module, nn.Module | None, nn.Module | None]", tuple(parts))
+    return Branch(name, core, before, after, layout, layers.number_of(name))
 
 
 def _refuse_logits(module: nn.Module, _: object, arguments: Mapping[str, object]) -> None:

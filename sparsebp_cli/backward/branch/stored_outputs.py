@@ -76,6 +76,8 @@ def is_recomputed(branch: Branch, name: str, *, stores: bool, whole: bool) -> bo
 
 
 def _is_kept(branch: Branch, name: str, *, stores: bool) -> bool:
+    if branch.attention is not None and name.partition(".")[0] in branch.attention.expands:
+        return False  # it is run on keys, and everything else on the chosen queries
     # peft puts the adapted linear into a child `base_layer`. Its output is stored; the adapter itself is recomputed.
     if branch.attention is not None and name.removesuffix(".base_layer") in branch.attention.key_value:
         return stores or branch.keeps_keys

@@ -236,24 +236,24 @@ class SiteDecisions:
         that the gradient stands for; None: its own. Returns the gradient to use, and the selection of it; None keeps
         everything. Raises :class:`UsageError` if the backward does not run through the engine.
         """
-        grad_NO, selection = self._decide(site, Seen(grad_NO), work, dense_rows)
+        grad_NO, selection, _ = self._decide(site, Seen(grad_NO), work, dense_rows)
         assert not isinstance(selection, Split), "refused at attach"
         return grad_NO, selection
 
     def decide_linear(
         self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
-    ) -> tuple[Tensor, Selection | Split | None]:
-        """Do the same at a linear, where dgrad and wgrad may be selected apart."""
+    ) -> tuple[Tensor, Selection | Split | None, Budget]:
+        """Do the same at a linear, where dgrad and wgrad may be selected apart; return the declared shares, too."""
         return self._decide(site, seen, work, dense_rows)
 
     def _decide(
         self, site: Site, seen: Seen, work: SiteCost, dense_rows: int | None
-    ) -> tuple[Tensor, Selection | Split | None]:
+    ) -> tuple[Tensor, Selection | Split | None, Budget]:
         # Runs at each site of each backward: on a small model, calls of Python cost more than the products.
         grad_NO: Tensor = seen.grad_NO
         selection: Selection | Split | None = None
         if not self.enabled:
-            return grad_NO, None
+            return grad_NO, None, _WHOLE
         step = self.step
         if step is None:
             raise UsageError(_OUTSIDE)
@@ -272,7 +272,7 @@ class SiteDecisions:
         if step.draw and grad_NO.numel() > 0:  # only probes read it, and it synchronises with the device
             allowed = _claim(work, rule, _allow(budget, selection, grad_NO, site, pads=work.pads))
         self.counters.add(site, grad_NO, claim, allowed.claimed_flops, selection, dense_rows)
-        return grad_NO, selection
+        return grad_NO, selection, budget
 
     @contextmanager
     def probing(self, *, feedback: bool) -> Iterator[None]:

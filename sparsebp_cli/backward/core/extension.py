@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sparsebp_cli.backward.core.report import Chosen, EagerReport, FlopEstimate, Route
-    from sparsebp_cli.policy import GradientSelector, Policy, Reading, Seen, Selection, Site, Split, Step
+    from sparsebp_cli.policy import Budget, GradientSelector, Policy, Reading, Seen, Selection, Site, Split, Step
 
     Share = tuple[type[Selection] | None, float]
 
@@ -62,6 +62,8 @@ class EngineView(Protocol):
 class Decisions(Protocol):
     """Decisions about the gradients that arrive at sites."""
 
+    has_selectors: bool  # whether there is a policy that decides
+
     def check_inside(self) -> None:
         """Refuse a backward that does not run through the engine."""
 
@@ -72,8 +74,8 @@ class Decisions(Protocol):
 
     def decide_linear(
         self, site: Site, seen: Seen, work: SplitCost, dense_rows: int | None = None
-    ) -> tuple[Tensor, Selection | Split | None]:
-        """Do the same at a linear, where dgrad and wgrad may be selected apart."""
+    ) -> tuple[Tensor, Selection | Split | None, Budget]:
+        """Do the same at a linear, where dgrad and wgrad may be selected apart; return the declared shares, too."""
 
     def reads_at(self, site: Site) -> frozenset[Reading]:
         """Return what the policy at a site reads beside the gradient."""

@@ -81,6 +81,14 @@ class PolicyStates:
             name, before = f"{part}/{site.name}", self._observed.get(f"{part}/{site.name}")
             self._observed[name] = parts[part] if before is None else torch.hypot(before, parts[part])
 
+    def see_input(self, policy: Policy, site: Site, step: Step, x_ND: Tensor) -> None:
+        """Note the mean row of a linear's input in the first forward of a step; one that is computed again has the
+        same.
+        """
+        if self.watches(policy, "input_mean") and not (step.draw or step.micro_batch or step.call):
+            dtype = torch.promote_types(x_ND.dtype, torch.float32)
+            self._observed[f"input_mean/{site.name}"] = x_ND.mean(0, dtype=dtype)
+
     def see_block(self, policy: Policy, name: str, gradient: Tensor) -> None:
         """Add the gradient of what a residual block adds to the stream to the norm of the step."""
         key, norm = f"block_norm/{name}", choice.norm(gradient.detach().reshape(1, -1), 1)[0]

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
-from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, explain, find_layouts
+from sparsebp_cli.backward.decoder.layout import GROUP, AttentionLayout, find_child, find_layouts
+from sparsebp_cli.backward.decoder.unfit import explain
 from sparsebp_cli.errors import UnsupportedError
 
 SUPPORTED = ("eager", "sdpa")
@@ -53,6 +55,22 @@ class Decoder:
         width = cast("Any", self.model).config.hidden_size
         return 2.0 * float(width) / max(weights, 1)
 
+    @cached_property
+    def equal_windows(self) -> tuple[int, ...]:
+        """For each layer, all of which have a window, the first one whose window is the same."""
+        windows = [layer.core.get_buffer(layer.attention.window or "") for layer in self.layers]
+        return tuple(next(n for n, other in enumerate(windows) if torch.equal(own, other)) for own in windows)
+
+    @property
+    def is_one_bias(self) -> bool:
+        """Whether the scores of all examples get the same bias of keys, so that these must be the same for all."""
+        return any(layer.attention.is_one_bias for layer in self.layers)
+
+    @property
+    def spreads_masked(self) -> bool:
+        """Whether a row that may attend to nothing attends to every position, as masks of lowest values let it."""
+        return self.implementation == "eager" or any(layer.attention.bias for layer in self.layers)
+
     @property
     def implementation(self) -> str:
         """transformers' name of the attention function.
@@ -61,6 +79,10 @@ class Decoder:
             UnsupportedError: It is not known which keys this function attends to without a mask.
         """
         names = {attention_name(layer.core) for layer in self.layers}
+        if (
+            names == {None} and attention_name(self.model) == "eager"
+        ):  # without a configuration: the masks are the model's
+            return "eager"
         name = names.pop() if len(names) == 1 else None
         if name not in SUPPORTED:
             raise UnsupportedError(f"token selection needs attention {' or '.join(SUPPORTED)}, got {name!r}")
@@ -98,7 +120,7 @@ def find_decoder(model: nn.Module, *, or_classifier: bool = False) -> Decoder:
     for number, module in enumerate(numbers.layers):
         branches = layouts.get(_name(module), ())
         found = next((branch for branch in branches if branch.attention is not None), None)
-        core = None if found is None else getattr(module, found.core, None)
+        core = None if found is None else find_child(module, found.core)
         if found is None or found.attention is None or not isinstance(core, nn.Module):
             reason = explain(_name(module)) or (
                 "a plugin can describe its attention, as a tuple of BranchLayout under the entry-point group "

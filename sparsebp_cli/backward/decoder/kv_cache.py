@@ -31,7 +31,15 @@ class RecordKV:
         raise RecordedKV(keys, values)
 
 
-class FixedKV:
+class StandInKV:
+    """A cache without earlier positions, for attentions that count their queries after the update."""
+
+    def get_seq_length(self, *_: object) -> int:
+        """Return 0."""
+        return 0
+
+
+class FixedKV(StandInKV):
     """A cache that returns the given keys and values, each (B, H, T, D), whatever is added to it."""
 
     keys: Tensor
@@ -56,7 +64,9 @@ def skip_outputs(
     skipped: list[tuple[nn.Module, Callable[[Tensor], Tensor]]] = []
     clips = getattr(getattr(core, "config", None), "clip_qkv", None) is not None  # olmo clamps them in place
     for name in names:
-        module = getattr(core, name)
+        module = getattr(core, name, None)
+        if module is None:  # one of several forms that its queries have
+            continue
         width = getattr(module, "nf", getattr(module, "out_features", None))
         if width is not None and one_head:
             width = getattr(core, "head_dim", width)
@@ -66,7 +76,9 @@ def skip_outputs(
 
 def _zeros(width: int, x: Tensor, *, is_written: bool) -> Tensor:
     shape = (*x.shape[:-1], width)
-    return x.new_zeros(shape) if is_written else x.new_zeros(()).expand(shape)
+    return (
+        x.new_zeros(shape) if is_written else x.new_zeros(width).expand(shape)
+    )  # deepseek views the last dimension as complex
 
 
 def _same(x: Tensor) -> Tensor:

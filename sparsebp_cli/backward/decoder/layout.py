@@ -31,6 +31,13 @@ class AttentionLayout:
         some_queries: Whether its forward can compute the queries of some positions only; not where it takes their
             number from its own input. Such an attention is recomputed whole.
         any_heads: Whether its forward takes queries of any number of heads.
+        bias: The argument of ``forward`` with a bias that the scores get for each key, as ALiBi's; None: there is none.
+            Its shape is (examples * heads, 1, positions) or (examples, heads, 1, positions).
+        is_one_bias: Whether that bias is the same for all examples, (heads, 1, positions), of which the last count.
+        excludes: Whether True in its attention mask means that a key is not attended to.
+        expands: Children that compute keys and values from what the cache holds, position by position.
+        window: A buffer, (1, 1, positions, positions), with True where a position may attend to another, whose rows it
+            counts itself; None: there is none.
     """
 
     query: tuple[str, ...]
@@ -38,6 +45,11 @@ class AttentionLayout:
     cache: str = CACHE_NAMES[0]
     some_queries: bool = True
     any_heads: bool = True
+    bias: str | None = None
+    is_one_bias: bool = False
+    excludes: bool = False
+    expands: tuple[str, ...] = ()
+    window: str | None = None
 
     @property
     def fused(self) -> bool:
@@ -61,7 +73,7 @@ class BranchLayout:
     """One residual branch, as names of the layer's children.
 
     Args:
-        core: The attention or MLP.
+        core: The attention or MLP; one that is not a child has a name with dots.
         last: The core's last linear, whose output is only added or dropped out; None, or a child that a core lacks,
             such as a mixture of experts: there is none.
         before: The norm whose output the core reads, or names of which the first that the layer has is that norm; None:
@@ -71,6 +83,8 @@ class BranchLayout:
         num_outputs: How many values the core's forward returns, the first of which is added; 0: of an attention 2, else
             it returns a tensor.
         is_written: Whether the layer changes the core's output in place.
+        adds: The argument of the core's ``forward``, the residual stream, that it adds to its output itself; None: the
+            layer does that.
     """
 
     core: str
@@ -80,6 +94,7 @@ class BranchLayout:
     attention: AttentionLayout | None = None
     num_outputs: int = 0
     is_written: bool = False
+    adds: str | None = None
 
     def norm_before(self, layer: nn.Module) -> str | None:
         """Return the name of the norm whose output the core of a layer reads; None: it reads the residual stream."""
@@ -89,7 +104,15 @@ class BranchLayout:
 
     def is_in(self, layer: nn.Module) -> bool:
         """Whether a layer has the branch; its core is None where the model's configuration leaves it out."""
-        return getattr(layer, self.core, self) is not None
+        return find_child(layer, self.core, self) is not None
+
+
+def find_child(module: nn.Module, name: str, default: object = None) -> object:
+    """Return what a module has under a name, which may have dots."""
+    found: object = module
+    for part in name.split("."):
+        found = getattr(found, part, default)
+    return found
 
 
 _SEPARATE = AttentionLayout(("q_proj",), ("k_proj", "v_proj"))
@@ -126,6 +149,17 @@ _EXPERTS = (  # the core "block_sparse_moe", and beside it an MLP that every pos
     BranchLayout("shared_mlp", "output_linear", "post_attention_layernorm"),
 )
 _LOOSE_MLP = (BranchLayout("self_attn", "out_proj", "self_attn_layer_norm", attention=_FIXED_HEADS),)
+_LATENT = (  # the cache has latents and rotated parts of keys
+    BranchLayout(
+        "self_attn",
+        "o_proj",
+        "input_layernorm",
+        attention=AttentionLayout(
+            ("q_proj", "q_a_proj", "q_b_proj"), ("kv_a_proj_with_mqa",), any_heads=False, expands=("kv_b_proj",)
+        ),
+    ),
+    _PRE_NORM[1],
+)
 _PRE_NORM_LAYERS = (
     "ArceeDecoderLayer",
     "AriaTextDecoderLayer",
@@ -169,9 +203,20 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("self_attn", "o_proj", "input_layernorm", "post_attention_layernorm", _SEPARATE),
         BranchLayout("mlp", "down_proj", "pre_mlp_layernorm", "post_mlp_layernorm"),
     ),
+    "AXK1DecoderLayer": _LATENT,
     "ApertusDecoderLayer": _OWN_NAMES,
     "Apertus1p5TextDecoderLayer": _OWN_NAMES,
     "BioGptDecoderLayer": _LOOSE_MLP,
+    "BloomBlock": (
+        BranchLayout(
+            "self_attention",
+            "dense",
+            "input_layernorm",
+            attention=AttentionLayout((), ("query_key_value",), "layer_past", bias="alibi"),
+            adds="residual",
+        ),
+        BranchLayout("mlp", "dense_4h_to_h", "post_attention_layernorm", adds="residual"),
+    ),
     "CodeGenBlock": (  # both branches read one norm
         BranchLayout("attn", "out_proj", "ln_1", attention=AttentionLayout((), ("qkv_proj",))),
         BranchLayout("mlp", "fc_out", "ln_1"),
@@ -179,6 +224,8 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "CohereDecoderLayer": _ONE_NORM,
     "Cohere2DecoderLayer": _ONE_NORM,
     "Cohere2MoeDecoderLayer": _ONE_NORM,
+    "DeepseekV2DecoderLayer": _LATENT,
+    "DeepseekV3DecoderLayer": _LATENT,
     "Exaone4DecoderLayer": (
         BranchLayout("self_attn", "o_proj", after="post_attention_layernorm", attention=_SEPARATE),
         BranchLayout("mlp", "down_proj", after="post_feedforward_layernorm"),
@@ -188,7 +235,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
             "self_attention",
             "dense",
             ("ln_attn", "input_layernorm"),
-            attention=AttentionLayout((), ("query_key_value",), "layer_past"),
+            attention=AttentionLayout((), ("query_key_value",), "layer_past", bias="alibi"),
         ),
         BranchLayout(
             "mlp", "dense_4h_to_h", ("ln_mlp", "post_attention_layernorm", "input_layernorm"), is_written=True
@@ -198,6 +245,7 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
     "Gemma2DecoderLayer": _BOTH_NORMS,
     "Gemma3DecoderLayer": _BOTH_NORMS,
     "Glm4DecoderLayer": _FOUR_NORMS,
+    "Glm4MoeLiteDecoderLayer": _LATENT,
     "GPTJBlock": (  # both branches read one norm
         BranchLayout("attn", "out_proj", "ln_1", attention=_SEPARATE),
         BranchLayout("mlp", "fc_out", "ln_1"),
@@ -211,10 +259,22 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("mlp", "down_proj", "post_attention_layernorm", "post_norm2"),
     ),
     "Kolibri1DecoderLayer": _FOUR_NORMS,
+    "MiniCPM3DecoderLayer": _LATENT,
     "MiniMaxM2DecoderLayer": _PRE_NORM_WIDE,
     "ModernBertDecoderLayer": (
         BranchLayout("attn", "Wo", "attn_norm", attention=_SEPARATE),
         BranchLayout("mlp", "Wo", "mlp_norm"),
+    ),
+    "MptBlock": (
+        BranchLayout(
+            "attn",
+            "out_proj",
+            "norm_1",
+            attention=AttentionLayout(
+                (), ("Wqkv",), "layer_past", bias="position_bias", is_one_bias=True, excludes=True
+            ),
+        ),
+        BranchLayout("ffn", "down_proj", "norm_2", adds="residual"),
     ),
     "NanoChatDecoderLayer": (
         _PRE_NORM[0],
@@ -249,9 +309,19 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("self_attn", "o_proj", "input_layernorm", attention=AttentionLayout((), ("qkv_proj",))),
         BranchLayout("mlp", "down_proj", "post_attention_layernorm"),
     ),
+    "YoutuDecoderLayer": _LATENT,
     "PhiDecoderLayer": (  # both branches read one norm
         BranchLayout("self_attn", "dense", "input_layernorm", attention=_SEPARATE),
         BranchLayout("mlp", "fc2", "input_layernorm"),
+    ),
+    "GPTNeoBlock": (
+        BranchLayout(
+            "attn.attention",
+            "out_proj",
+            "ln_1",
+            attention=AttentionLayout(("q_proj",), ("k_proj", "v_proj"), "layer_past", any_heads=False, window="bias"),
+        ),
+        BranchLayout("mlp", "c_proj", "ln_2"),
     ),
     "GPTNeoXLayer": (
         BranchLayout(
@@ -267,72 +337,6 @@ _BUILT_IN: dict[str, tuple[BranchLayout, ...]] = {
         BranchLayout("mlp", "c_proj", "ln_2"),
     ),
 }
-
-_ALIBI = "its attention adds a bias for the distance of rows, which rows that are left out would change"
-_COUNTED = "its attention takes positions from the number of its rows, which rows that are left out would change"
-_LATENT = "its cache holds what keys and values are made from, and not keys and values"
-_MIXING = "some of its layers mix neighbouring positions, by a convolution or a recurrence"
-_ENCODER = "its layers are an encoder's: they attend to later positions, and add to the stream inside of their modules"
-_UNFIT = {
-    **dict.fromkeys(("BloomBlock", "MptBlock"), _ALIBI),
-    **dict.fromkeys(("GPTNeoBlock", "Llama4TextDecoderLayer"), _COUNTED),
-    **dict.fromkeys(
-        (
-            "AXK1DecoderLayer",
-            "AXK2DecoderLayer",
-            "DeepseekV2DecoderLayer",
-            "DeepseekV3DecoderLayer",
-            "DeepseekV32DecoderLayer",
-            "Glm4MoeLiteDecoderLayer",
-            "GlmMoeDsaDecoderLayer",
-            "HYV4DecoderLayer",
-            "LongcatFlashDecoderLayer",
-            "MiniCPM3DecoderLayer",
-            "YoutuDecoderLayer",
-        ),
-        _LATENT,
-    ),
-    **dict.fromkeys(
-        (
-            "BailingHybridDecoderLayer",
-            "FalconH1DecoderLayer",
-            "FalconMambaBlock",
-            "InklingDecoderLayer",
-            "JambaAttentionDecoderLayer",
-            "JambaMambaDecoderLayer",
-            "LaraMiniDecoderLayer",
-            "Lfm2DecoderLayer",
-            "Lfm3DecoderLayer",
-            "MambaBlock",
-            "MiniMaxDecoderLayer",
-            "NemotronHBlock",
-            "OlmoHybridAttentionDecoderLayer",
-            "OlmoHybridLinearAttentionDecoderLayer",
-            "Qwen3NextDecoderLayer",
-            "Qwen3_5DecoderLayer",
-            "Qwen3_5MoeDecoderLayer",
-            "Qwen4ExpTextDecoderLayer",
-            "RecurrentGemmaDecoderLayer",
-            "RwkvBlock",
-        ),
-        _MIXING,
-    ),
-    **dict.fromkeys(
-        ("BertLayer", "CamembertLayer", "ElectraLayer", "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer"),
-        _ENCODER,
-    ),
-    "DogeDecoderLayer": "its attention makes a mask of its own from the values",
-    "GPTBigCodeBlock": "its model gives the output of the last layer the shape of all positions",
-    "HrmTextDecoderLayer": "its model runs each layer several times",
-    "JetMoeDecoderLayer": "the queries of its attention are computed by experts",
-    "PhimoeDecoderLayer": "its routers draw experts at random",
-    "XGLMDecoderLayer": "its attention is computed by code of its own",
-}
-
-
-def explain(layer: str) -> str | None:
-    """Return why the layers of a class have no layout; None: that is not known, and a plugin can add one."""
-    return _UNFIT.get(layer)
 
 
 def find_layouts() -> dict[str, tuple[BranchLayout, ...]]:

@@ -8,11 +8,12 @@ of a backward counts down, so that it is decided about as in its first forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Protocol, final, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from sparsebp_cli.backward.linear.function import autocast, weight_of
 from sparsebp_cli.backward.linear.saved import find_share
 from sparsebp_cli.backward.observe.internals import version_of
 from sparsebp_cli.backward.observe.module_trace import is_in_backward
-from sparsebp_cli.errors import PolicyError
-from sparsebp_cli.policy import InputSaver, Saved, Site, Step, TrialPass
+from sparsebp_cli.errors import PolicyError, UnsupportedError
+from sparsebp_cli.policy import InputSaver, Saved, SavedProjection, Site, Step, TrialPass
 
 if TYPE_CHECKING:
     from sparsebp_cli.backward.core.extension import EngineView
@@ -55,6 +56,33 @@ class _Readers:
     num_entries: dict[int, int] = field(default_factory=dict)  # by call, which checkpointing repeats
 
 
+@runtime_checkable
+class ReadsProjections(Protocol):
+    """An optimizer with moments of gradients that are projected as the inputs of linears were."""
+
+    def read_projections(self, find: Callable[[Tensor], tuple[SavedProjection, int] | None]) -> None:
+        """Take a function that returns how the input was projected that the gradient of a weight was computed with in
+        this step, and the dimension of the weight that belongs to inputs; None for any other gradient."""
+
+
+def connect(savers: Sequence[InputSaving], states: PolicyStates, optimizer: torch.optim.Optimizer | None) -> None:
+    """Give savers the states of policies, and an optimizer that reads projections what says how inputs are projected.
+    Raises :class:`UnsupportedError` if it does and no policy keeps a projection.
+    """
+    for saver in savers:
+        saver.states = states
+    if not isinstance(optimizer, ReadsProjections):
+        return
+    for saver in savers:
+        if saver.policy.form is SavedProjection and saver.policy.draws_for is not None:
+            optimizer.read_projections(saver.projection_of)
+            return
+    raise UnsupportedError(
+        f"{type(optimizer).__name__} has moments in the projection of a saver of inputs: give a policy that projects "
+        "features and keeps its matrix for several steps, by its option interval"
+    )
+
+
 @final
 class InputSaving:
     """An input saver in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
@@ -76,6 +104,9 @@ class InputSaving:
         self._bytes, self._dense_bytes = 0, 0  # of the training, kept and whole
         self._was_called = False
         self._readers: dict[str, _Readers] | None = None  # during a trial pass
+        self._projections: dict[Tensor, tuple[SavedProjection, int]] = {}  # of this step, by the weight
+        owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+        self._shared = {number for number, count in owners.items() if count > 1}  # such as with the embedding
 
     def install(self, engine: EngineView) -> None:
         self.engine = engine
@@ -86,8 +117,9 @@ class InputSaving:
     def enable(self, enabled: bool) -> None:
         """Do nothing: the linears read the engine's state."""
 
-    def start_step(self, step: Step) -> None:
-        """Do nothing: the decisions of a step are made in its forwards."""
+    def start_step(self, step: Step) -> None:  # noqa: ARG002 - of the protocol
+        """Forget the projections; the decisions of a step are made in its forwards."""
+        self._projections.clear()
 
     def check_called(self) -> None:
         if not self._was_called:
@@ -119,6 +151,19 @@ class InputSaving:
             self._readers[site.name].num_entries[call] = x.numel()
         return kept
 
+    def note_projection(self, weight: Tensor, input_dim: int, kept: SavedInput) -> None:
+        """Note how the input of a linear was projected, if the step has one projection of it."""
+        is_one = self.policy.draws_for is not None and not self.engine.now().draw and id(weight) not in self._shared
+        if is_one and isinstance(kept.saved, SavedProjection):
+            before = self._projections.setdefault(weight, (kept.saved.forget(), input_dim))[0]
+            if before.seed != kept.saved.seed:
+                raise UnsupportedError("a linear reads an input first in one forward of a step, and not in another")
+
+    def projection_of(self, weight: Tensor) -> tuple[SavedProjection, int] | None:
+        """Return how the input of a weight's linear was projected in this step, and the weight's dimension of inputs;
+        None if its gradient is not of that one projection alone."""
+        return self._projections.get(weight)
+
     @contextmanager
     def trying(self, decision: Collection[str] | TrialPass) -> Iterator[None]:  # noqa: ARG002 - of the protocol
         """Note which linears read each input in a trial pass, whose state the policy reads, and the gradients of their
@@ -145,6 +190,7 @@ class InputSaving:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x_ND = x.detach().reshape(-1, x.shape[-1])
             saved = policy.save(x_ND, site, self.states.show(self.policy, step))
+            self.states.see_input(self.policy, site, step, x_ND)
         if saved is not None and (type(saved) is not policy.form or saved.shape != tuple(x_ND.shape)):
             expected = "None" if policy.form is None else policy.form.__name__
             raise PolicyError(

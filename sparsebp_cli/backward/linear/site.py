@@ -23,8 +23,10 @@ from typing_extensions import override
 from sparsebp_cli.backward.core.extension import SiteAdapter
 from sparsebp_cli.backward.decoder.layers import LayerNumbers
 from sparsebp_cli.backward.linear import cuda
+from sparsebp_cli.backward.linear.attention import AttentionOverride, find_attentions
 from sparsebp_cli.backward.linear.compiled import LAYOUTS, READABLE, register, run_in_graph
 from sparsebp_cli.backward.linear.float8 import Float8Layout, SharedCast, float8_class
+from sparsebp_cli.backward.linear.form_choice import FormChoice, Limits, mask_slower
 from sparsebp_cli.backward.linear.function import (
     LinearCost,
     Needs,
@@ -82,8 +84,9 @@ class LinearAdapter(SiteAdapter):
 
     ``exclude`` has globs over module names; with ``may_be_empty`` a model without linears is accepted, for policies
     that do not decide here. Without ``installs`` no linear is a site and none is changed: counting alone costs up to a
-    twentieth of a step. ``saving`` decides what is saved of inputs. Raises :class:`UsageError` if a pattern matches
-    nothing or there is no linear, and :class:`UnsupportedError` if the model is attached or offloaded.
+    twentieth of a step. ``saving`` decides what is saved of inputs, ``forms`` how selected products are computed.
+    Raises :class:`UsageError` if a pattern matches nothing or there is no linear, and :class:`UnsupportedError` if the
+    model is attached or offloaded.
     """
 
     def __init__(
@@ -94,14 +97,15 @@ class LinearAdapter(SiteAdapter):
         may_be_empty: bool = False,
         installs: bool = True,
         saving: InputSaving | None = None,
+        forms: FormChoice | None = None,
     ) -> None:
         self._found, layers = find_linears(model, exclude), LayerNumbers(model)
         if not installs:
             self._found = FoundLinears((), (), ())
         self.names: tuple[str, ...] = tuple(name for name, _, _ in self._found.covered)
-        self._time_first = find_time_first(model)
+        self._model, self._time_first = model, find_time_first(model)
         self.not_covered, self.excluded = self._found.not_covered, self._found.excluded
-        self._patches, self._saving = ForwardPatches(), saving
+        self._patches, self._saving, self._forms = ForwardPatches(), saving, forms
         self._layers = {name: layers.number_of(name) for name in self.names}
         for name, module, _ in self._found.covered:
             check_free(name, module)
@@ -119,7 +123,12 @@ class LinearAdapter(SiteAdapter):
             if saving is not None and not saving.scope.contains(name, layer):
                 saving = None
             override = LinearOverride(name, module, form, engine, layer, norms, saving, time_first=first)
+            override.forms = self._forms
             self._patches.install(module, override)
+        if engine.decisions.has_selectors:
+            for core, name in find_attentions(self._model, self.names):
+                site = Site(name, 0, (), self._layers[name])
+                self._patches.install(core, AttentionOverride(core, site, engine))
 
     def remove(self) -> None:
         self._patches.remove()
@@ -131,6 +140,11 @@ class LinearAdapter(SiteAdapter):
             Site(name, weight_of(module).shape[form.output_dim], (), self._layers[name])
             for name, module, form in self._found.covered
         )
+
+    @property
+    def linears(self) -> dict[str, tuple[nn.Module, WeightLayout]]:
+        """Module and layout of each covered linear, by name."""
+        return {name: (module, form) for name, module, form in self._found.covered}
 
     @override
     def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
@@ -147,6 +161,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 _NO_KINDS = frozenset[type[Selection]]()
 _NO_READINGS: Mapping[Reading, Tensor] = MappingProxyType({})
+_NO_LIMITS: Limits = MappingProxyType({})
 # A gradient's shape and so on, the site and its work there.
 _NOTHING_YET = (None, Site("", 0, ()), LinearCost(0.0, Needs(False, False, False), LAYOUTS[0]))
 
@@ -165,6 +180,7 @@ class LinearOverride(ForwardOverride):
     time_first: bool
     reference: bool
     reads_input: bool
+    forms: FormChoice | None = None  # None: every form is used
 
     def __init__(
         self,
@@ -235,6 +251,7 @@ class LinearOverride(ForwardOverride):
         weight = weight_of(self.module)
         site = Site(self.name, weight.shape[self.form.output_dim], tuple(x.shape[:-1]), self.layer)
         kept = self._saving.save(site, x, is_trained=weight.requires_grad)
+        self._saving.note_projection(weight, 1 - self.form.output_dim, kept)
         return run_linear(self.module, x, replace(call, saved_share=kept.share), kept.saved)
 
     def _read_and_run(self, x: Tensor, call: _Call) -> Tensor:
@@ -280,14 +297,17 @@ class LinearOverride(ForwardOverride):
         own. ``saved_share`` is the share of wgrad's multiplications with what was saved of the input.
         """
         masked = cuda.find_masked(grad_NO) if grad_NO.is_cuda else _NO_KINDS
-        key = (grad_NO.shape, rows, num_inputs, needs, saved_share, masked)
+        times = None if self.forms is None or not self.engine.enabled else self.forms.check()
+        key = (grad_NO.shape, rows, num_inputs, needs, saved_share, masked, times)
         if key != self._last[0]:  # most gradients of a site are of one shape
             site = Site(self.name, grad_NO.shape[1], rows.shape, self.layer, rows.unknown)
             flops = 2.0 * grad_NO.numel() * num_inputs
-            self._last = key, site, LinearCost(flops, needs, self.form, saved_share, masked)
+            limits = _NO_LIMITS if self.forms is None else self.forms.limits_at(grad_NO.shape[1], num_inputs)
+            self._last = key, site, LinearCost(flops, needs, self.form, saved_share, masked, limits)
         _, site, work = self._last
         seen = Seen(grad_NO, needs.dgrad, needs.wgrad, readings=readings or _NO_READINGS)
-        return self.engine.decisions.decide_linear(site, seen, work, dense_rows)
+        grad_NO, selection, budget = self.engine.decisions.decide_linear(site, seen, work, dense_rows)
+        return grad_NO, mask_slower(selection, work.limits, budget) if work.limits else selection
 
 
 @final

@@ -26,6 +26,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
 from torch.autograd.graph import Node
 from torch.autograd.variable import Variable
+from torch.nn.attention import SDPBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -177,6 +178,17 @@ def run_checkpointed(layer: nn.Module, run: Callable[[Tensor], Tensor], hidden: 
     assert callable(checkpoint)
     output: Tensor = checkpoint(run, hidden)
     return output
+
+
+# The kernel of attention on CPUs. The public function gives no sums of exponents, which its backward reads.
+FLASH_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+FLASH_ON_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+
+
+def picks_flash(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Return whether PyTorch runs a causal attention by a flash kernel; no public query exists on a CPU."""
+    chosen: int = torch._fused_sdp_choice(query, key, value, None, 0.0, True, scale=scale)  # noqa: SLF001
+    return chosen == SDPBackend.FLASH_ATTENTION.value
 
 
 Pack = Callable[[Tensor], object]

@@ -109,6 +109,9 @@ class Products:
             self.total += 2.0 * prod(shape) * node.input_shape[-1] * sum(map(bool, node.needs_input_grad[:2]))
         elif isinstance(getattr(node, "selector", None), CountsFlops):
             self.total += node.selector.dense_flops(_output(node)[:-1], node.call)
+        elif hasattr(node, "products"):  # an attention, outside of sites
+            self.total += node.products
+            self.by_parameter[""] = self.by_parameter.get("", 0.0) + node.products
         elif kind not in _WITHOUT_PRODUCTS:
             self.unknown.add(kind.removesuffix("Backward"))
 

@@ -10,7 +10,7 @@ Shape letters: B examples, T positions, K kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast, final
@@ -25,6 +25,7 @@ from sparsebp_cli.backward.decoder.kv_cache import find_cache, is_filled
 from sparsebp_cli.backward.observe.flops import DensePass, PassEstimate
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches
 from sparsebp_cli.backward.selection.example_loss import check_logits, compare_losses, count_targets, sum_losses
+from sparsebp_cli.backward.selection.gradient_products import GradientProducts, take_examples
 from sparsebp_cli.backward.selection.model_output import with_changes
 from sparsebp_cli.backward.selection.score.cost import ScoringCost
 from sparsebp_cli.backward.selection.score.scorer import (
@@ -38,7 +39,7 @@ from sparsebp_cli.backward.selection.score.scorer import (
 from sparsebp_cli.backward.selection.score.token_scores import check_vocabulary, score_reference
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError, UsageError
-from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Score, Step, WeightedExamples
+from sparsebp_cli.policy import Examples, ExampleSelector, ReferenceReader, Score, Site, Step, WeightedExamples
 from sparsebp_cli.policy.example import EXAMPLE_ROW
 from sparsebp_cli.policy.reference import REFERENCE_COLUMN
 
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 Arguments = Mapping[str, object]
 _OF_LOSS = ("labels", "num_items_in_batch")
+_VALIDATION = Site("validation examples", 0, ())  # where they are drawn
 
 
 @final
@@ -58,9 +60,10 @@ class ExampleExtension:
     """An example selector in one model; see :class:`~sparsebp_cli.backward.core.extension.EngineExtension`.
 
     ``num_examples`` is the number of rows of the training data, of a policy that reads these. ``reference`` is the
-    model that a policy compares with; None: each batch has the column ``reference_loss``. Raises
-    :class:`UnsupportedError` unless the model is, or wraps, a transformers model, whose forward computes the loss, or
-    if the reference has another vocabulary.
+    model that a policy compares with; None: each batch has the column ``reference_loss``. ``validation`` is the batch
+    of examples with whose gradients a policy compares, at ``optimizer``'s rate and by the linears that ``exclude`` does
+    not name. Raises :class:`UnsupportedError` unless the model is, or wraps, a transformers model, whose forward
+    computes the loss, or if the reference has another vocabulary.
     """
 
     def __init__(
@@ -71,6 +74,9 @@ class ExampleExtension:
         *,
         num_examples: int | None = None,
         reference: nn.Module | None = None,
+        validation: Arguments | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        exclude: Collection[str] = (),
     ) -> None:
         from transformers import PreTrainedModel  # takes seconds, so it is not imported with the engine
 
@@ -90,6 +96,14 @@ class ExampleExtension:
         if self.compares and reference is not None:
             self.reference = Scorer(reference, f"{what} by a reference")
             check_vocabulary(found, self.reference)
+        self.validation, self.optimizer, self.products = validation, optimizer, None
+        if policy.num_validation:
+            self.products = GradientProducts(model, type(policy).__name__, exclude)
+            if self.compares or policy.reads_gradient_norm or policy.scored_share < 1.0:
+                raise UnsupportedError(
+                    f"{type(policy).__name__} reads products of gradients: other scores beside them, or a part of the "
+                    "positions (scored_share), are not built"
+                )
 
     def install(self, engine: EngineView) -> None:
         self._override = ExamplesOverride(self, engine)
@@ -161,7 +175,7 @@ class ExamplesOverride(ForwardOverride):
         index_K = upload(labels.device, index_K)[0] if index_K.device.type == "cpu" else index_K
         targets, kept = targets_B.sum(), targets_B[index_K].sum()
         self._count(targets, kept, len(labels), len(index_K), spent)
-        chosen = {name: _take(name, value, index_K, len(labels)) for name, value in arguments.items()}
+        chosen = take_examples(arguments, index_K)
         num_items = arguments.get("num_items_in_batch")
         assert num_items is None or isinstance(num_items, Tensor | int | float)
         if num_items is not None:
@@ -240,6 +254,8 @@ class ExamplesOverride(ForwardOverride):
         row_B = torch.zeros(number, dtype=torch.int64) if policy.reads_rows else None
         reference_B = none_B if self._extension.compares else None
         examples = Examples(number, none_B, none_B if policy.reads_gradient_norm else None, reference_B, row_B)
+        if none_B is not None and policy.num_validation:
+            examples = replace(examples, product_B=none_B, product_BB=none_B.outer(none_B), learning_rate=0.0)
         choice = policy.choose(examples, step)
         if choice is None:
             return 1.0
@@ -248,6 +264,8 @@ class ExamplesOverride(ForwardOverride):
     def _score(self, arguments: Arguments, reference_BT: object) -> Examples:
         """Return the batch with the scores that the policy reads, of the positions that are scored."""
         labels, policy = _tensor(arguments, "labels"), self._policy.at(self._engine.now())
+        if self._extension.products is not None:
+            return self._compare_gradients(self._extension.products, arguments)
         length = _length(arguments)
         read = max(2, math.ceil(policy.scored_share * length))
         part = {name: _cut(name, value, length, read) for name, value in arguments.items()}
@@ -268,6 +286,37 @@ class ExamplesOverride(ForwardOverride):
             reference_BT = self._check_reference(_cut(REFERENCE_COLUMN, reference_BT, length, read), next_BT)
         return Examples(len(labels), _mean(scores["loss"], next_BT), norm_B, _mean(reference_BT, next_BT))
 
+    def _compare_gradients(self, products: GradientProducts, arguments: Arguments) -> Examples:
+        """Return the batch with its losses and the products of its gradients."""
+        extension, labels, step = self._extension, _tensor(arguments, "labels"), self._engine.now()
+        assert extension.validation is not None
+        assert extension.optimizer is not None
+        self._check_labels(labels)
+        generator = step.generator(_VALIDATION)
+        index_V = torch.randperm(len(_tensor(extension.validation, "labels")), generator=generator)
+        drawn = take_examples(extension.validation, index_V[: self._policy.at(step).num_validation])
+        drawn = {name: value.to(labels.device) if isinstance(value, Tensor) else value for name, value in drawn.items()}
+        found = products.compute(arguments, drawn, self._inner, self._engine.disabled, reference=self._engine.reference)
+        return Examples(
+            len(labels),
+            _fill(found.loss_B.float(), count_targets(labels) > 0),
+            product_B=found.product_B,
+            product_BB=found.product_BB,
+            learning_rate=float(extension.optimizer.param_groups[0]["lr"]),
+        )
+
+    def _check_labels(self, labels: Tensor) -> None:
+        """Refuse labels that are not those of a language model or of the classes of whole examples."""
+        if labels.is_floating_point():
+            raise UsageError(
+                f"{type(self._policy).__name__} classifies: labels must be whole numbers, got {labels.dtype}"
+            )
+        if labels.ndim > 1 and self._scorer is None:
+            raise UnsupportedError(
+                f"{type(self._policy).__name__} needs a language model or one label an example, got labels of shape "
+                f"{list(labels.shape)} for {type(self._model).__name__}"
+            )
+
     def _check_reference(self, reference_BT: object, next_BT: Tensor) -> Tensor:
         """Return the losses of the reference that a batch has, 0 where there is no target."""
         name, wanted = type(self._policy).__name__, tuple(next_BT.shape)
@@ -280,10 +329,7 @@ class ExamplesOverride(ForwardOverride):
         return reference_BT.float().masked_fill(next_BT == IGNORED, 0.0)
 
     def _classify(self, arguments: Arguments, label_B: Tensor, *, with_norms: bool) -> Examples:
-        if label_B.is_floating_point():
-            raise UsageError(
-                f"{type(self._policy).__name__} classifies: labels must be whole numbers, got {label_B.dtype}"
-            )
+        self._check_labels(label_B)
         with torch.no_grad(), evaluating(self._model):
             logits = self._inner(**{name: value for name, value in arguments.items() if name != "labels"}).logits
         logits = logits.float()
@@ -310,7 +356,10 @@ class ExamplesOverride(ForwardOverride):
 def _mean(loss_BT: Tensor, next_BT: Tensor) -> Tensor:
     """Return the mean loss of each example's targets, (B,); of an example without any, the mean of the others."""
     count_B = (next_BT != IGNORED).sum(1)
-    mean_B, has_B = loss_BT.sum(1) / count_B.clamp(min=1), count_B > 0
+    return _fill(loss_BT.sum(1) / count_B.clamp(min=1), count_B > 0)
+
+
+def _fill(mean_B: Tensor, has_B: Tensor) -> Tensor:
     others = (mean_B * has_B).sum() / has_B.sum().clamp(min=1)
     return torch.where(has_B, mean_B, others)
 
@@ -330,13 +379,6 @@ def _tensor(arguments: Arguments, name: str) -> Tensor:
     value = arguments[name]
     assert isinstance(value, Tensor)
     return value
-
-
-def _take(name: str, value: object, index_K: Tensor, number: int) -> object:
-    """Return the part of an argument for the chosen examples."""
-    if not isinstance(value, Tensor) or value.ndim == 0 or value.shape[0] != number:
-        return value
-    return value[index_K] if value.ndim > 1 or name == "labels" else value
 
 
 def _cut(name: str, value: object, length: int, read: int) -> object:

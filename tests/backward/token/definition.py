@@ -22,6 +22,28 @@ def cut(x: Tensor, carries: Tensor) -> Tensor:
     return torch.where(carries, x, x.detach())
 
 
+# Attentions that call none of the functions below: the linear of queries, keys and values, the place of these three
+# among the dimensions of its output once it is split, and what it is split into.
+FUSED: dict[str, tuple[str, int, Any]] = {
+    "BloomAttention": ("query_key_value", 3, lambda core: (core.num_heads, 3, core.head_dim)),
+    "MptAttention": ("Wqkv", 2, lambda core: (3, core.hidden_size)),
+}
+
+
+def cut_fused(core: Any, carries_BT: Tensor) -> Any:
+    """Detach keys and values where the fused linear of an attention gives them; return the hook's handle."""
+    name, place, split = FUSED[type(core).__name__]
+    sizes = split(core)
+
+    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        parts = output.view(*output.shape[:2], *sizes)
+        carries = carries_BT.view(*carries_BT.shape, *[1] * len(sizes))
+        queries, rest = parts.split([1, 2], place)
+        return torch.cat([queries, cut(rest, carries)], place).view_as(output)
+
+    return getattr(core, name).register_forward_hook(hook)
+
+
 @contextmanager
 def constant_keys(model: nn.Module, carries_BT: Tensor) -> Iterator[None]:
     """Detach keys and values of positions that carry no gradient, where the attention function reads them."""
@@ -36,13 +58,21 @@ def constant_keys(model: nn.Module, carries_BT: Tensor) -> Iterator[None]:
         return run
 
     module = sys.modules[type(LayerNumbers(model).layers[0]).__module__]
-    functions = [(nn.functional, "scaled_dot_product_attention", 1), (module, "eager_attention_forward", 2)]
+    own = getattr(module, "GPTNeoSelfAttention", None)
+    functions = [
+        (own, "_attn", 2),
+        (nn.functional, "scaled_dot_product_attention", 1),
+        (module, "eager_attention_forward", 2),
+    ]
     with ExitStack() as stack:
         for owner, name, first in functions:
             if hasattr(owner, name):
                 stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name), first)))
+        fused = [module for module in model.modules() if type(module).__name__ in FUSED]
+        for core in fused:
+            stack.callback(cut_fused(core, carries_BT).remove)
         yield
-    assert len(calls) >= len(LayerNumbers(model).layers)
+    assert len(calls) + len(fused) >= len(LayerNumbers(model).layers)
 
 
 @contextmanager

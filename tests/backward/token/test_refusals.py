@@ -39,8 +39,6 @@ def test_an_architecture_that_is_not_known_is_named_with_what_an_adapter_needs()
 @pytest.mark.parametrize(
     ("family", "options", "reason"),
     [
-        ("bloom", {"n_head": 4}, "a bias for the distance of rows"),
-        ("gpt_neo", {"num_layers": 1, "num_heads": 4, "attention_types": [[["global"], 1]]}, "the number of its rows"),
         ("mamba", {"state_size": 4}, "mix neighbouring positions"),
         ("xglm", {"d_model": 32, "num_layers": 1, "attention_heads": 4, "ffn_dim": 48}, "code of its own"),
     ],
@@ -53,12 +51,6 @@ def test_an_architecture_that_cannot_have_a_layout_is_refused_with_the_reason(
         sbp.attach(model, [Marked()])
     with pytest.raises(UnsupportedError, match=f"sites='branches' does not know .*{reason}"):
         sbp.attach(model, [sbp.make_policy("topk", keep=0.5, along="rows")], sites="branches")
-
-
-def test_a_bias_for_the_distance_of_rows_is_refused_in_the_models_that_have_it() -> None:
-    model, batch = tiny("falcon", alibi=True, parallel_attn=False, multi_query=False), make_batch("scattered")
-    with sbp.attach(model, [Marked()]), pytest.raises(UnsupportedError, match="it takes alibi"):
-        model(**batch.arguments)
 
 
 @pytest.mark.parametrize("option", [{"output_router_logits": True}, {"router_jitter_noise": 0.1}])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast, final
 import torch
 from torch import Tensor, nn
 
-from sparsebp_cli.backward.decoder.kv_cache import is_filled
+from sparsebp_cli.backward.decoder.kv_cache import StandInKV, is_filled
 from sparsebp_cli.backward.linear.compiled import UNSAFE, register, require_site
 from sparsebp_cli.backward.patch.forward import ForwardOverride, ForwardPatches, call_module
 from sparsebp_cli.backward.selection.token.loss import loss_function_of
@@ -126,7 +126,9 @@ class _Run:
                 raise UnsupportedError("token selection computes without keys and values of earlier positions")
             self.hidden = self.dropped.take(hidden.detach())
             hidden = self.carried.take(hidden)
-        AttentionArgs(self.implementation).check(arguments)
+        AttentionArgs(self.implementation, layer.attention, (len(self.carried.position_BQ), self.length)).check(
+            arguments
+        )
         cache = _Joined(self, layer, arguments)
         output = _call(layer, hidden, self._restrict(arguments, self.carried, _count(self.dropped)), cache)
         self.hidden = cache.after
@@ -180,7 +182,7 @@ def _call(layer: Layer, hidden: Tensor, arguments: dict[str, object], cache: obj
     return call_module(layer.module, **arguments)
 
 
-class _Joined:
+class _Joined(StandInKV):
     """A cache that prepends the keys and values of dropped rows, for which it runs the layer."""
 
     def __init__(self, run: _Run, layer: Layer, arguments: dict[str, object]) -> None:
@@ -196,7 +198,7 @@ class _Joined:
         return torch.cat([own_keys, keys], 2), torch.cat([own_values, values], 2)
 
 
-class _Behind:
+class _Behind(StandInKV):
     """A cache that keeps what is added to it, and appends other keys and values."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -215,6 +217,9 @@ class GraphTokens:
     def __init__(self, decoder: Decoder, source: ChoosesRows, patches: ForwardPatches) -> None:
         self._decoder, self._number, self._implementation = decoder, register(source), decoder.implementation
         self.current: _Run | None = None
+        # Attentions whose arguments hold more about positions than masks and rotations are left to eager mode.
+        layouts = {layer.attention for layer in decoder.layers}
+        self.fits = not any(layout.bias or layout.window or layout.excludes or layout.expands for layout in layouts)
         for number, layer in enumerate(decoder.layers):
             patches.install(layer.module, _LayerOverride(self, number, layer.module))
         patches.install(decoder.head, _HeadOverride(self, decoder.head))

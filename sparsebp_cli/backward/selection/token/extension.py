@@ -36,7 +36,9 @@ from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
 from sparsebp_cli.backward.selection.token.loss import (
     NumItems,
+    calls_loss_function,
     check_loss,
+    check_own_loss,
     masked_labels,
     row_loss,
     scale,
@@ -148,7 +150,7 @@ class TokenExtension(EstimatesFlops):
         labels, mask, decoder, engine = known["labels"], known.get("attention_mask"), self.decoder, self._engine
         assert engine is not None
         choice = self.chooser.choose(known, _no_forward, engine.now())
-        marks = read_choice(choice, labels, mask, decoder.implementation)
+        marks = read_choice(choice, labels, mask, spreads=decoder.spreads_masked)
         self.remember(make_plan(marks, labels, self.policy.mode, decoder.pair_cost), labels.shape[1])
         engine.dense_rows = labels.numel()
         with engine.short_forward(num_rows=labels.numel()):  # notes that positions are left out
@@ -157,6 +159,8 @@ class TokenExtension(EstimatesFlops):
     def fits_graph(self, known: Mapping[str, object]) -> bool:
         """Whether a forward with these arguments can be one graph."""
         if self.policy.mode != "detach" or self.policy.needs or self.decoder.is_classifier or self.given:
+            return False
+        if not (self.graph.fits and calls_loss_function(self.decoder.model)):
             return False
         if self._engine is None or self._engine.batch_sizes is not None:  # gradients are selected at linears, too
             return False
@@ -194,6 +198,7 @@ class DecoderOverride(ForwardOverride):
         # Not compiled, since the number of rows differs from step to step. Compiled layers stay compiled.
         self._run = uncompiled(self._select)
         self._names = argument_names(self._model)
+        self._knows_loss = extension.decoder.is_classifier or calls_loss_function(self._model)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the model."""
@@ -223,14 +228,14 @@ class DecoderOverride(ForwardOverride):
         policy, decoder, mask = self.extension.policy, self.extension.decoder, own.get("attention_mask")
         choice = self.extension.chooser.choose(known, self._plain, self.engine.now())
         implementation = decoder.implementation
-        marks = read_choice(choice, labels, mask if isinstance(mask, Tensor) else None, implementation)
+        marks = read_choice(choice, labels, mask if isinstance(mask, Tensor) else None, spreads=decoder.spreads_masked)
         return_dict = own.pop("return_dict", None)
         own |= {"labels": None, "return_dict": True}
         num_items = own.pop("num_items_in_batch", None)
         if num_items is not None:
             num_items = self.extension.given.get("num_items_in_batch", num_items)
         assert num_items is None or isinstance(num_items, Tensor | int | float)
-        plan = None if marks.is_whole else make_plan(marks, labels, policy.mode, decoder.pair_cost)
+        plan = None if marks.is_whole else self._plan(marks, labels)
         self.extension.remember(plan, labels.shape[1])
         is_weighted = choice.weight_BT is not None
         if is_weighted and not given:
@@ -263,10 +268,10 @@ class DecoderOverride(ForwardOverride):
         choice = self.extension.chooser.choose(
             self.extension.given | arguments, self._plain, self.engine.now(), read_BT
         )
-        mask = mask if isinstance(mask, Tensor) else None
-        marks = read_choice(choice, torch.zeros_like(read_BT, dtype=torch.long), mask, implementation, read_BT)
+        mask, no_labels = mask if isinstance(mask, Tensor) else None, torch.zeros_like(read_BT, dtype=torch.long)
+        marks = read_choice(choice, no_labels, mask, read_BT, spreads=decoder.spreads_masked)
         check_choice(policy, marks)
-        plan = make_plan(marks, torch.zeros_like(read_BT, dtype=torch.long), policy.mode, decoder.pair_cost)
+        plan = self._plan(marks, no_labels)
         self.extension.remember(plan, read_BT.shape[1])
         return_dict = own.pop("return_dict", None)
         own["return_dict"] = True
@@ -284,6 +289,13 @@ class DecoderOverride(ForwardOverride):
         if labels.shape != first.shape[:2]:
             shapes = f"{tuple(first.shape[:2])}, got {tuple(labels.shape)}"
             raise UsageError(f"labels must have the inputs' examples and positions {shapes}")
+        if own.get("labels") is not None and not self._knows_loss:
+            check_own_loss(self._model, self.extension.decoder.head, own)
+            self._knows_loss = True
+
+    def _plan(self, marks: PositionMask, labels: Tensor) -> RowPlan:
+        decoder, mode = self.extension.decoder, self.extension.policy.mode
+        return make_plan(marks, labels, mode, decoder.pair_cost, joins_unequal=decoder.is_one_bias)
 
     def _plain(self, *args: object, **kwargs: object) -> ModelOutput:
         model = self._model

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,17 +91,16 @@ def _shares(decoder: Decoder, sizes: Sizes, *, narrows: bool, is_most: bool = Fa
         for name, module in layer.module.named_modules():
             if module is layer.core:
                 shares[f"{layer.name}.{name}"] = attention / pairs
-            elif not _makes_keys(layer, name, module):
-                shares[f"{layer.name}.{name}"] = linears["others"] / num_rows
             else:
-                keys = linears["keys"]
-                if sizes.learns:
+                kind = _kind(layer, name, module)
+                share = linears[kind]
+                if sizes.learns and kind != "others":
                     part = 1.0 if is_most else _learning(layer, module)
                     dropped = float(sizes.dropped.sum())
                     repeats = layer.attention.fused and not is_last  # for the queries of dropped rows
-                    forward = keys.forward + repeats * dropped
-                    keys = Share(forward, keys.backward + part * dropped, keys.again + dropped)
-                shares[f"{layer.name}.{name}"] = keys / num_rows
+                    again = share.again + dropped * (kind == "keys")
+                    share = Share(share.forward + repeats * dropped, share.backward + part * dropped, again)
+                shares[f"{layer.name}.{name}"] = share / num_rows
     return shares
 
 
@@ -118,10 +117,14 @@ def _learning(layer: Layer, module: nn.Module) -> float:
     return (weight + norm) / 2 if weight else float(norm)
 
 
-def _makes_keys(layer: Layer, name: str, module: nn.Module) -> bool:
+def _kind(layer: Layer, name: str, module: nn.Module) -> Literal["keys", "expanded", "others"]:
+    """Return which rows a module of a layer runs on: ``expanded``: all that a cache holds."""
     core = next(found for found, part in layer.module.named_modules() if part is layer.core)
     inside = name.removeprefix(f"{core}.") if name.startswith(f"{core}.") else ""
-    return module is not layer.core and inside.split(".")[0] in layer.attention.key_value
+    child = "" if module is layer.core else inside.split(".")[0]
+    if child in layer.attention.expands:
+        return "expanded"
+    return "keys" if child in layer.attention.key_value else "others"
 
 
 def _of_middle(sizes: Sizes) -> tuple[dict[str, Share], Share]:
@@ -130,7 +133,9 @@ def _of_middle(sizes: Sizes) -> tuple[dict[str, Share], Share]:
     rows = Share(float((k + m).sum()), *[float(k.sum())] * 2)
     looked_at = m if sizes.is_prompt else k + m
     pairs = Share(float((k * (k + m) + m * looked_at).sum()), *[float((k * (k + m)).sum())] * 2)
-    return {"keys": rows, "others": rows}, pairs
+    again = looked_at * bool(m.any())  # by dropped rows, and before that by the carried ones
+    expanded = Share(float((k + m + again).sum()), float(k.sum()), float((k + m).sum()))
+    return {"keys": rows, "expanded": expanded, "others": rows}, pairs
 
 
 def _of_last(sizes: Sizes, layer: Layer, *, narrows: bool) -> tuple[dict[str, Share], Share]:
@@ -139,4 +144,5 @@ def _of_last(sizes: Sizes, layer: Layer, *, narrows: bool) -> tuple[dict[str, Sh
     again = r if narrows and layer.attention.fused else torch.zeros_like(r)
     keys = Share(float((k + m + again).sum()), *[float((k + again).sum())] * 2)
     others, pairs = float(r.sum()), float((r * (k + m)).sum())
-    return {"keys": keys, "others": Share(*[others] * 3)}, Share(*[pairs] * 3)
+    expanded = Share(float((k + m).sum()), float(k.sum()), float((k + m).sum()))
+    return {"keys": keys, "expanded": expanded, "others": Share(*[others] * 3)}, Share(*[pairs] * 3)

@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, dropout_rates, without_checkpointing
-from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, is_filled, skip_outputs
+from sparsebp_cli.backward.decoder.kv_cache import FixedKV, RecordedKV, RecordKV, StandInKV, is_filled, skip_outputs
+from sparsebp_cli.backward.decoder.window import with_window, without_window
 from sparsebp_cli.backward.observe.internals import run_checkpointed
-from sparsebp_cli.backward.patch.forward import replace_forwards, uncompiled
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards, uncompiled
 from sparsebp_cli.backward.selection.token.row_plan import RowPlan
 from sparsebp_cli.backward.selection.token.rows import AttentionArgs, AttentionView, RowNumbers
 from sparsebp_cli.errors import UnsupportedError
@@ -45,6 +47,7 @@ class LayerStack:
         # Most models pass the same tensors to every layer, which are then restricted once.
         self._arguments: dict[str, object] | None = None
         self._restricted: dict[int, dict[str, object]] = {}
+        self._windowed: dict[tuple[int, int], Tensor] = {}  # by the mask's id and the first layer with an equal window
 
     @contextmanager
     def installed(self, *others: tuple[nn.Module, Callable[..., object]]) -> Iterator[None]:
@@ -72,6 +75,12 @@ class LayerStack:
             if self._plan.dropped is not None:
                 self._dropped = self._plan.dropped.take(hidden.detach())
             hidden = self._plan.carried.take(hidden)
+        mask = arguments.get("attention_mask")
+        if layer.attention.window is not None and isinstance(mask, Tensor) and mask.dim() == 4:
+            key = id(mask), self._decoder.equal_windows[number]
+            if key not in self._windowed:
+                self._windowed[key] = with_window(mask, layer.core, layer.attention)
+            arguments["attention_mask"] = self._windowed[key]
         if not self._has_same(arguments):
             self._views.attention_args.check(arguments)
             self._arguments, self._restricted = arguments, {}
@@ -131,7 +140,7 @@ class Views:
         if plan.dropped is not None:
             own = AttentionView.of(plan.dropped)
             dropped = own if plan.is_prompt else AttentionView(plan.dropped, carried.keys, own.slot_BQ)
-        attention_args = AttentionArgs(implementation, joined=shape if plan.is_joined else None)
+        attention_args = AttentionArgs(implementation, decoder.layers[0].attention, shape, is_joined=plan.is_joined)
         return cls(
             attention_args,
             carried,
@@ -201,10 +210,20 @@ class LayerRun:
     def _call(self, hidden: Tensor, arguments: dict[str, object], cache: object) -> Tensor:
         module, layer = self.layer.module, self.layer
         arguments = {**arguments, layer.argument_names[0]: hidden, layer.attention.cache: cache}
-        output = type(module).forward(module, **arguments)
+        shape = self.views.attention_args.shape
+        with replace_forwards(self._expanding()), without_window(layer.core, layer.attention, prod(shape)):
+            output = type(module).forward(module, **arguments)
         self.returns_tuple = isinstance(output, tuple)
         hidden_states: Tensor = output[0] if isinstance(output, tuple) else output
         return hidden_states
+
+    def _expanding(self) -> list[tuple[nn.Module, Callable[[Tensor], Tensor]]]:
+        """Return what computes keys and values of dropped rows without a graph, where the cache has less than these."""
+        if self.views.dropped is None or self.views.learns:
+            return []
+        num_dropped = self.views.dropped.queries.num_rows
+        modules = [getattr(self.layer.core, name) for name in self.layer.attention.expands]
+        return [(module, partial(_expand, module, module.__dict__.get("forward"), num_dropped)) for module in modules]
 
     def _capture(self, hidden: Tensor, view: AttentionView) -> KeysValues:
         """Return keys and values of some rows, without running the rest of the layer."""
@@ -260,6 +279,14 @@ class LayerRun:
         return own
 
 
+def _expand(module: nn.Module, covered: Callable[[Tensor], Tensor] | None, num_dropped: int, x_B1SD: Tensor) -> Tensor:
+    """Run a module on dropped rows, which come first, without a graph, and on the others."""
+    run: Callable[[Tensor], Tensor] = partial(call_module, module) if covered is None else covered
+    with no_graph(x_B1SD.device):
+        dropped = run(x_B1SD[..., :num_dropped, :])
+    return torch.cat([dropped, run(x_B1SD[..., num_dropped:, :])], -2)
+
+
 @contextmanager
 def no_graph(device: torch.device) -> Iterator[None]:
     """Run the block without a graph inside of a forward with one.
@@ -284,7 +311,7 @@ def narrows(decoder: Decoder, plan: RowPlan) -> bool:
     return share <= MOST_FUSED if fused else share < 1.0
 
 
-class ConcatKV:
+class ConcatKV(StandInKV):
     """A cache that prepends keys and values of other positions to those added to it.
 
     ``before`` returns them, each (B, H, T, D), given the added ones.
@@ -299,7 +326,7 @@ class ConcatKV:
         return torch.cat([before_keys, keys], 2), torch.cat([before_values, values], 2)
 
 
-class SharedKV:
+class SharedKV(StandInKV):
     """A cache that stores what is added to it as ``own``, and appends keys and values (B, H, T, D) of other
     positions.
     """

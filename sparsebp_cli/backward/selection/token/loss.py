@@ -5,17 +5,23 @@ Shape letters: B examples, T positions, N trained positions of all examples, V v
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
+from sparsebp_cli.backward.patch.rng import capture_generators, generators_at
+from sparsebp_cli.backward.selection.token.layers import no_graph
 from sparsebp_cli.backward.selection.token.row_plan import IGNORED, PositionMask, RowPlan
 from sparsebp_cli.backward.selection.transfer import upload
 from sparsebp_cli.errors import UnsupportedError
 from sparsebp_cli.policy.token import TokenChoice
 
+_TRIED = 4  # positions that tell losses apart
 NumItems = Tensor | float | None  # targets in all micro-batches of a step; None: the mean of this batch
 
 
@@ -26,6 +32,38 @@ def check_loss(model: nn.Module) -> None:
     if function is not known:
         name = getattr(function, "__name__", repr(function))
         raise UnsupportedError(f"token selection computes transformers' ForCausalLMLoss, the model has {name}")
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether a model's own forward names the ``loss_function``; one that does not may compute any other loss."""
+    code: object = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    return "loss_function" in getattr(code, "co_names", ())
+
+
+def check_own_loss(model: nn.Module, head: nn.Module, arguments: Mapping[str, object]) -> None:
+    """Raise :class:`UnsupportedError` if a model's own forward computes another loss than its ``loss_function`` does.
+
+    The forward runs once on a few positions of the first example, with logits that tell such losses apart.
+    """
+    first = next(x for x in map(arguments.get, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor))
+    shape, length = first.shape[:2], min(first.shape[1], _TRIED)
+    cut = {name: x[:1, :length] for name, x in arguments.items() if isinstance(x, Tensor) and x.shape[:2] == shape}
+    labels = torch.arange(length, device=first.device)[None]
+
+    def waves(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        logits: Tensor = call_module(head, *args, **kwargs)
+        count = torch.arange(logits.numel(), device=logits.device, dtype=torch.float32)
+        return (10.0 * count.sin()).view_as(logits).to(logits.dtype)
+
+    with no_graph(first.device), generators_at(capture_generators(first.device), first.device):
+        with replace_forwards([(head, waves)]):
+            output: Any = type(model).forward(model, **(cut | {"labels": labels, "return_dict": True}))
+        expected = loss_function_of(model)(output.logits, labels, output.logits.shape[-1])
+    if not torch.isclose(output.loss.float(), expected.float(), rtol=0.02):
+        raise UnsupportedError(
+            f"token selection computes ForCausalLMLoss, and the forward of {type(model).__name__} computes "
+            f"another loss ({float(output.loss):.4g} for logits of which ForCausalLMLoss is {float(expected):.4g})"
+        )
 
 
 def loss_function_of(model: nn.Module) -> Callable[..., Tensor]:

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsebp_cli.backward.decoder.decoder import Decoder, Layer, without_checkpointing
+from sparsebp_cli.backward.decoder.kv_cache import StandInKV
 from sparsebp_cli.backward.patch.forward import call_module, replace_forwards
 
 Arguments = dict[str, object]  # of a layer's forward, by name
@@ -25,8 +26,11 @@ def detached(decoder: Decoder, carries_BT: Tensor) -> Iterator[None]:
     That is enough: such a position affects the loss only through its keys and values, since its own prediction is not
     trained.
     """
-    cache = _Detaching(carries_BT[:, None, :, None])
-    with _changed(decoder, lambda layer, _: {layer.attention.cache: cache}):
+    carries_B1T1 = carries_BT[:, None, :, None]
+    cache = _Detaching(carries_B1T1)
+    modules = [getattr(layer.core, name) for layer in decoder.layers for name in layer.attention.expands]
+    expanding = [(module, partial(_expand, module, module.__dict__.get("forward"), carries_B1T1)) for module in modules]
+    with replace_forwards(expanding), _changed(decoder, lambda layer, _: {layer.attention.cache: cache}):
         yield
 
 
@@ -61,7 +65,15 @@ def _changed(decoder: Decoder, change: Callable[[Layer, Arguments], Arguments]) 
         yield
 
 
-class _Detaching:
+def _expand(
+    module: nn.Module, covered: Callable[[Tensor], Tensor] | None, carries_B1T1: Tensor, x_B1TD: Tensor
+) -> Tensor:
+    """Run a module that computes keys and values from what the cache holds, and detach its output likewise."""
+    output: Tensor = call_module(module, x_B1TD) if covered is None else covered(x_B1TD)
+    return torch.where(carries_B1T1, output, output.detach())
+
+
+class _Detaching(StandInKV):
     """A cache that returns its input, detached where positions carry no gradient."""
 
     def __init__(self, carries: Tensor) -> None:

@@ -149,7 +149,9 @@ class RoutedOverride(ForwardOverride):
         kept = index_BK.shape[1]
         valid_BK = torch.ones_like(index_BK, dtype=torch.bool)
         rows = RowNumbers(index_BK, valid_BK, start=None, shared=len(index_BK) == 1, is_full=True, num_rows=kept)
-        restriction = AttentionArgs(self._extension.decoder.implementation)
+        restriction = AttentionArgs(
+            self._extension.decoder.implementation, layer.attention, (len(hidden_BTD), hidden_BTD.shape[1])
+        )
         restriction.check(arguments)
         restricted = restriction.restrict(arguments, AttentionView.of(rows))
         given = {layer.argument_names[0]: rows.take(hidden_BTD), layer.attention.cache: None}

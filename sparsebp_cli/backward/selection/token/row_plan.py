@@ -58,12 +58,18 @@ class RowPlan:
 
 
 def read_choice(
-    choice: TokenChoice, labels_BT: Tensor, mask: Tensor | None, implementation: str, read_BT: Tensor | None = None
+    choice: TokenChoice,
+    labels_BT: Tensor,
+    mask: Tensor | None,
+    read_BT: Tensor | None = None,
+    *,
+    spreads: bool,
 ) -> PositionMask:
     """Move a choice to the CPU and check it, and return the properties of every position.
 
     Position t predicts the label at t + 1; ``read_BT`` has the targets of a classifier, which has no such labels. Only
-    a two-dimensional ``mask`` tells padding. Raises :class:`UsageError` if a selector must not return this choice.
+    a two-dimensional ``mask`` tells padding. With ``spreads`` a fully masked row, which only
+    padding has, attends to all positions. Raises :class:`UsageError` if a selector must not return this choice.
     """
     for name in ("trained_BT", "carries_BT"):
         given = getattr(choice, name)
@@ -84,9 +90,8 @@ def read_choice(
         raise UsageError(f"trained_BT holds {int((trained & ~target).sum())} positions that the labels do not train")
     if (trained & ~carries).any():
         raise UsageError(f"{int((trained & ~carries).sum())} trained positions are not among those of carries_BT")
-    # A four-dimensional mask from the user may allow anything. Eager attention spreads a fully masked row, which only
-    # padding has, over all positions.
-    attends_later = (trained & ~real).any(1, keepdim=True) & (implementation == "eager")
+    # A four-dimensional mask from the user may allow anything.
+    attends_later = (trained & ~real).any(1, keepdim=True) & spreads
     return PositionMask(target, real, trained, carries, attends_later | (mask is not None and mask.dim() == 4))
 
 
@@ -109,11 +114,14 @@ def find_needed(marks: PositionMask) -> tuple[Tensor, Tensor]:
     return trained, ((marks.real | trained) & reaches | marks.attends_later) & trained.any(1, keepdim=True)
 
 
-def make_plan(marks: PositionMask, labels_BT: Tensor, mode: TokenMode, pair_cost: float) -> RowPlan:
+def make_plan(
+    marks: PositionMask, labels_BT: Tensor, mode: TokenMode, pair_cost: float, *, joins_unequal: bool = False
+) -> RowPlan:
     """Plan the rows of a batch.
 
     In mode ``exact`` all rows up to the last trained one of the batch carry gradient; in ``detach`` and ``stop``,
     those that the policy chose. ``pair_cost`` is the cost of a query-key pair over that of a row in a layer's linears.
+    With ``joins_unequal`` examples that do not have the same rows are concatenated, whatever that costs.
     """
     device, num_trained = labels_BT.device, int(marks.trained.sum())
     trained, needed = find_needed(marks)
@@ -123,7 +131,10 @@ def make_plan(marks: PositionMask, labels_BT: Tensor, mode: TokenMode, pair_cost
         carried_BT, dropped_BT = needed & (marks.carries | trained), needed & ~(marks.carries | trained)
     is_prompt = _is_prompt(carried_BT, dropped_BT) and not bool(marks.attends_later.any())
     counts = tuple(part.sum(1).double() for part in (carried_BT, dropped_BT, trained))
-    is_joined = mode != "exact" and _joining_pays(counts[0], counts[1], pair_cost, is_prompt=is_prompt)
+    is_joined = mode != "exact" and (
+        _joining_pays(counts[0], counts[1], pair_cost, is_prompt=is_prompt)
+        or (joins_unequal and not all(bool((part == part[:1]).all()) for part in (carried_BT, dropped_BT)))
+    )
     if is_joined:
         carried_BT, dropped_BT, trained, needed = (
             part.reshape(1, -1) for part in (carried_BT, dropped_BT, trained, needed)

@@ -1,6 +1,6 @@
 """Some positions of every example as the rows of one rectangle, and the arguments of a layer restricted to them.
 
-Shape letters: B examples, T positions, K rows of an example, Q queries, S keys, D anything.
+Shape letters: B examples, T positions, K rows of an example, H heads, Q queries, S keys, D anything.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
+from sparsebp_cli.backward.decoder.layout import AttentionLayout
 from sparsebp_cli.errors import UnsupportedError
 
 _KNOWN = {"attention_mask", "position_embeddings", "position_ids", "cache_position"}
@@ -105,9 +106,11 @@ class AttentionArgs:
     """Restricts the arguments of every layer; arguments shared by layers are restricted once."""
 
     implementation: str  # transformers' name of the attention function: eager or sdpa
+    layout: AttentionLayout
+    shape: tuple[int, int]  # B and T
+    is_joined: bool = False  # the examples are concatenated to one
     # Boolean masks are converted to this dtype once, so that no layer converts and stores its own; None: unchanged.
     mask_dtype: torch.dtype | None = None
-    joined: tuple[int, int] | None = None  # B and T, if the examples are concatenated to one; None: they are not
     # Results by the ids of value and view. The entry holds both, so that no other object gets their ids meanwhile.
     _known: dict[tuple[int, int], tuple[object, AttentionView, object]] = field(default_factory=dict)
 
@@ -121,28 +124,37 @@ class AttentionArgs:
         changed: dict[str, object] = {"attention_mask": self._once(self._restrict_mask, mask, view)}
         if isinstance(parts, tuple):
             changed["position_embeddings"] = self._once(self._restrict_parts, parts, view)
+        elif isinstance(parts, Tensor):
+            changed["position_embeddings"] = self._once(self._take, parts, view)
         if isinstance(ids, Tensor):
             changed["position_ids"] = self._once(self._take, ids, view)
+        name = self.layout.bias
+        if name is not None and isinstance(bias := arguments.get(name), Tensor):
+            changed[name] = self._once(self._restrict_bias, bias, view)
         return {**arguments, **changed}
 
     def check(self, arguments: Mapping[str, object]) -> None:
         """Raise :class:`UnsupportedError` for an argument that cannot be restricted."""
-        unknown = [k for k, v in arguments.items() if k not in _KNOWN and isinstance(v, Tensor) and v.dim() > 0]
+        known = _KNOWN | {self.layout.bias}
+        unknown = [k for k, v in arguments.items() if k not in known and isinstance(v, Tensor) and v.dim() > 0]
         unknown += [name for name in ("is_causal", *_SWITCHES) if arguments.get(name)]
         mask, parts = arguments.get("attention_mask"), arguments.get("position_embeddings")
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() == 4):
             unknown.append("an attention_mask that is not of four dimensions")
         if mask is None and self.implementation != "sdpa":
             unknown.append("no attention_mask")
-        if parts is not None and not (isinstance(parts, tuple) and all(part.dim() == 3 for part in parts)):
+        listed = (parts,) if isinstance(parts, Tensor) else parts
+        if listed is not None and not (isinstance(listed, tuple) and all(part.dim() == 3 for part in listed)):
             unknown.append("position_embeddings that are not of three dimensions")
         if unknown:
             raise UnsupportedError(f"token selection cannot cut a layer's arguments: it takes {unknown[0]}")
 
     def _restrict_mask(self, mask: Tensor | None, view: AttentionView) -> Tensor | None:
-        allowed = (
-            _restrict_mask(mask, view) if self.joined is None else _restrict_joined_mask(mask, view, self.joined[1])
-        )
+        if self.layout.excludes and mask is not None:
+            mask = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(mask, torch.finfo(torch.float32).min)
+        allowed = _restrict_joined_mask(mask, view, self.shape[1]) if self.is_joined else _restrict_mask(mask, view)
+        if self.layout.excludes and allowed is not None:  # of joined examples the bias excludes each other's keys
+            return (allowed < 0) & allowed.isfinite() if self.is_joined else allowed < 0
         if allowed is None or allowed.dtype != torch.bool or self.mask_dtype is None:
             return allowed
         return torch.zeros_like(allowed, dtype=self.mask_dtype).masked_fill_(~allowed, -torch.inf)
@@ -150,9 +162,25 @@ class AttentionArgs:
     def _restrict_parts(self, parts: tuple[Tensor, ...], view: AttentionView) -> tuple[Tensor, ...]:
         return tuple(self._take(part, view) for part in parts)
 
+    def _restrict_bias(self, bias: Tensor, view: AttentionView) -> Tensor:
+        """Return the bias of a view's keys, which is that of their positions."""
+        num_examples, length = self.shape
+        key_BS = torch.cat([rows.position_BK for rows in view.keys], 1)
+        if self.layout.is_one_bias:
+            bias_HQS = bias[:, :, bias.shape[2] - length + key_BS[0] % length]
+            if not self.is_joined:
+                return bias_HQS
+            other_QS = view.queries.position_BK[0][:, None] // length != key_BS // length
+            return bias_HQS.masked_fill(other_QS, -torch.inf)
+        bias_BHT = bias.reshape(num_examples, -1, length)
+        if self.is_joined:
+            bias_BHT = bias_BHT.transpose(0, 1).flatten(1)[None]
+        bias_BHS = bias_BHT.gather(2, key_BS[:, None].expand(-1, bias_BHT.shape[1], -1))
+        return (bias_BHS.flatten(0, 1) if bias.dim() == 3 else bias_BHS).unsqueeze(-2)
+
     def _take(self, x: Tensor, view: AttentionView) -> Tensor:
-        if self.joined is not None:
-            x = x.expand(self.joined[0], *x.shape[1:]).flatten(0, 1)[None]
+        if self.is_joined:
+            x = x.expand(self.shape[0], *x.shape[1:]).flatten(0, 1)[None]
         return view.queries.take(x)
 
     def _once(self, function: Callable[[_Value, AttentionView], object], value: _Value, view: AttentionView) -> object:

@@ -1,0 +1,60 @@
+"""Why the layers of some architectures have no layout."""
+
+from __future__ import annotations
+
+_INDEXED = "its attention chooses keys by an indexer, which has a cache of its own"
+_MIXING = "some of its layers mix neighbouring positions, by a convolution or a recurrence"
+_ENCODER = "its layers are an encoder's: they attend to later positions, and add to the stream inside of their modules"
+_UNFIT = {
+    **dict.fromkeys(
+        (
+            "AXK2DecoderLayer",
+            "DeepseekV32DecoderLayer",
+            "GlmMoeDsaDecoderLayer",
+            "HYV4DecoderLayer",
+        ),
+        _INDEXED,
+    ),
+    **dict.fromkeys(
+        (
+            "BailingHybridDecoderLayer",
+            "FalconH1DecoderLayer",
+            "FalconMambaBlock",
+            "InklingDecoderLayer",
+            "JambaAttentionDecoderLayer",
+            "JambaMambaDecoderLayer",
+            "LaraMiniDecoderLayer",
+            "Lfm2DecoderLayer",
+            "Lfm3DecoderLayer",
+            "MambaBlock",
+            "MiniMaxDecoderLayer",
+            "NemotronHBlock",
+            "OlmoHybridAttentionDecoderLayer",
+            "OlmoHybridLinearAttentionDecoderLayer",
+            "Qwen3NextDecoderLayer",
+            "Qwen3_5DecoderLayer",
+            "Qwen3_5MoeDecoderLayer",
+            "Qwen4ExpTextDecoderLayer",
+            "RecurrentGemmaDecoderLayer",
+            "RwkvBlock",
+        ),
+        _MIXING,
+    ),
+    **dict.fromkeys(
+        ("BertLayer", "CamembertLayer", "ElectraLayer", "RobertaLayer", "XLMRobertaLayer", "XLMRobertaXLLayer"),
+        _ENCODER,
+    ),
+    "LongcatFlashDecoderLayer": "it has two attentions",
+    "Llama4TextDecoderLayer": "its attention takes positions from the number of its rows",
+    "DogeDecoderLayer": "its attention makes a mask of its own from the values",
+    "GPTBigCodeBlock": "its model gives the output of the last layer the shape of all positions",
+    "HrmTextDecoderLayer": "its model runs each layer several times",
+    "JetMoeDecoderLayer": "the queries of its attention are computed by experts",
+    "PhimoeDecoderLayer": "its routers draw experts at random",
+    "XGLMDecoderLayer": "its attention is computed by code of its own",
+}
+
+
+def explain(layer: str) -> str | None:
+    """Return why the layers of a class have no layout; None: that is not known, and a plugin can add one."""
+    return _UNFIT.get(layer)

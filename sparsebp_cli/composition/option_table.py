@@ -1,0 +1,127 @@
+"""The rules about how a training is executed and by what optimizer, whatever its policies are."""
+
+from __future__ import annotations
+
+from sparsebp_cli.composition.rule import ABSENT, GIVEN, SEVERAL, Rule
+
+OPTIONS = (
+    Rule(
+        "{sites} works in one process, got {processes}",
+        why="A policy cuts the gradients of parameters there before they are summed over the processes.",
+        options={"sites": ("nodes",), "processes": SEVERAL, "loop": ("worker",)},
+        blame="sites",
+    ),
+    Rule(
+        "{execution} at {sites} works in one process, got {processes}",
+        why="The traversal of the graph in Python runs no hooks, and DDP sums gradients in hooks.",
+        options={"execution": ("reference",), "sites": ("nodes",), "processes": SEVERAL, "loop": ("own",)},
+        blame="execution",
+    ),
+    Rule(
+        "{update} works in one process, got {processes}",
+        why="Gradients are freed before they would be summed over the processes.",
+        options={"update": ("eager",), "processes": SEVERAL},
+        blame="update",
+    ),
+    Rule(
+        "{independent_examples} works in one process, got {processes}",
+        why="Each process knows only its own part of the step's examples, and the others may contain none of them.",
+        options={"independent_examples": GIVEN, "processes": SEVERAL},
+        blame="independent_examples",
+    ),
+    Rule(
+        "{eager_clip} needs {update:eager}, got {update:=}",
+        options={"eager_clip": GIVEN, "update": ("deferred",)},
+        blame="eager_clip",
+    ),
+    Rule(
+        "{max_grad_norm} needs {update:eager}, got {update:=}; otherwise clip between engine.backward(loss) and "
+        "optimizer.step()",
+        options={"max_grad_norm": GIVEN, "update": ("deferred",), "loop": ("own",)},
+        blame="max_grad_norm",
+    ),
+    Rule(
+        "{update} needs {eager_clip:parameter}, previous or exact, by which {max_grad_norm} can clip; or "
+        "{max_grad_norm:null}",
+        why="The norm of all gradients is not known when the first parameter is updated.",
+        options={"update": ("eager",), "eager_clip": ABSENT, "max_grad_norm": GIVEN},
+        blame="update",
+    ),
+    Rule(
+        "{eager_clip} clips nothing: {max_grad_norm}",
+        options={"update": ("eager",), "eager_clip": GIVEN, "max_grad_norm": ABSENT},
+        blame="eager_clip",
+    ),
+    Rule(
+        "{eager_clip} needs two passes over one graph, {sites} supports one",
+        options={"eager_clip": ("exact",), "sites": ("nodes",)},
+        blame="eager_clip",
+    ),
+    Rule(
+        "{checkpointing} needs {sites:branches}, got {sites:=}",
+        options={"checkpointing": ("sparse",), "sites": ("linears", "nodes")},
+        blame="checkpointing",
+    ),
+    Rule(
+        "{segments} and {checkpointing} both recompute layers: keep one of them",
+        options={"segments": GIVEN, "checkpointing": ("full",)},
+        blame="segments",
+    ),
+    Rule(
+        "{segments} hides the nodes of its layers: needs {sites:linears} or branches, got {sites:=}",
+        options={"segments": GIVEN, "sites": ("nodes",)},
+        blame="segments",
+    ),
+    Rule(
+        "{segments} is not built with {sharding}; use {sharding:none}",
+        why="Sharded weights are gathered for each layer's forward only.",
+        options={"segments": GIVEN, "sharding": ("fsdp2",)},
+        blame="segments",
+    ),
+    Rule(
+        "{time_forms} needs {sites:linears}, got {sites:=}",
+        options={"time_forms": (True,), "sites": ("branches", "nodes")},
+        blame="time_forms",
+    ),
+    Rule(
+        "{time_forms} with {float8} is not built",
+        options={"time_forms": (True,), "float8": GIVEN},
+        blame="time_forms",
+    ),
+    Rule(
+        "{float8} with {sites} is not built; use {sites:linears}",
+        why="Rows would be recomputed on their own, with another float8 scale than in the forward, where it is that of "
+        "all rows.",
+        options={"float8": GIVEN, "sites": ("branches",)},
+        blame="float8",
+    ),
+    Rule(
+        "{sharding} needs {processes:2} or more, got {processes:=}",
+        options={"sharding": ("fsdp2",), "processes": (1,)},
+        blame="sharding",
+    ),
+    Rule(
+        "{optim} is not built with {sharding}; use {sharding:none}",
+        why="Its state exists before the weights are sharded, does not have the shape of its parameter, or the "
+        "optimizer does not declare that it can be sharded.",
+        options={"optim_is_sharded": (False,), "sharding": ("fsdp2",)},
+        blame="optim",
+    ),
+    Rule(
+        "{optim} updates the second factor of each low-rank adapter: needs model.lora, got null",
+        options={"optim_of_adapters": (True,), "lora": ABSENT},
+        blame="optim",
+    ),
+    Rule(
+        "{optim} needs the first factor of each adapter as it was drawn: give a policy that freezes it, a "
+        "ParameterSelector with *lora_A*",
+        options={"optim_of_adapters": (True,), "chooses_parameters": (False,)},
+        blame="optim",
+    ),
+    Rule(
+        "{optim} has moments in the projection of a saver of inputs: give a policy that projects features and keeps "
+        "its matrix for several steps, by its option interval",
+        options={"optim_of_projections": (True,), "keeps_projections": (False,)},
+        blame="optim",
+    ),
+)

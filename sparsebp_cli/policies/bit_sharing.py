@@ -1,0 +1,62 @@
+"""How the bits of saved inputs are shared out: more for those whose rounding changes the gradient more.
+
+After Xiaoxuan Liu et al., "GACT" (ICML 2022), https://arxiv.org/abs/2206.11357, for :mod:`~sparsebp_cli.policies.gact`.
+Shape letters: K entries of a gradient, J inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FEWEST, MOST = 1, 8  # bits of an input that are shared out, each twice the one before
+
+
+def find_sensitivity(one_K: Tensor, other_K: Tensor, fine_K: Tensor) -> float:
+    """Return twice the variance that an input with 1 bit adds to the gradient, by two draws: the larger of the squared
+    distance between both and twice the larger one to a third.
+
+    Args:
+        one_K: The gradient with 1 bit.
+        other_K: The same, drawn again.
+        fine_K: With 8 bits.
+
+    Returns:
+        At least 0.
+    """
+    import torch
+
+    pairs = ((1.0, one_K, other_K), (2.0, one_K, fine_K), (2.0, other_K, fine_K))
+    return float(torch.stack([factor * (a - b).double().square().sum() for factor, a, b in pairs]).max())
+
+
+def share_bits(sensitivity_J: Sequence[float], entries_J: Sequence[float], mean: float) -> list[int]:
+    """Return how many bits inputs have, so that the sum of ``sensitivity * 2 ** (-2 * (bits - 1))`` is small.
+
+    All begin with 1. The input of which a further bit of an entry takes most from the sum gets twice its bits, again
+    and again; one for which too few are left stays as it is.
+
+    Args:
+        sensitivity_J: At least 0.
+        entries_J: Above 0.
+        mean: Over all entries, in [1, 8].
+
+    Returns:
+        (J,), each 1, 2, 4 or 8.
+    """
+    bits = [FEWEST] * len(sensitivity_J)
+    left = (mean - FEWEST) * sum(entries_J) * (1 + 1e-9)
+
+    def find_gain(place: int) -> tuple[float, int]:
+        now = bits[place]
+        before, after = (4.0 ** (1 - number) for number in (now, 2 * now))
+        return sensitivity_J[place] * (before - after) / (now * entries_J[place]), -now
+
+    while fitting := [place for place, now in enumerate(bits) if now < MOST and now * entries_J[place] <= left]:
+        best = max(fitting, key=find_gain)
+        left -= bits[best] * entries_J[best]
+        bits[best] *= 2
+    return bits

@@ -1,0 +1,67 @@
+"""Which layers are in turn where only some of them are trained at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from sparsebp_cli.policy import Step
+
+if TYPE_CHECKING:
+    from torch import Generator
+
+Order = Literal["descending", "ascending", "random", "independent"]
+
+
+@dataclass(frozen=True)
+class _Round:
+    """The name under which random orders of layers are drawn, one for each round through all layers."""
+
+    name: str = "the order of layers"
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """The name under which the layers of a turn are drawn, independently of other turns."""
+
+    name: str = "the layers of a turn"
+
+
+def count_turns(num_layers: int, at_once: int) -> int:
+    """Return how many turns a round through all layers has."""
+    return -(-num_layers // at_once)
+
+
+def turn_generator(step: Step, every: int) -> Generator:
+    """Return the generator of a turn, the same in all of its ``every`` steps."""
+    return replace(step, index=step.index // every).generator(_Turn())
+
+
+def find_in_turn(layers: Sequence[int], order: Order, every: int, at_once: int, step: Step) -> set[int]:
+    """Return the layers that are in turn at a step.
+
+    Args:
+        layers: Numbers of all that take turns, ascending.
+        order: Of the turns; ``random`` is a new order in each round, ``independent`` draws each turn by itself.
+        every: Steps that a turn lasts.
+        at_once: Layers of a turn; the last one of a round may have fewer.
+        step: When.
+
+    Returns:
+        Their numbers.
+    """
+    if order == "independent":
+        return set(_shuffle(layers, turn_generator(step, every))[:at_once])
+    round_number, number = divmod(step.index // every, count_turns(len(layers), at_once))
+    if order == "random":
+        layers = _shuffle(layers, replace(step, index=round_number).generator(_Round()))
+    elif order == "descending":
+        layers = layers[::-1]
+    return set(layers[number * at_once : (number + 1) * at_once])
+
+
+def _shuffle(layers: Sequence[int], generator: Generator) -> list[int]:
+    import torch
+
+    return [layers[place] for place in torch.randperm(len(layers), generator=generator).tolist()]

@@ -1,0 +1,81 @@
+"""Attentions that count the distances of their rows: those of the chosen rows are what their positions say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import sparsebp_cli as sbp
+from sparsebp_cli.asset.checkpointing import checkpoint_activations
+from sparsebp_cli.backward.selection.token import row_plan as planning
+from sparsebp_cli.errors import UnsupportedError
+from sparsebp_cli.policy.token import TokenMode
+from tests.backward.conftest import VOCABULARY
+
+from .case import assert_near, make_batch, plain_step, step
+from .definition import step_by_definition
+from .test_joined import unequal
+from .test_padding import trained_padding
+
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "mpt": {},
+    "falcon": {"alibi": True, "parallel_attn": False, "multi_query": False},
+    "gpt_neo": {"intermediate_size": 48, "window_size": 4, "attention_types": [[["global", "local"], 1]]},
+}
+CUT: tuple[TokenMode, ...] = ("detach", "stop")
+
+
+def biased(family: str, **options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family] | options))
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.train()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_distances_are_those_of_the_positions_however_the_rows_are_arranged(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = biased(family)
+    cases = [(make_batch("scattered"), False), (make_batch("scattered"), True), (make_batch("prompt"), False)]
+    for batch, joins in cases:
+        monkeypatch.setattr(planning, "_joining_pays", lambda *_, joins=joins, **__: joins)
+        for mode in CUT:
+            assert_near(step(model, batch, mode), step_by_definition(model, batch, mode))
+
+
+@pytest.mark.parametrize("mask", ["left", "right"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trained_padding_has_its_own_distances(family: str, mask: Any) -> None:
+    model, batch = biased(family), trained_padding(mask)
+    assert_near(step(model, batch, "exact"), plain_step(model, batch))
+    for mode in CUT:
+        assert_near(step(model, batch, mode), step_by_definition(model, batch, mode))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpointed_layer_with_distances_gives_the_same_gradient(family: str) -> None:
+    model = biased(family)
+    stored = [step(model, unequal(), mode) for mode in CUT]
+    checkpoint_activations(model)
+    for mode, expected in zip(CUT, stored, strict=True):
+        assert_near(step(model, unequal(), mode), expected, 1e-6)
+
+
+def test_branches_refuse_a_bloom_that_adds_to_the_output_of_its_norms() -> None:
+    policy = sbp.make_policy("topk", keep=0.5, along="rows")
+    with pytest.raises(UnsupportedError, match="needs apply_residual_connection_post_layernorm=False in BloomBlock"):
+        sbp.attach(biased("bloom", apply_residual_connection_post_layernorm=True), [policy], sites="branches")
+
+
+def test_an_attention_that_drops_out_by_a_function_is_recomputed_whole() -> None:
+    model = biased("bloom", hidden_dropout=0.1)
+    with sbp.attach(model, [sbp.make_policy("topk", keep=0.5, along="rows")], sites="branches") as engine:
+        engine.backward(model(**make_batch("scattered").inputs).loss)
+        notes = " ".join(engine.report().notes)
+    assert "its attention has dropout" in notes
