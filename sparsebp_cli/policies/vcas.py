@@ -5,8 +5,7 @@ Ziteng Wang, Jianfei Chen and Jun Zhu, "Efficient Backpropagation with Variance-
 never more in a layer than in the one above, and rows of each weight's gradient by the product of the norms of input and
 gradient; each is divided by its probability. The shares follow trial passes, which measure the variance that both draws
 add. We differ: as many are drawn as the shares say, where the paper's number is random; the variance between batches is
-that of micro-batches in the order of training; and rows are drawn at linears outside of the layers, too, such as the
-head, unless they are excluded.
+that of micro-batches in the order of training; rows are drawn at linears outside of the layers, too, as at the head.
 
 Cost: a layer with the share r of the examples multiplies r of both products, and of the weight's gradient r times
 its own share. Each round of control costs ``batches`` dense passes and ``batches`` squared sampled ones.
@@ -127,9 +126,8 @@ class VCAS(Stateful[Site], LayerSampler, InformedSelector):
         return control_shares(Shares(state), seen, self.tolerance, self.row_tolerance, self._score)
 
     def sample(self, norm_B: Tensor, output: LayerOutput, step: Step) -> Tensor | None:
-        return Shares(step.state).draw_examples(
-            self._score(norm_B), output.layer, step.generator(output, norm_B.device)
-        )
+        score_B, generator = self._score(norm_B), step.generator(output, norm_B.device)
+        return Shares(step.state).draw_examples(score_B, output.layer, generator)
 
     def budget_at(self, site: Site, step: Step) -> Budget:
         return Shares(step.state).budget_at(site)

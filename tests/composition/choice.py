@@ -68,6 +68,13 @@ CHOICES = (
     _policy("wta-crs", "InputSaver", name="wta-crs", keep=0.5),
     _policy("uniform", "ExampleSelector", name="uniform", keep=0.5, start=0.0, end=1.0, interrupt=0),
     _policy("importance", "ExampleSelector", name="importance", keep=0.5),
+    Choice(
+        "greats",
+        "ExampleSelector",
+        {"dataset": {"policy_validation_examples": 8}},
+        {"name": "greats", "keep": 0.5, "validation_batch_size": 2},
+        is_heavy=True,
+    ),
     _policy("infobatch", "EpochSelector", name="infobatch"),
     Choice("evolved-pruning", "EpochSelector", policy={"name": "evolved-pruning", "keep": 0.5}, is_heavy=True),
     _policy("random-ltd", "TokenRouter", name="random-ltd", min_tokens=4, increase_step=1),
@@ -92,6 +99,7 @@ CHOICES = (
     Choice("eager_clip: exact", "update", _backward(**_EXACT)),
     Choice("segments: 2", "segments", _backward(segments=2)),
     Choice("checkpointing: full", "checkpointing", _backward(checkpointing="full")),
+    Choice("time_forms: true", "forms", _backward(time_forms=True)),
     Choice(
         "optim: lora-fa",
         "optim",

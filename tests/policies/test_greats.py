@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from sparsebp_cli.backward import attach
+from sparsebp_cli.backward.phase import attach_phases
+from sparsebp_cli.composition import PolicyFacts, Setup, refuse
 from sparsebp_cli.errors import RecipeError, UnsupportedError, UsageError
 from sparsebp_cli.policies.greats import Greats, select_greedily
 from sparsebp_cli.policies.subnet import Subnet
@@ -73,6 +75,41 @@ def test_what_it_is_not_built_with_is_refused_by_name() -> None:
     frozen.model.norm.weight.requires_grad_(True)
     with pytest.raises(UnsupportedError, match="no linear whose weight is trained"):
         attached(Greats(), frozen)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"loop": "trainer"}, "Greats needs validation examples, which a Trainer does not give; run a recipe"),
+        ({"float8": "lm_head"}, "Greats with float8='lm_head' is not built: float8 rounds"),
+        ({"checkpointing": "sparse"}, "Greats needs checkpointing='none', got 'sparse'"),
+    ],
+)
+def test_loops_and_options_that_do_not_go_with_it_are_refused_by_name(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        refuse(Setup([PolicyFacts.of(Greats())], options))
+    refuse(Setup([PolicyFacts.of(Greats(keep=1.0))], options))
+
+
+def test_a_phase_that_compares_has_the_validation_examples_of_the_schedule() -> None:
+    model, schedule = tiny_decoder("llama"), [{"until": 0.5, "policy": "dense"}, {"policy": Greats(keep=0.5)}]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    chosen = []
+    with attach_phases(model, schedule, optimizer=optimizer, num_steps=2, validation=batch(4)) as engine:
+        for _ in range(2):
+            engine.backward(model(**batch(4)).loss)
+            chosen.append(engine.engine.take_chosen())
+            optimizer.step()
+    assert chosen[0] is None
+    assert chosen[1].chosen_examples == 2
+    with pytest.raises(UsageError, match="validation is given, and no policy compares"):
+        attach_phases(
+            model,
+            [{"until": 0.5, "policy": "dense"}, {"policy": "dense"}],
+            optimizer=optimizer,
+            num_steps=2,
+            validation=batch(4),
+        )
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def run_queries(
     """Return the core's output at some queries, given the core's input there and all keys and values."""
     layout = branch.attention
     assert layout is not None
-    changes = _take(branch, call, queries, keys.shape[2]) | {layout.cache: FixedKV(keys, values)}
-    skipped = skip_outputs(branch.core, () if layout.fused else layout.key_value, one_head=layout.any_heads)
     num_keys, replayed = keys.shape[2], replay_outputs(branch, call, queries.index_BK.flatten())
+    changes = _take(branch, call, queries, num_keys) | {layout.cache: FixedKV(keys, values)}
+    skipped = skip_outputs(branch.core, () if layout.fused else layout.key_value, one_head=layout.any_heads)
     with replace_forwards([*replayed, *skipped]), without_window(branch.core, layout, num_keys):
         return branch.run_core(normed_BKD, call, **changes)
 

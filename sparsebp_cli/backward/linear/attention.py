@@ -134,7 +134,8 @@ class _CausalAttention(Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 4
-        saved = _Saved(*ctx.saved_tensors, ctx.scale)
+        query, key, value, output, log_sum = ctx.saved_tensors
+        saved = _Saved(query, key, value, output, log_sum, ctx.scale)
         rows_R = _find_rows(grad)
         num_examples, _, num_positions, _ = grad.shape
         if len(rows_R) > _LARGEST_SHARE * num_examples * num_positions:

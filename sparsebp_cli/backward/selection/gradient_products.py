@@ -70,10 +70,14 @@ class _Group:
             pairs = [(x_BTD, grad) for (x_BTD, _), grad in zip(calls, grads, strict=False) if grad is not None]
             if pairs:
                 precise = torch.promote_types(pairs[0][0].dtype, torch.float32)
-                x_BTD = torch.cat([x_BTD for x_BTD, _ in pairs], 1).to(precise)
-                grad_BTO = torch.cat([grad.reshape(self.number, -1, grad.shape[-1]) for _, grad in pairs], 1)
-                found[name] = LinearRows(x_BTD, grad_BTO.to(precise))
+                x_BTD = _join([x_BTD for x_BTD, _ in pairs])
+                grad_BTO = _join([grad.reshape(self.number, -1, grad.shape[-1]) for _, grad in pairs])
+                found[name] = LinearRows(x_BTD.to(precise), grad_BTO.to(precise))
         return found
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)  # which would copy a single one as well
 
 
 class GradientProducts:

@@ -24,16 +24,17 @@ from tests.backward.families import tiny_decoder
 from tests.backward.score.test_scorer import batch
 
 
-def encoder() -> Any:
+def encoder(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "bert",
+        family,
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_labels=4,
+        **options,
     )
     return AutoModelForSequenceClassification.from_config(config).double().train()
 
@@ -59,7 +60,8 @@ MODELS = {
     "llama": partial(tiny_decoder, "llama", dtype=torch.float64),
     "gpt2": partial(tiny_decoder, "gpt2", dtype=torch.float64),  # Conv1D, tied, with dropout
     "opt": opt,
-    "bert": encoder,
+    "bert": partial(encoder, "bert"),
+    "albert": partial(encoder, "albert", embedding_size=16),  # both layers are one module
 }
 
 
@@ -78,7 +80,7 @@ def products(model: Any, examples: Any, validation: Any, *, reference: bool = Fa
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_gradients_of_single_examples(name, form, monkeypatch) -> None:
     monkeypatch.setattr(room, "rows_are_cheaper", lambda *_: form == "rows")
-    model, classes = MODELS[name](), name == "bert"
+    model, classes = MODELS[name](), name.endswith("bert")
     groups = group(4, classes=classes), group(3, classes=classes, length=9)
     fast, slow = (products(model, *groups, reference=reference) for reference in (False, True))
     for ours, theirs in zip(fast, slow, strict=True):

@@ -42,6 +42,8 @@ def tiny(config: Any, kind: Any) -> PreTrainedModel | None:
     try:
         defaults = config()
         known = {name: value for name, value in TINY.items() if getattr(defaults, name, None) is not None}
+        if "kv_lora_rank" in known:  # latent attention has keys and values of every head; deepseek_v2 names no experts
+            known |= {"num_key_value_heads": known["num_attention_heads"], "num_experts_per_tok": 2}
         made = config(**known)
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in kind(made).parameters())
