@@ -85,6 +85,7 @@ def no_process_left(home_folder: Path) -> Iterator[None]:
 DYNAMO_WARNS = (
     "The .grad attribute of a Tensor that is not a leaf:UserWarning",
     "<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning",
+    "`torch.jit.script_method` is deprecated:DeprecationWarning",  # by inductor, as it is imported
 )
 
 

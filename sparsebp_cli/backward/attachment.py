@@ -82,8 +82,8 @@ def attach(  # noqa: PLR0913 - what a training loop may give
 
     Args:
         model: Changed in place; ``engine.detach()`` gives it back. Its state_dict keys stay as they are. It may be
-            wrapped by DDP or ``torch.compile`` before or afterwards; with gradient policies at ``sites="linears"`` it
-            compiles to one graph (``fullgraph=True``), in which the policies are asked at every backward.
+            wrapped by DDP or ``torch.compile`` before or afterwards; with gradient policies at linears or branches
+            it compiles to one graph (``fullgraph=True``), in which the policies are asked at every backward.
         policies: One or several, each a policy, its name, or a mapping of ``name`` and its options. At most one answers
             each question; none is dense.
         optimizer: Its steps advance ``Step.index``; without it, every backward does.

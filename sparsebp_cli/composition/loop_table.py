@@ -127,6 +127,14 @@ COMPILED = (
         blame="compile",
     ),
     Rule(
+        "{compile} with {checkpointing} is not built at {sites}: use {checkpointing:sparse}, which stores one input a "
+        "branch",
+        why="A graph that a layer's checkpointing repeats may change nothing outside of it, and a branch notes what "
+        "its norm got.",
+        options={"compile": (True,), "checkpointing": ("full",), "sites": ("branches",)},
+        blame="compile",
+    ),
+    Rule(
         "{compile} is not built with {update}: a compiled backward returns all gradients at once, so none is freed "
         "before the next",
         options={"compile": (True,), "update": ("eager",)},

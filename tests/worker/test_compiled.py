@@ -87,6 +87,7 @@ def test_compilation_is_part_of_what_makes_two_runs_the_same(tiny_recipe: Callab
         ),
         ({"policy": [{"name": "dropbp", "keep": 0.5}]}, "'dropbp' is not built with torch.compile"),
         ({"backward": {"sites": "nodes"}}, "training.compile: true is not built at backward.sites: nodes"),
+        ({"backward": {"sites": "branches", "checkpointing": "full"}}, "checkpointing: full is not built at backward"),
         ({"backward": {"update": "eager"}}, "true is not built with backward.update: eager"),
         ({"target": {"processes": 2}}, "training.compile: true works in one process, got target.processes: 2"),
     ],

@@ -7,6 +7,7 @@ unchanged, and the last one runs the whole piece.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from sparsebp_cli.backward.patch.forward import call_module
 from sparsebp_cli.backward.patch.rng import capture_generators
 from sparsebp_cli.errors import UnsupportedError
 
-_STREAM = "hidden_states"  # transformers' name of the core's input
+STREAM = "hidden_states"  # transformers' name of the core's input
 
 
 @dataclass
@@ -114,24 +115,37 @@ class Branch:
         """
         device = x.device.type
         autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        call = Call(args, {k: v for k, v in kwargs.items() if k != _STREAM}, autocast)
+        call = Call(args, {k: v for k, v in kwargs.items() if k != STREAM}, autocast)
+        self.check_cache(kwargs)
         if self.attention is not None:
-            if is_filled(call.kwargs.get(self.attention.cache), self.core):
-                raise UnsupportedError(
-                    f"{self.name!r} got a key/value cache with earlier positions; sites='branches' needs an empty cache"
-                )
             call.kwargs[self.attention.cache] = None
-            if _has_attention_dropout(self.core) or _drops_by_function(self.core):
-                call.whole_reason = "its attention has dropout"
-            elif not self.attention.some_queries:
-                call.whole_reason = "its attention computes the queries of all positions or none"
-            else:
-                call.whole_reason = _find_unsupported(self.core, args, call.kwargs, self.attention.bias)
-        elif _drops_by_function(self.core):
-            call.whole_reason = "it drops out by a function"
+        call.whole_reason = self.find_whole_reason(args, call.kwargs)
         if call.whole_reason and self.core.training:
             call.generators = capture_generators(x.device)
         return call
+
+    def check_cache(self, kwargs: Mapping[str, object]) -> None:
+        """Raise :class:`UnsupportedError` if a key/value cache that is not empty is among the core's arguments."""
+        if self.attention is not None and is_filled(kwargs.get(self.attention.cache), self.core):
+            raise UnsupportedError(
+                f"{self.name!r} got a key/value cache with earlier positions; sites='branches' needs an empty cache"
+            )
+
+    def find_whole_reason(self, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+        """Return why a forward with these arguments cannot be recomputed for some rows only; empty where it can."""
+        if self.attention is None:
+            return "it drops out by a function" if _drops_by_function(self.core) else ""
+        if _has_attention_dropout(self.core) or _drops_by_function(self.core):
+            return "its attention has dropout"
+        return self.find_unsupported(args, kwargs)
+
+    def find_unsupported(self, args: tuple[object, ...], kwargs: dict[str, object]) -> str:
+        """Do the same for a forward without dropout."""
+        if self.attention is None:
+            return ""
+        if not self.attention.some_queries:
+            return "its attention computes the queries of all positions or none"
+        return _find_unsupported(self.core, args, kwargs, self.attention.bias)
 
     def run(self, x: Tensor, call: Call, **changes: object) -> Tensor:
         """Run all parts on the residual stream or on rows of it; ``changes`` override the call's keyword arguments.

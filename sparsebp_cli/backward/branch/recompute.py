@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from sparsebp_cli.backward.branch.branch import Branch, Call, autocast_as
@@ -42,6 +42,27 @@ class RowSelector(Protocol):
 
     def decide(self, grad_NO: Tensor, batch_shape: torch.Size, call: Call) -> tuple[Tensor, Selection | None]:
         """Return the gradient to use and the selection of it; None for all of it."""
+
+
+_Result = tuple[Tensor | None, tuple[Tensor | None, ...]]
+
+
+def differentiate(
+    selector: RowSelector, call: Call, x: Tensor, grad: Tensor, parameters: list[nn.Parameter]
+) -> _Result:
+    """Ask the policy about the gradient of a branch's output, and return those of its input, which must be a leaf, and
+    of some parameters.
+    """
+    branch, wanted = selector.branch, list[Tensor](parameters)
+    grad_ND, selection = selector.decide(grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], call)
+    with autocast_as(call, x.device), torch.enable_grad():
+        if isinstance(selection, Rows) and selection.index_K.numel() == 0:
+            return torch.zeros_like(x), tuple(torch.zeros_like(p) for p in wanted)
+        if isinstance(selection, Rows) and not call.whole_reason:
+            run = _run_rows if branch.attention is None else _run_queries
+            return run(branch, call, x, grad_ND, selection, wanted)
+        masked_ND = grad_ND if selection is None else selection.apply(grad_ND)
+        return _run_whole(branch, call, x, masked_ND.view(grad.shape), wanted)
 
 
 @final
@@ -67,27 +88,13 @@ class SparseRecompute(Function):
         (x, *kept), selector = ctx.saved_tensors, ctx.selector
         x = x.detach().requires_grad_(ctx.needs_input_grad[0])
         call = replace(ctx.call, kept=dict(zip(ctx.kept_names, kept, strict=True)))
-        branch = selector.branch
-        grad_ND, selection = selector.decide(grad.reshape(-1, grad.shape[-1]), grad.shape[:-1], call)
-        wanted = [p for p, needs in zip(branch.parameters(), ctx.needs_input_grad[3:], strict=True) if needs]
-        dx: Tensor | None
-        gradients: tuple[Tensor | None, ...]
-        with autocast_as(call, x.device), torch.enable_grad():
-            if isinstance(selection, Rows) and selection.index_K.numel() == 0:
-                dx, gradients = torch.zeros_like(x), tuple(torch.zeros_like(p) for p in wanted)
-            elif isinstance(selection, Rows) and not call.whole_reason:
-                run = _run_rows if branch.attention is None else _run_queries
-                dx, gradients = run(branch, call, x, grad_ND, selection, wanted)
-            else:
-                masked_ND = grad_ND if selection is None else selection.apply(grad_ND)
-                dx, gradients = _run_whole(branch, call, x, masked_ND.view(grad.shape), wanted)
+        parameters = selector.branch.parameters()
+        wanted = [p for p, needs in zip(parameters, ctx.needs_input_grad[3:], strict=True) if needs]
+        dx, gradients = differentiate(selector, call, x, grad, wanted)
         given = iter(gradients)
         of_parameters = (next(given) if needs else None for needs in ctx.needs_input_grad[3:])
         result: tuple[object, ...] = (dx if ctx.needs_input_grad[0] else None, None, None, *of_parameters)
         return result
-
-
-_Result = tuple[Tensor | None, tuple[Tensor | None, ...]]
 
 
 def _run_whole(branch: Branch, call: Call, x: Tensor, grad: Tensor, parameters: list[Tensor]) -> _Result:

@@ -62,15 +62,21 @@ class BranchAdapter(SiteAdapter):
                 _check_part(branch.name, part)
 
     def install(self, engine: SiteEngine) -> None:
+        sites = []
         for branch in self._branches:
-            site = BranchSite(branch, engine)
+            site = BranchSite(branch, engine, self._patches)
+            sites.append(site)
             branch.dropouts.install(self._patches)
             self._patches.install(branch.core, CoreOverride(site))
             if branch.before is not None:
                 self._patches.install(branch.before, BeforeOverride(branch.before, site))
             if branch.after is not None:
                 self._patches.install(branch.after, AfterOverride(branch.after, site))
-
+        for site in sites:
+            override = None if site.branch.before is None else site.branch.before.__dict__["forward"]
+            if isinstance(override, BeforeOverride):  # the last one that was installed, where branches share a norm
+                site.norm = override
+                override.num_readers += 1
         self._hooks = [m.register_forward_pre_hook(_refuse_logits, with_kwargs=True) for m in self._with_routers]
         if self._branches and all(branch.attention is not None for branch in self._branches):
             engine.notes["branches"] = "only attentions are branches of this model: its other linears stay dense"

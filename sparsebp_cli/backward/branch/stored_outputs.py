@@ -36,13 +36,19 @@ def record_outputs(branch: Branch, call: Call) -> Iterator[None]:
         call.kept[name], versions[name] = output, version_of(output)
         return output
 
-    wanted = [(n, m) for n, m, _ in branch.linears if _is_kept(branch, n, stores=call.stores) and not call.whole_reason]
+    names = () if call.whole_reason else names_to_keep(branch, stores=call.stores)
+    wanted = [(name, module) for name, module, _ in branch.linears if name in names]
     with replace_forwards((module, partial(keep, name, module)) for name, module in wanted):
         yield
     # An output that was changed in place later (olmo clamps it) is not the linear's output any more.
     unusable |= {n for n, output in call.kept.items() if version_of(output) != versions[n]}
     for name in unusable:
         del call.kept[name]
+
+
+def names_to_keep(branch: Branch, *, stores: bool) -> tuple[str, ...]:
+    """Return the names of the linears whose outputs are stored."""
+    return tuple(name for name, _, _ in branch.linears if _is_kept(branch, name, stores=stores))
 
 
 def replay_outputs(

@@ -91,6 +91,7 @@ class Engine:
         self.enabled, self.notes = True, dict[str, str]()
         self.leaves_out = False  # whether any forward has skipped positions or examples so far
         self.forward: ShortForward | None = None  # the current forward, if it skips positions or examples
+        self.dense_rows: int | None = None  # B*T of the last batch of which a compiled graph ran some positions
         # Batch sizes that the arguments of the last forward allow; empty: unknown; None: no policy needs them.
         self.batch_sizes: frozenset[int] | None = frozenset() if decisions.has_selectors else None
         self.eager = next((extension for extension in self.extensions if isinstance(extension, RunsPass)), None)

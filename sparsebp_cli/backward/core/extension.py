@@ -38,6 +38,7 @@ class EngineView(Protocol):
     reference: bool  # whether to mask gradients, then multiply densely
     notes: dict[str, str]  # sentences for the report on how policies are carried out, by topic
     batch_sizes: frozenset[int] | None  # candidates, from the last forward; empty: unknown; None: not needed
+    dense_rows: int | None  # B*T of the last batch of which a compiled graph ran some positions; None: there is none
 
     def now(self) -> Step:
         """Return the step of the backward under way, or of the next one."""
@@ -78,6 +79,9 @@ class Decisions(Protocol):
 
     def reads_at(self, site: Site) -> frozenset[Reading]:
         """Return what the policy at a site reads beside the gradient."""
+
+    def selection_at(self, site: Site) -> type[Selection] | None:
+        """Return the type that the policy at a site selects, whatever the step; None: it stays dense."""
 
 
 class SiteEngine(EngineView, Protocol):

@@ -44,15 +44,30 @@ class GraphSite(Protocol):
         """Return what decides about one gradient; ``batch_shape`` is the output's without features."""
 
 
-_SITES: WeakValueDictionary[int, GraphSite] = WeakValueDictionary()
+_SITES: WeakValueDictionary[int, object] = WeakValueDictionary()
 _NUMBERS = count(1)
+# A captured backward would repeat one decision for ever.
+UNSAFE = tuple(t for t in (getattr(torch.Tag, "cudagraph_unsafe", None),) if t is not None)
 
 
-def register(site: GraphSite) -> int:
+def register(site: object) -> int:
     """Return the number by which graphs refer to a site, for as long as it lives."""
     number = next(_NUMBERS)
     _SITES[number] = site
     return number
+
+
+def find_site(number: object) -> object | None:
+    """Return the site of a number; None if it is gone, or the number is a symbol of the compiler."""
+    return _SITES.get(number) if type(number) is int else None
+
+
+def require_site(number: int) -> object:
+    """Return the site of a number; raise :class:`UsageError` if it is gone."""
+    found = _SITES.get(number)
+    if found is None:
+        raise UsageError("a backward pass reached a compiled forward of an engine that is detached: run it again")
+    return found
 
 
 def run_in_graph(module: nn.Module, x: Tensor, site: int, layout: WeightLayout, reads: frozenset[Reading]) -> Tensor:
@@ -118,8 +133,7 @@ def _linear_shape(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
     mutates_args=(),
     schema="(Tensor grad, Tensor? x, Tensor? weight, Tensor? input_norm, Tensor? weight_norm, SymInt site, int layout, "
     "bool[] needs) -> Tensor[]",
-    # A captured backward would repeat one decision for ever.
-    tags=tuple(t for t in (getattr(torch.Tag, "cudagraph_unsafe", None),) if t is not None),
+    tags=UNSAFE,
 )
 def _linear_backward(
     grad: Tensor,
@@ -131,9 +145,7 @@ def _linear_backward(
     layout: int,
     needs: list[bool],
 ) -> list[Tensor]:
-    found, form = _SITES.get(site), LAYOUTS[layout]
-    if found is None:
-        raise UsageError("a backward pass reached a compiled forward of an engine that is detached: run it again")
+    found, form = cast("GraphSite", require_site(site)), LAYOUTS[layout]
     read: dict[Reading, Tensor | None] = {"input_norm": input_norm, "weight_norm": weight_norm}
     readings = {name: norm for name, norm in read.items() if norm is not None}
     num_inputs, order = _num_inputs(form, x, weight), find_order(form, grad if x is None else x, frozen=x is None)
@@ -172,8 +184,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: A
     needs_dgrad, needs_wgrad = ctx.needs_input_grad[:2]
     needs_bias = bias is not None and ctx.needs_input_grad[2]
     ctx.needs, ctx.site, ctx.layout = [needs_dgrad, needs_wgrad, needs_bias], site, layout
-    if type(site) is int:  # not a symbol: a backend may leave the operator in autograd's graph, where sites are read
-        ctx.decider, ctx.input_shape = _SITES.get(site), x.shape
+    if (found := find_site(site)) is not None:  # a backend may leave the operator in autograd's graph, which is read
+        ctx.decider, ctx.input_shape = found, x.shape
     kept, multiplied = x if needs_wgrad or keeps_input else None, weight if needs_dgrad else None
     ctx.save_for_backward(kept, multiplied, input_norm, weight_norm)
 

@@ -242,7 +242,8 @@ class LinearOverride(ForwardOverride):
         why = TIME_FIRST if self.time_first else UNPROVED if unknown else ""
         reads = self._reads if self.engine.enabled else frozenset[Reading]()
         rows = BatchRows(shape, why)
-        return _Call(self, None, rows, self.form, self.reference, self.engine, reads=reads, readings=dict(readings))
+        num_rows, known = self.engine.dense_rows, dict(readings)
+        return _Call(self, num_rows, rows, self.form, self.reference, self.engine, reads=reads, readings=known)
 
     def _save_and_run(self, x: Tensor, call: _Call) -> Tensor:
         """Run the linear with what its policy saves of the input."""

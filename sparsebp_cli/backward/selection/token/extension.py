@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, final
+from typing import TYPE_CHECKING, NoReturn, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from sparsebp_cli.backward.selection.model_output import with_changes
 from sparsebp_cli.backward.selection.score.scorer import next_tokens
 from sparsebp_cli.backward.selection.score.token_scores import TokenChooser
 from sparsebp_cli.backward.selection.token.classifier import check_choice, check_selector, read_positions, run_head
+from sparsebp_cli.backward.selection.token.compiled import GraphTokens, list_rows
 from sparsebp_cli.backward.selection.token.flop_claim import Sizes, claim
 from sparsebp_cli.backward.selection.token.layers import LayerStack, has_dropout, narrows, no_graph
 from sparsebp_cli.backward.selection.token.loss import (
@@ -108,6 +109,7 @@ class TokenExtension(EstimatesFlops):
         self.policy, self.decoder, self.chooser = policy, decoder, chooser
         self._prefix = prefix
         self._last: RowPlan | None = None
+        self._engine: EngineView | None = None
         self._patches = ForwardPatches()
         self.given: dict[str, Tensor] = {}
         self.was_called = False
@@ -119,6 +121,8 @@ class TokenExtension(EstimatesFlops):
 
     def install(self, engine: EngineView) -> None:
         self.chooser.install(engine)
+        self._engine = engine
+        self.graph = GraphTokens(self.decoder, self, self._patches)
         self._patches.install(self.decoder.model, DecoderOverride(self, engine))
 
     def remove(self) -> None:
@@ -137,6 +141,32 @@ class TokenExtension(EstimatesFlops):
     def check_called(self) -> None:
         if not self.was_called:
             refuse_uncalled(self.policy, self.decoder.model)
+
+    def choose_rows(self, known: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Choose the positions of a batch while a compiled graph runs; see
+        :class:`~sparsebp_cli.backward.selection.token.compiled.ChoosesRows`.
+        """
+        self.was_called = True
+        labels, mask, decoder, engine = known["labels"], known.get("attention_mask"), self.decoder, self._engine
+        assert engine is not None
+        choice = self.chooser.choose(known, _no_forward, engine.now())
+        marks = read_choice(choice, labels, mask, spreads=decoder.spreads_masked)
+        self.remember(make_plan(marks, labels, self.policy.mode, decoder.pair_cost), labels.shape[1])
+        engine.dense_rows = labels.numel()
+        with engine.short_forward(num_rows=labels.numel()):  # notes that positions are left out
+            return list_rows(marks, labels)
+
+    def fits_graph(self, known: Mapping[str, object]) -> bool:
+        """Whether a forward with these arguments can be one graph."""
+        if self.policy.mode != "detach" or self.policy.needs or self.decoder.is_classifier or self.given:
+            return False
+        if not (self.graph.fits and calls_loss_function(self.decoder.model)):
+            return False
+        if self._engine is None or self._engine.batch_sizes is not None:  # gradients are selected at linears, too
+            return False
+        labels, mask = known.get("labels"), known.get("attention_mask")
+        is_plain = mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)
+        return isinstance(labels, Tensor) and is_plain and known.get("return_dict") is not False
 
     def remember(self, plan: RowPlan | None, length: int) -> None:
         """Store the plan of the last forward for :meth:`claim`; None if it computed everything."""
@@ -179,6 +209,10 @@ class DecoderOverride(ForwardOverride):
         own = {name: value for name, value in arguments.items() if name not in columns}
         if self.is_removed or not (self.engine.enabled and self._model.training and torch.is_grad_enabled()):
             return call_module(self._model, **own)
+        extension = self.extension
+        if torch.compiler.is_compiling() and not self.engine.reference and extension.fits_graph(arguments):
+            _refuse_unknown(own)
+            return extension.graph.run(arguments, own)
         return self._run(arguments, own)
 
     def _select(self, arguments: dict[str, object], own: dict[str, object]) -> object:
@@ -314,6 +348,10 @@ class DecoderOverride(ForwardOverride):
             return {"logits": spread_logits(logits[0], marks)}
         # Zeros that depend on the one row that was computed, so that the user's loss has a graph.
         return {"logits": logits.new_zeros(*marks.trained.shape, logits.shape[-1]) + 0.0 * logits.sum()}
+
+
+def _no_forward(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("policies that read scores are not in graphs")
 
 
 def _refuse_unknown(own: Mapping[str, object]) -> None:

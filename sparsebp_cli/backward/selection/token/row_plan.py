@@ -103,6 +103,17 @@ def _download(*tensors: Tensor) -> Sequence[Tensor]:
     return torch.stack([tensor.to(device, torch.long) for tensor in tensors]).cpu().unbind()
 
 
+def find_needed(marks: PositionMask) -> tuple[Tensor, Tensor]:
+    """Return the positions that are trained, or one placeholder, and those that they read, (B, T) on the CPU."""
+    trained = marks.trained.clone()
+    if not bool(trained.any()):  # the forward needs one row; its loss is multiplied by 0
+        trained[0, 0] = True
+    length = trained.shape[1]
+    last_B1 = (trained * torch.arange(length)).amax(1, keepdim=True)
+    reaches = torch.arange(length) <= last_B1
+    return trained, ((marks.real | trained) & reaches | marks.attends_later) & trained.any(1, keepdim=True)
+
+
 def make_plan(
     marks: PositionMask, labels_BT: Tensor, mode: TokenMode, pair_cost: float, *, joins_unequal: bool = False
 ) -> RowPlan:
@@ -113,13 +124,7 @@ def make_plan(
     With ``joins_unequal`` examples that do not have the same rows are concatenated, whatever that costs.
     """
     device, num_trained = labels_BT.device, int(marks.trained.sum())
-    trained = marks.trained.clone()
-    if num_trained == 0:  # the forward needs one row; its loss is multiplied by 0
-        trained[0, 0] = True
-    length = trained.shape[1]
-    last_B1 = (trained * torch.arange(length)).amax(1, keepdim=True)
-    reaches = torch.arange(length) <= last_B1
-    needed = ((marks.real | trained) & reaches | marks.attends_later) & trained.any(1, keepdim=True)
+    trained, needed = find_needed(marks)
     if mode == "exact":  # whole columns, so that rows keep their order and the model's own kernels run
         carried_BT, dropped_BT = needed.any(0).expand_as(trained), torch.zeros_like(trained)
     else:
