@@ -27,8 +27,8 @@ SCORING = {
 KNOWN: dict[str, dict[str, int]] = {
     # Rows of the whole batch: how many of each example is for the host to know, once an attention.
     "branches of the batch": {
-        "bincount at backward/branch/recompute.py": 3,
-        "_local_scalar_dense at backward/branch/recompute.py": 3,
+        "bincount at backward/decoder/kept_queries.py": 3,
+        "_local_scalar_dense at backward/decoder/kept_queries.py": 3,
     },
     "tokens detach": PLAN,
     "tokens stop": PLAN,
