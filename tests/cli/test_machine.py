@@ -40,7 +40,7 @@ def test_policies_show_options_claims_and_broken_plugins(cli: Cli, tmp_path: Pat
     assert "lost of broken-plugin 1.0 is broken: ModuleNotFoundError: No module named 'no_such_module'\n" in shown
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= WIDTH
     found = {line["name"]: line for line in json.loads(cli("policies", "-o", "json", PYTHONPATH=path).stdout)}
-    assert (found["dense"]["exact"], found["topk"]["exact"]) == (True, None)
+    assert [found[name]["exact"] for name in ("dense", "topk", "tokens")] == [True, False, None]
     assert found["lost"]["kind"] == "broken"
 
 
