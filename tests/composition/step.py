@@ -177,7 +177,7 @@ def train_by_hand(composition: str, ways: Sequence[Way]) -> Weights:
         before = _weights(model)
         optimizer.step()
         _put_back(trained, masks, before)
-        _observe(policies, states, trained, number, read, means)
+        _observe(policies, states, model, trained, number, read, means)
         optimizer.zero_grad()
     return _weights(model)
 
@@ -257,6 +257,7 @@ def _set_rates(
 def _observe(
     policies: Sequence[Policy],
     states: dict[int, Any],
+    model: nn.Module,
     trained: dict[str, nn.Parameter],
     number: int,
     read: Sequence[tuple[Tensor, Tensor]],
@@ -266,7 +267,8 @@ def _observe(
     norms = {name: p.grad.norm() for name, p in trained.items() if p.grad is not None}
     losses = {str(place): loss_B for place, (loss_B, _) in enumerate(read)}
     rows = {str(place): row_B for place, (_, row_B) in enumerate(read)}
-    means = {name: mean_D for name, mean_D in means.items() if f"{name}.weight" in norms}  # not of dropped blocks
+    is_run = {name: model.get_parameter(f"{name}.weight").grad is not None for name in means}  # no dropped block is
+    means = {name: mean_D for name, mean_D in means.items() if is_run[name]}
     end = Step(number, seed=SEED, num_steps=NUM_STEPS)
     observation = Observation(
         parameter_norm=norms, parameter_l1=seen, example_loss=losses, example_row=rows, input_mean=means
