@@ -59,7 +59,7 @@ def test_inductor_makes_one_graph_with_the_gradients_of_eager_mode(policy: str) 
     ours, expected = (_train("llama", policy, backend=backend) for backend in ("inductor", None))
     for mine, other in zip(ours, expected, strict=True):
         for name, grad in mine.items():
-            rtol, atol = (1e-3, 1e-5) if policy == "crs" else (1e-5, 1e-8)
+            rtol, atol = (1e-3, 1e-5) if policy == "crs" else (1e-5, 1e-6)
             torch.testing.assert_close(grad, other[name], rtol=rtol, atol=atol, msg=name)
 
 

@@ -49,7 +49,7 @@ def test_inductor_makes_one_graph_of_selected_tokens(family: str) -> None:
     (ours, _), (expected, _) = (_train(family, "marked", backend=backend) for backend in ("inductor", None))
     for mine, other in zip(ours, expected, strict=True):
         for name, value in mine.items():
-            torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-8, msg=name)
+            torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 def _train(family: str, case: str, backend: str | None) -> tuple[list[dict[str, Tensor]], list[tuple[str, float]]]:
